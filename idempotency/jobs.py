@@ -1,0 +1,95 @@
+"""Staging: a job is a row, inserted in the transaction of the work that it belongs to.
+
+Both commit or neither does: no job runs for work that was rolled back, and no work commits without its job. The enqueuer moves
+the rows to the broker afterwards. Source: Brandur Leach, "Transactionally Staged Job Drains in Postgres".
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from django.conf import settings
+from django.db import router, transaction
+from django.utils import timezone
+
+from idempotency.exceptions import NoOpenTransaction
+from idempotency.keys import current
+from idempotency.models import StagedJob
+
+#: What a job is called with: an object is keyword arguments, an array positional ones.
+JobArgs = dict[str, Any] | list[Any]
+
+
+def stage_job(name: str, args: JobArgs | None = None, *, queue: str = "default", run_at: datetime | None = None) -> StagedJob:
+    """Insert a job in the open transaction and return it; it is handed to the broker after COMMIT, and never without it.
+
+    ``name`` is the dotted path of the function; a dict in ``args`` becomes keyword arguments, a list positional ones;
+    not before ``run_at`` is the job handed over. The row lies in the database of the key whose request is under way, else
+    where the router writes jobs, and its id becomes the broker's id of the job.
+
+    Raises NoOpenTransaction when nothing would commit the job; TypeError, naming the argument, when one is not JSON;
+    ValueError when the name, the queue or the time cannot be right. Nothing was written then.
+    """
+    _refuse_path(name)
+    _refuse_queue(queue)
+    args = {} if args is None else args
+    _refuse_arguments(name, args)
+    if run_at is not None and settings.USE_TZ and timezone.is_naive(run_at):
+        raise ValueError(
+            f"run_at={run_at!r} has no time zone: pass an aware datetime, such as timezone.now() + timedelta(...)."
+        )
+    key = current.get()
+    alias = (key._state.db if key is not None else None) or router.db_for_write(StagedJob)
+    if transaction.get_autocommit(using=alias):
+        raise NoOpenTransaction
+    job = StagedJob(job_name=name, job_args=args, queue=queue, idempotency_key_id=key.pk if key is not None else None)
+    if run_at is not None:
+        job.run_at = run_at
+    job.save(using=alias, force_insert=True)
+    return job
+
+
+def _refuse_path(name: str) -> None:
+    width = StagedJob._meta.get_field("job_name").max_length
+    parts = name.split(".") if isinstance(name, str) else []
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts) or len(name) > width:
+        raise ValueError(
+            f"The name of a job is the dotted path of its function, such as 'shop.jobs.send_receipt', with at most {width} "
+            f"characters; {name!r} is not."
+        )
+
+
+def _refuse_queue(queue: str) -> None:
+    width = StagedJob._meta.get_field("queue").max_length
+    if not isinstance(queue, str) or not 0 < len(queue) <= width or "\0" in queue:
+        raise ValueError(f"The name of a queue is a string of 1 to {width} characters, not {queue!r}.")
+
+
+def _refuse_arguments(name: str, args: JobArgs) -> None:
+    """Raise TypeError unless every argument survives a trip through the database's JSON."""
+    named: Sequence[tuple[Any, Any]]
+    if isinstance(args, dict):
+        named = list(args.items())
+    elif isinstance(args, list):
+        named = list(enumerate(args))
+    else:
+        raise TypeError(f"The arguments of {name} must be a dict (by name) or a list (by position), not {type(args).__name__}.")
+    for argument, value in named:
+        if isinstance(args, dict) and not isinstance(argument, str):
+            raise TypeError(f"An argument of {name} is named {argument!r}: the names of keyword arguments are strings.")
+        if problem := _json_problem([argument, value]):
+            raise TypeError(
+                f"Argument {argument!r} of {name} cannot be kept as JSON: {problem}. Pass plain values, such as ids."
+            )
+
+
+def _json_problem(value: Any) -> str:
+    """Return why ``value`` cannot be kept as JSON, or nothing."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return str(error)
+    # PostgreSQL's jsonb has no character for it, and the failed INSERT would take the caller's transaction with it.
+    return "it contains a NUL character" if "\\u0000" in text.replace("\\\\", "") else ""
