@@ -36,9 +36,7 @@ def stage_job(name: str, args: JobArgs | None = None, *, queue: str = "default",
     args = {} if args is None else args
     _refuse_arguments(name, args)
     if run_at is not None and settings.USE_TZ and timezone.is_naive(run_at):
-        raise ValueError(
-            f"run_at={run_at!r} has no time zone: pass an aware datetime, such as timezone.now() + timedelta(...)."
-        )
+        raise ValueError(f"run_at={run_at!r} has no time zone: pass an aware datetime.")
     key = current.get()
     alias = (key._state.db if key is not None else None) or router.db_for_write(StagedJob)
     if transaction.get_autocommit(using=alias):
@@ -79,9 +77,7 @@ def _refuse_arguments(name: str, args: JobArgs) -> None:
         if isinstance(args, dict) and not isinstance(argument, str):
             raise TypeError(f"An argument of {name} is named {argument!r}: the names of keyword arguments are strings.")
         if problem := _json_problem([argument, value]):
-            raise TypeError(
-                f"Argument {argument!r} of {name} cannot be kept as JSON: {problem}. Pass plain values, such as ids."
-            )
+            raise TypeError(f"Argument {argument!r} of {name} cannot be kept as JSON: {problem}. Pass ids.")
 
 
 def _json_problem(value: Any) -> str:

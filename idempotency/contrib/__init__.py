@@ -1,0 +1,1 @@
+"""One module for each framework; imported only by who uses it."""

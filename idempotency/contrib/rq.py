@@ -1,0 +1,92 @@
+"""Staged jobs to RQ, through django-rq's configuration (``RQ_QUEUES``).
+
+Run the workers with ``rqworker --with-scheduler``: a job that failed waits before its next try, and the scheduler wakes it.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+from uuid import UUID
+
+from django.utils.module_loading import import_string
+from django_rq.connection_utils import get_connection
+from django_rq.queues import get_queue, get_result_ttl
+from redis import exceptions as redis_errors
+from redis.backoff import NoBackoff
+from redis.retry import Retry as RedisRetry
+from rq import Queue, Retry
+
+from idempotency.enqueuer import BrokerUnavailable
+from idempotency.exceptions import MessageInProgress
+from idempotency.inbox import process_once
+from idempotency.jobs import JobArgs
+from idempotency.models import StagedJob
+
+#: The source of the messages that staged jobs are, in the inbox.
+SOURCE = "staged-job"
+
+#: One hand-over stays far below the time the database grants to the enqueuer's transaction; the next pass tries again.
+_BOUNDS = {"socket_connect_timeout": 5, "socket_timeout": 10, "retry": RedisRetry(NoBackoff(), 0)}
+
+#: What no other job would fare better with: down, loading, full, read-only, or without permission.
+_TAKES_NOTHING = (
+    redis_errors.ConnectionError,
+    redis_errors.TimeoutError,
+    redis_errors.OutOfMemoryError,
+    redis_errors.ReadOnlyError,
+    redis_errors.NoPermissionError,
+    redis_errors.ClusterDownError,
+)
+
+#: A delivery that met another one has waited for it already, so it comes back at once, and as often as it takes.
+_COME_BACK = Retry(max=1_000_000)
+
+
+class RQBackend:
+    """Hand staged jobs to RQ: their ids become the job ids, and the worker runs each through the inbox."""
+
+    #: When a job raises, or its worker dies: a dozen tries, over about three hours.
+    retry = Retry(max=12, interval=[1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 2400, 3600])
+
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
+        """Enqueue ``jobs`` in one MULTI/EXEC: all or none. Raises BrokerUnavailable when Redis takes nothing at the moment."""
+        calls = [
+            Queue.prepare_data(
+                run_once,
+                args=[job.job_name, job.job_args, str(job.pk)],
+                job_id=str(job.pk),
+                description=f"{job.job_name} (staged)",
+                result_ttl=get_result_ttl(queue),
+                retry=self.retry,
+            )
+            for job in jobs
+        ]
+        try:
+            # RQ's own method: django-rq's enqueue() would wait for COMMIT, which comes after the staged rows were deleted.
+            _queue(queue).enqueue_many(calls)
+        except _TAKES_NOTHING as error:
+            raise BrokerUnavailable(f"Redis takes no jobs at the moment: {error}") from error
+        return {}
+
+
+@lru_cache(maxsize=32)
+def _queue(name: str) -> Queue:
+    connection = get_connection(name)
+    connection.connection_pool.connection_kwargs.update(_BOUNDS)
+    return get_queue(name, connection=connection)
+
+
+def run_once(job_name: str, job_args: JobArgs, job_id: str) -> Any:
+    """Run a job in the worker, in one transaction with the row that says that it ran; return what it returns.
+
+    A second hand-over of the same job does nothing. While the first one is still at work, RQ is told to bring it back. When the
+    job raises, nothing of it is kept, and RQ tries it again.
+    """
+    job = import_string(job_name)
+    try:
+        with process_once(SOURCE, job_id) as first:
+            if not first:
+                return None
+            return job(**job_args) if isinstance(job_args, dict) else job(*job_args)
+    except MessageInProgress:
+        return _COME_BACK

@@ -1,0 +1,70 @@
+"""The inbox: a message that is delivered twice takes effect once.
+
+The row that says "processed" and the effects commit together; so a failure leaves no row, and the next delivery does the work.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from django.db import OperationalError, connections, router, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from idempotency.exceptions import MessageInProgress
+from idempotency.models import ProcessedMessage
+
+#: How long a delivery waits for another delivery of the same message. Below the patience of those who send webhooks.
+WAIT_SECONDS = 5
+
+_LOCK_NOT_AVAILABLE = "55P03"  # PostgreSQL: lock_timeout ran out
+_BUSY_OR_LOCKED = (5, 6)  # SQLite: another connection, or another one of the shared cache, writes
+
+_INSERT = "INSERT INTO {} (source, message_id) VALUES (%s, %s) ON CONFLICT (source, message_id) DO NOTHING"
+
+
+@contextmanager
+def process_once(source: str, message_id: str, *, using: str | None = None) -> Iterator[bool]:
+    """Open a transaction for one delivery of a message; give True the first time, False when it took effect before.
+
+    ``source`` says who numbers the messages ("stripe"), ``message_id`` is their number (at most 100 and 255 characters). On
+    leaving, the row and what the block wrote are committed together; when the block raises, neither is. In an outer
+    transaction the block is a savepoint and commits with that one.
+
+    A second delivery waits for the first, up to 5 s on PostgreSQL (on SQLite up to the connection's ``timeout``), and then
+    raises MessageInProgress: refuse it, so that it is delivered again. Raises ValueError when the source or the id cannot be
+    kept.
+    """
+    for name, value in (("source", source), ("message_id", message_id)):
+        width = ProcessedMessage._meta.get_field(name).max_length
+        if not isinstance(value, str) or not 0 < len(value) <= width or "\0" in value:
+            raise ValueError(f"The {name} of a message is a string of 1 to {width} characters without NUL, not {value!r}.")
+    alias = using or router.db_for_write(ProcessedMessage)
+    with transaction.atomic(using=alias):
+        yield _insert(connections[alias], source, message_id)
+
+
+def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str) -> bool:
+    """Insert the row, waiting for whoever inserts the same one; return whether it is new."""
+    bounded = connection.vendor == "postgresql"
+    try:
+        with connection.cursor() as cursor:
+            if bounded:
+                cursor.execute(
+                    "SELECT current_setting('lock_timeout'), set_config('lock_timeout', %s, true)", [f"{WAIT_SECONDS}s"]
+                )
+                before = cursor.fetchone()[0]
+            cursor.execute(_INSERT.format(connection.ops.quote_name(ProcessedMessage._meta.db_table)), [source, message_id])
+            first: bool = cursor.rowcount == 1
+            if bounded:  # The statements of the block keep the caller's own limit.
+                cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
+    except OperationalError as error:
+        if _is_held_by_another(error):
+            raise MessageInProgress from error
+        raise
+    return first
+
+
+def _is_held_by_another(error: OperationalError) -> bool:
+    cause = error.__cause__
+    if getattr(cause, "sqlstate", None) == _LOCK_NOT_AVAILABLE:
+        return True
+    return getattr(cause, "sqlite_errorcode", 0) & 0xFF in _BUSY_OR_LOCKED

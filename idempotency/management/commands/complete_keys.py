@@ -1,0 +1,22 @@
+"""``manage.py complete_keys``: finish the requests whose clients have gone away."""
+
+from typing import Any
+
+from idempotency.completer import CompletePass, complete_once
+from idempotency.management.passes import PassCommand
+
+
+class Command(PassCommand):
+    """Parse, and call ``complete_once``."""
+
+    help = (
+        "Run abandoned requests on from their last recovery point, each as its own user. Several may run at once. One pass and "
+        "exit, or --loop to stay. Exit status: 0 pass done (stuck keys included) or SIGTERM, 1 database not reachable, 2 usage."
+    )
+    default_interval = 5.0
+    default_batch_size = 100
+
+    def run_pass(self, **options: Any) -> CompletePass:
+        """Complete the keys that are abandoned."""
+        del options["stop"]
+        return complete_once(**options)

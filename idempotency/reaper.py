@@ -1,0 +1,134 @@
+"""The reaper: deletes keys whose retention is over, and hands those that never finished to a person.
+
+It deletes through the ORM, in small transactions, because what a user's foreign key to a key wants (SET_NULL and the others)
+lives in Python. Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the reaper).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import partial
+from itertools import chain
+
+from django.db import IntegrityError, connections, router, transaction
+from django.db.models import ProtectedError, Q, QuerySet, RestrictedError
+from django.db.models.functions import Now
+
+from idempotency import conf
+from idempotency.keys import emit, give_up
+from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet, ProcessedMessage
+from idempotency.signals import key_stuck
+
+#: How long a second delivery of a message is recognised; longer than any sender tries.
+MESSAGE_RETENTION = timedelta(days=30)
+
+#: The stuck code of a key that was not finished within the retention.
+RETENTION_PASSED = "retention_passed"
+
+
+@dataclass(frozen=True, slots=True)
+class ReapPass:
+    """What one pass did: keys and messages deleted, keys that others protect, unfinished keys that it marked stuck."""
+
+    deleted: int = 0
+    protected: int = 0
+    stuck: int = 0
+    messages: int = 0
+
+
+def reap_once(
+    *, batch_size: int = 1000, dry_run: bool = False, using: str | None = None, stop: Callable[[], bool] = lambda: False
+) -> ReapPass:
+    """Delete what is past its retention, batch by batch, each in a transaction of its own; several may run at once.
+
+    Deleted are finished keys that have expired, and messages of the inbox after 30 days. Foreign keys to a deleted key are
+    honoured; one that a row of the user protects is kept. Unfinished keys past the retention, counted from their creation,
+    are marked stuck unless a run holds them; ``key_stuck`` is sent for each. ``stop`` is asked before each batch.
+    ``dry_run`` only counts.
+    """
+    alias = using or router.db_for_write(IdempotencyKey)
+    if dry_run:
+        return ReapPass(deleted=_expired(alias).count(), stuck=_overdue(alias).count(), messages=_old_messages(alias).count())
+    counts: Counter[str] = Counter()
+    batches = chain(_reap_expired(alias, batch_size), _mark_overdue(alias, batch_size), _reap_messages(alias, batch_size))
+    while not stop() and (batch := next(batches, None)) is not None:
+        counts.update(batch)
+    return ReapPass(**counts)
+
+
+def _expired(alias: str) -> IdempotencyKeyQuerySet:
+    # A finished key is not locked; should one be, its request is at work at this moment, whatever the clock said.
+    recently = Now() - timedelta(seconds=conf.get().LOCK_TIMEOUT_SECONDS)
+    return IdempotencyKeyQuerySet(IdempotencyKey, using=alias).expired().exclude(locked_at__gte=recently)
+
+
+def _overdue(alias: str) -> IdempotencyKeyQuerySet:
+    return IdempotencyKeyQuerySet(IdempotencyKey, using=alias).overdue()
+
+
+def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
+    return ProcessedMessage.objects.using(alias).filter(processed_at__lt=Now() - MESSAGE_RETENTION)
+
+
+def _reap_expired(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
+    last = None
+    while True:
+        with transaction.atomic(using=alias, durable=True):
+            page = _page(_expired(alias).select_for_update(skip_locked=True), last, batch_size)
+            deleted = _delete(alias, [pk for _, pk in page])
+        if not page:
+            return
+        last = page[-1]
+        yield {"deleted": deleted, "protected": len(page) - deleted}
+
+
+def _mark_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
+    reason = (
+        f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation. Its last error and its "
+        f"history say where it stopped; whether to run it again or to answer it by hand is for a person to decide."
+    )
+    last = None
+    while page := _page(_overdue(alias), last, batch_size):
+        last = page[-1]
+        marked = [pk for _, pk in page if give_up(pk, RETENTION_PASSED, reason, using=alias)]
+        for key in IdempotencyKey.objects.using(alias).filter(pk__in=marked):
+            transaction.on_commit(partial(emit, key_stuck, key, None), using=alias)
+        yield {"stuck": len(marked)}
+
+
+def _reap_messages(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
+    while True:
+        with transaction.atomic(using=alias, durable=True):
+            oldest = _old_messages(alias).select_for_update(skip_locked=True).order_by("processed_at")
+            page = list(oldest.values_list("pk", flat=True)[:batch_size])
+            ProcessedMessage.objects.using(alias).filter(pk__in=page).delete()
+        if not page:
+            return
+        yield {"messages": len(page)}
+
+
+def _page(keys: IdempotencyKeyQuerySet, last: tuple[datetime, int] | None, size: int) -> list[tuple[datetime, int]]:
+    """Return the next ``size`` keys by creation, which is the order of the index. What was passed over is not met again."""
+    if last is not None:
+        created_at, pk = last
+        keys = keys.filter(Q(created_at__gt=created_at) | Q(created_at=created_at, pk__gt=pk), created_at__gte=created_at)
+    return list(keys.order_by("created_at", "pk").values_list("created_at", "pk")[:size])
+
+
+def _delete(alias: str, pks: list[int]) -> int:
+    """Delete these keys and return how many; when some are protected, halve the list until they stand alone, and keep them."""
+    if not pks:
+        return 0
+    try:
+        with transaction.atomic(using=alias):
+            # Bodies may be large, and the deletion needs none of the columns.
+            _, by_model = IdempotencyKey.objects.using(alias).filter(pk__in=pks).only("pk").delete()
+            if connections[alias].vendor == "postgresql":
+                connections[alias].check_constraints()  # now, not at COMMIT: a constraint of DO_NOTHING fails its key alone
+        return by_model.get(IdempotencyKey._meta.label, 0)
+    except (ProtectedError, RestrictedError, IntegrityError):
+        if len(pks) == 1:
+            return 0
+        half = len(pks) // 2
+        return _delete(alias, pks[:half]) + _delete(alias, pks[half:])
