@@ -1,0 +1,1 @@
+"""Rocket Rides: the reference service that django-idempotency is proved on."""

@@ -1,0 +1,199 @@
+"""Processes that end with the one that started them: start, wait until ready, stop, kill, start again.
+
+Each runs in a process group of its own, so that Ctrl-C in the terminal reaches only the starter, which stops the others in
+order, and so that the children a killed process leaves behind can be ended with it.
+"""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Self
+
+from rides_demo import guard
+
+POLL_SECONDS = 0.02
+
+
+class ProcessError(Exception):
+    """A process did not start or died; the message says why, and what to do."""
+
+
+class _Guard:
+    """The one guard of this process (see ``rides_demo.guard``), started with the first child."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = 0
+
+    def tell(self, line: str) -> None:
+        """Pass ``line`` on to the guard; a forked copy of this process gets a guard of its own."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
+                self._owner = os.getpid()
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, text=True, start_new_session=True
+                )
+                atexit.register(self._leave, self._process)
+            assert self._process.stdin is not None
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def _leave(self, process: subprocess.Popen[str]) -> None:
+        """End the guard with this process; it ends what is left."""
+        if self._owner == os.getpid():
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+            process.wait()
+
+
+_guard = _Guard()
+
+
+class Process:
+    """One operating-system process by name, which can be started any number of times.
+
+    ``output`` is a file, or a function that gets each line; ``user`` is the system user to run as (root only).
+    """
+
+    stop_signal: signal.Signals = signal.SIGTERM
+    stop_seconds = 10.0
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        output: Path | Callable[[str], None] | None = None,
+        user: str | None = None,
+    ) -> None:
+        self.name, self.command = name, list(command)
+        self.environment, self.folder, self.output, self.user = environment, folder, output, user
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """The process id, 0 when it does not run."""
+        return self._popen.pid if self._popen is not None and self.running else 0
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._popen is not None and self._popen.poll() is None
+
+    @property
+    def exit_status(self) -> int | None:
+        """How the last run ended; negative is the signal that ended it."""
+        return None if self._popen is None else self._popen.poll()
+
+    def prepare(self) -> None:
+        """Make ready what the process needs; called before each start."""
+
+    def is_ready(self) -> bool:
+        """Whether it does its work already."""
+        return self.running
+
+    def start(self, ready_seconds: float = 30) -> None:
+        """Start it and wait until it is ready; raise ProcessError when it is not within ``ready_seconds``."""
+        self.launch()
+        self.wait_ready(ready_seconds)
+
+    def launch(self) -> None:
+        """Start it and return at once."""
+        if self.running:
+            return
+        self.forget()
+        self.prepare()
+        given: dict[str, Any] = {"user": self.user, "group": self.user, "extra_groups": []} if self.user else {}
+        if isinstance(self.output, Path):
+            with self.output.open("ab") as log:
+                self._popen = self._spawn(log, given)
+        else:
+            self._popen = self._spawn(subprocess.PIPE if self.output else None, given)
+            if self.output is not None:
+                threading.Thread(target=self._pass_on, args=(self._popen.stdout, self.output), daemon=True).start()
+        _guard.tell(f"+{self._popen.pid} {int(self.stop_signal)}")
+
+    def _spawn(self, output: IO[bytes] | int | None, given: dict[str, Any]) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=None if self.environment is None else dict(self.environment),
+                cwd=self.folder,
+                process_group=0,
+                **given,
+            )
+        except OSError as error:
+            raise ProcessError(f"{self.name} cannot be started: {error}. Run `make clean`, then try again.") from None
+
+    @staticmethod
+    def _pass_on(lines: IO[bytes], receive: Callable[[str], None]) -> None:
+        with lines:
+            for line in lines:
+                receive(line.decode(errors="replace").rstrip())
+
+    def wait_ready(self, seconds: float) -> None:
+        """Wait until it is ready; stop it and raise ProcessError when it ended instead, or is not within ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while not self.is_ready():
+            if not self.running:
+                raise ProcessError(self.why_not_started())
+            if time.monotonic() > deadline:
+                self.kill()
+                raise ProcessError(f"{self.name} was not ready within {seconds:g} seconds. {self.why_not_started()}")
+            time.sleep(POLL_SECONDS)
+
+    def why_not_started(self) -> str:
+        """Say why it is not running, and what to do."""
+        where = f" Its output is in {self.output}." if isinstance(self.output, Path) else ""
+        return f"{self.name} ended with status {self.exit_status}.{where}"
+
+    def stop(self) -> None:
+        """End it in good order, waiting up to ``stop_seconds``, then by force; nothing of its group is left on return."""
+        if self.running:
+            assert self._popen is not None
+            self._popen.send_signal(self.stop_signal)
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(self.stop_seconds)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and its group at once, as a crash would; return when they are gone."""
+        if self._popen is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+        self.forget()
+
+    def forget(self) -> None:
+        """Take leave of a process that has ended, and of what it left of its group."""
+        if self._popen is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+            self._popen.wait()
+            _guard.tell(f"-{self._popen.pid}")
+            self._popen = None
+
+    def restart(self) -> None:
+        """Stop it in good order and start it again."""
+        self.stop()
+        self.start()

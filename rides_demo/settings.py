@@ -1,0 +1,114 @@
+"""Settings of Rocket Rides. All that differs between places comes from the environment; without it, from ``make serve``.
+
+``DATABASE_URL``, ``REDIS_URL``, ``STRIPE_API_KEY``, ``STRIPE_API_BASE``, ``STRIPE_WEBHOOK_SECRET``, ``PORT``,
+``RIDES_RUN_FOLDER``, ``LOCK_TIMEOUT_SECONDS``, ``COMPLETER_MIN_AGE_SECONDS``, ``COMPLETER_IDLE_SECONDS``.
+"""
+
+import os
+from pathlib import Path
+
+import dj_database_url
+
+from rides_demo.services import postgres_url, redis_url
+
+BASE_DIR = Path(__file__).resolve().parent.parent
+PORT = int(os.environ.get("PORT", "8000"))
+#: Data, logs, mails and the pids of one `make serve`.
+RUN_FOLDER = Path(os.environ.get("RIDES_RUN_FOLDER", BASE_DIR / ".run" / f"serve-{PORT}"))
+
+# For the demo: everything listens on loopback, and the data is thrown away.
+SECRET_KEY = os.environ.get("SECRET_KEY", "rocket-rides-demo-only-not-a-secret")
+DEBUG = False
+ALLOWED_HOSTS = ["127.0.0.1", "localhost", "[::1]", "testserver"]
+CSRF_TRUSTED_ORIGINS = [f"http://127.0.0.1:{PORT}", f"http://localhost:{PORT}"]
+
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "django_rq",
+    "idempotency",
+    "rides_demo",
+]
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+ROOT_URLCONF = "rides_demo.urls"
+WSGI_APPLICATION = "rides_demo.wsgi.application"
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
+        },
+    },
+]
+AUTH_USER_MODEL = "rides_demo.User"
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+STATIC_URL = "static/"
+LANGUAGE_CODE = "en"
+TIME_ZONE = "UTC"
+USE_TZ = True
+
+DATABASES = {
+    "default": dj_database_url.parse(
+        os.environ.get("DATABASE_URL") or postgres_url(RUN_FOLDER / "postgres"), conn_max_age=60, conn_health_checks=True
+    )
+}
+_options = DATABASES["default"].setdefault("OPTIONS", {})
+if "postgresql" in DATABASES["default"]["ENGINE"]:
+    # Statements are prepared from their fifth use on: a replay takes half the time.
+    _options.setdefault("prepare_threshold", 5)
+    _options.setdefault("connect_timeout", 5)
+elif "sqlite" in DATABASES["default"]["ENGINE"]:
+    # A transaction that reads first and writes later could not wait for the single writer; this one can.
+    _options.setdefault("transaction_mode", "IMMEDIATE")
+    _options.setdefault("init_command", "PRAGMA journal_mode=WAL")
+    _options.setdefault("timeout", 10)
+
+REDIS_URL = os.environ.get("REDIS_URL") or redis_url(RUN_FOLDER / "redis")
+if "socket_timeout" not in REDIS_URL:
+    # A broker that hangs must fail before the database ends the enqueuer's transaction.
+    REDIS_URL += ("&" if "?" in REDIS_URL else "?") + "socket_timeout=5&socket_connect_timeout=5"
+RQ_QUEUES = {"default": {"URL": REDIS_URL, "DEFAULT_TIMEOUT": 60}}
+# The enqueuer hands jobs over inside its transaction, before it deletes them.
+RQ = {"COMMIT_MODE": "auto"}
+
+EMAIL_BACKEND = "django.core.mail.backends.filebased.EmailBackend"
+EMAIL_FILE_PATH = RUN_FOLDER / "mail"
+DEFAULT_FROM_EMAIL = "receipts@rocketrides.example"
+
+IDEMPOTENCY = {
+    name: int(os.environ[name])
+    for name in ("LOCK_TIMEOUT_SECONDS", "COMPLETER_MIN_AGE_SECONDS", "COMPLETER_IDLE_SECONDS")
+    if name in os.environ
+}
+
+#: Without a key of a real account the sandbox answers.
+STRIPE_API_KEY = os.environ.get("STRIPE_API_KEY") or "sk_test_rocket_rides_demo"
+#: None is the real Stripe.
+STRIPE_API_BASE = os.environ.get("STRIPE_API_BASE") or None
+STRIPE_WEBHOOK_SECRET = os.environ.get("STRIPE_WEBHOOK_SECRET") or "whsec_rocket_rides_demo_only"
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "root": {"handlers": ["stderr"], "level": "INFO"},
+    "loggers": {"django": {"handlers": [], "propagate": True}},
+}

@@ -1,0 +1,29 @@
+"""Settings of the tests: those of the demo, on services of their own unless ``DATABASE_URL`` / ``REDIS_URL`` name others."""
+
+import os
+import tempfile
+from pathlib import Path
+
+#: Short, because the paths of unix sockets are; the first process of a run chooses, the workers of pytest-xdist inherit it.
+TEST_FOLDER = Path(os.environ.setdefault("RIDES_TEST_FOLDER", f"{tempfile.gettempdir()}/rides-tests-{os.getpid()}"))
+os.environ["RIDES_RUN_FOLDER"] = str(TEST_FOLDER / os.environ.get("PYTEST_XDIST_WORKER", "main"))
+
+if "DATABASE_URL" not in os.environ:
+    from rides_demo.services import postgres_url
+
+    os.environ["DATABASE_URL"] = postgres_url(TEST_FOLDER / "postgres")
+    os.environ["RIDES_TEST_POSTGRES"] = "embedded"
+
+from rides_demo.settings import *  # noqa: E402, F403
+from rides_demo.settings import DATABASES, INSTALLED_APPS, LOGGING  # noqa: E402
+
+INSTALLED_APPS = [*INSTALLED_APPS, "tests"]
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+# A connection of a thread must end with it, or the test database cannot be dropped.
+DATABASES["default"]["CONN_MAX_AGE"] = 0
+if "sqlite" in DATABASES["default"]["ENGINE"]:
+    # In a file: threads need connections of their own, and one in memory is shared.
+    TEST_FOLDER.mkdir(parents=True, exist_ok=True)
+    DATABASES["default"]["TEST"] = {"NAME": str(TEST_FOLDER / "test.sqlite3")}
+# Only what the tests look at.
+LOGGING["root"]["level"] = "WARNING"
