@@ -1,0 +1,40 @@
+"""Put the demo's users into the database and their cards into Stripe."""
+
+import stripe
+from django.conf import settings
+from django.core.management.base import BaseCommand, CommandError
+
+from rides_demo import payments
+from rides_demo.models import User
+
+#: Name, token and the source of the card.
+RIDERS = (
+    ("jane", "demo-jane", "tok_visa"),
+    ("joe", "demo-joe", "tok_chargeCustomerFail"),
+    ("max", "demo-max", "tok_visa"),
+)
+
+
+class Command(BaseCommand):
+    help = "Create jane, joe and max with their Stripe customers, and the superuser admin/admin. May run any number of times."
+
+    def handle(self, *args: object, **options: object) -> None:
+        for name, token, source in RIDERS:
+            self._seed_rider(name, token, source)
+        if not User.objects.filter(username="admin").exists():
+            User.objects.create_superuser("admin", "admin@example.com", "admin")
+        self.stdout.write("seed: ok")
+
+    def _seed_rider(self, name: str, token: str, source: str) -> None:
+        email = f"{name}@example.com"
+        user = User.objects.filter(email=email).first() or User(username=name, email=email)
+        try:
+            if not user.stripe_customer_id or not payments.customer_exists(user.stripe_customer_id):
+                user.stripe_customer_id = payments.create_customer(email, source)
+        except stripe.StripeError as error:
+            where = settings.STRIPE_API_BASE or "Stripe"
+            raise CommandError(f"The customer of {email} could not be created at {where}: {error}") from error
+        user.api_token_hash = User.hash_token(token)
+        if user.pk is None:
+            user.set_unusable_password()
+        user.save()
