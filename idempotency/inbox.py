@@ -33,8 +33,9 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
     raises MessageInProgress: refuse it, so that it is delivered again. Raises ValueError when the source or the id cannot be
     kept.
     """
-    for name, value in (("source", source), ("message_id", message_id)):
-        width = ProcessedMessage._meta.get_field(name).max_length
+    columns = ProcessedMessage._meta
+    widths = (columns.get_field("source").max_length or 0, columns.get_field("message_id").max_length or 0)
+    for name, value, width in zip(("source", "message_id"), (source, message_id), widths, strict=True):
         if not isinstance(value, str) or not 0 < len(value) <= width or "\0" in value:
             raise ValueError(f"The {name} of a message is a string of 1 to {width} characters without NUL, not {value!r}.")
     alias = using or router.db_for_write(ProcessedMessage)

@@ -49,7 +49,7 @@ def stage_job(name: str, args: JobArgs | None = None, *, queue: str = "default",
 
 
 def _refuse_path(name: str) -> None:
-    width = StagedJob._meta.get_field("job_name").max_length
+    width = StagedJob._meta.get_field("job_name").max_length or 0
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts) or len(name) > width:
         raise ValueError(
@@ -59,7 +59,7 @@ def _refuse_path(name: str) -> None:
 
 
 def _refuse_queue(queue: str) -> None:
-    width = StagedJob._meta.get_field("queue").max_length
+    width = StagedJob._meta.get_field("queue").max_length or 0
     if not isinstance(queue, str) or not 0 < len(queue) <= width or "\0" in queue:
         raise ValueError(f"The name of a queue is a string of 1 to {width} characters, not {queue!r}.")
 

@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -64,9 +64,8 @@ class PassCommand(BaseCommand):
     default_interval: ClassVar[float]
     default_batch_size: ClassVar[int] = 1000
 
-    def run_pass(self, *, batch_size: int, dry_run: bool, using: str, stop: StopSignal) -> Any:
-        """Do one pass and return its counts, a dataclass."""
-        raise NotImplementedError
+    #: The work: a function that does one pass, asks ``stop`` between batches, and returns its counts, a dataclass.
+    run_pass: ClassVar[Callable[..., Any]]
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--loop", action="store_true", help="Stay, and do a pass every --interval seconds until SIGTERM.")
@@ -128,7 +127,7 @@ class PassCommand(BaseCommand):
             stop.requested(wait_seconds=interval)
 
     def _pass(self, stop: StopSignal, *, quiet_when_idle: bool = False) -> None:
-        counts = asdict(self.run_pass(stop=stop, **self._options))
+        counts = asdict(self.run_pass(stop=stop.requested, **self._options))
         if self._quiet or (quiet_when_idle and not any(counts.values())):
             return
         prefix = "would be: " if self._options["dry_run"] else ""

@@ -1,9 +1,7 @@
 """``manage.py reap_keys``: delete what is past its retention."""
 
-from typing import Any
-
 from idempotency.management.passes import PassCommand
-from idempotency.reaper import ReapPass, reap_once
+from idempotency.reaper import reap_once
 
 
 class Command(PassCommand):
@@ -15,8 +13,4 @@ class Command(PassCommand):
         "not reachable, 2 usage."
     )
     default_interval = 60.0
-
-    def run_pass(self, **options: Any) -> ReapPass:
-        """Delete all that is past its retention."""
-        stop = options.pop("stop")
-        return reap_once(stop=stop.requested, **options)
+    run_pass = staticmethod(reap_once)
