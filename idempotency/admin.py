@@ -25,6 +25,8 @@ MAX_COUNT = 5000
 MAX_SHOWN_CHARACTERS = 20_000
 _BIGGEST_ID = 2**63 - 1
 _LARGE_COLUMNS = ("request_body", "request_headers", "response_body", "response_headers", "history", "seed")
+_REQUEST_PARTS = ("request_headers_shown", "request_shown")
+_TIMES = ("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "next_run_at")
 
 
 class BoundedPaginator(Paginator):
@@ -113,10 +115,10 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
     search_help_text = "The whole idempotency key, or the number of its row."
     fieldsets = (
         (None, {"fields": ("state", "stuck_code", "stuck_reason", "last_error", "recovery_point", "timeline")}),
-        ("Request", {"fields": ("request", "user_number", "scope", "idempotency_key", "remote_addr", "request_headers_shown", "request_shown")}),
+        ("Request", {"fields": ("request", "user_number", "scope", "idempotency_key", "remote_addr", *_REQUEST_PARTS)}),
         ("Response", {"fields": ("response_code", "response_headers_shown", "response_shown")}),
-        ("Runs", {"fields": ("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "attempts", "completer_attempts", "next_run_at")}),
-    )  # fmt: skip
+        ("Runs", {"fields": (*_TIMES, "attempts", "completer_attempts")}),
+    )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Return the keys with the time of the database; in the list without what the list does not show."""
