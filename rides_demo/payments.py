@@ -50,18 +50,10 @@ def _stripe_client(api_key: str, base: str | None, timeout_seconds: float) -> st
     )
 
 
-def create_customer(email: str, source: str) -> str:
-    """Create a customer who pays with ``source`` and return its id."""
-    return stripe_client().v1.customers.create({"email": email, "source": source}).id
-
-
-def customer_exists(customer_id: str) -> bool:
-    """Tell whether Stripe knows the customer: a sandbox forgets its own when it is started anew."""
-    try:
-        stripe_client().v1.charges.list({"customer": customer_id, "limit": 1})
-    except stripe.InvalidRequestError:
-        return False
-    return True
+def create_customer(email: str, source: str, downstream_key: str) -> str:
+    """Create a customer who pays with ``source`` and return its id: the same one for the same key."""
+    customer = stripe_client().v1.customers.create({"email": email, "source": source}, {"idempotency_key": downstream_key})
+    return customer.id
 
 
 def charge_ride(ride: Ride, downstream_key: str) -> str:

@@ -1,8 +1,27 @@
 """The routes of Rocket Rides."""
 
 from django.contrib import admin
-from django.urls import path
+from django.urls import path, register_converter
+from django.urls.converters import UUIDConverter
+
+from rides_demo import pages, views
+
+
+class AnyCaseUUIDConverter(UUIDConverter):
+    """A UUID in capitals too, as phones write it."""
+
+    regex = "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
+
+
+register_converter(AnyCaseUUIDConverter, "any_case_uuid")
 
 urlpatterns = [
+    path("", pages.home, name="home"),
+    path("sign-in", pages.sign_in, name="sign-in"),
+    path("sign-out", pages.sign_out, name="sign-out"),
+    path("rides", views.create_ride),
+    path("rides/<int:ride_id>", views.ride_detail),
+    path("rides/by-ref/<any_case_uuid:client_ref>", views.ride_by_ref),
+    path("healthz", views.healthz),
     path("admin/", admin.site.urls),
 ]

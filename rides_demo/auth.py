@@ -1,0 +1,62 @@
+"""Who asks: ``Authorization: Bearer <token>``."""
+
+from collections.abc import Callable
+from functools import wraps
+
+from django.db import InterfaceError, OperationalError
+from django.http import HttpRequest, HttpResponse
+from django.views.decorators.csrf import csrf_exempt
+
+from idempotency.models import IdempotencyKey
+from rides_demo.models import User
+from rides_demo.responses import database_unavailable, error_response
+
+View = Callable[..., HttpResponse]
+
+
+def token_required(view: View) -> View:
+    """Refuse a request without the token of a rider with 401; else set ``request.user`` to the rider.
+
+    It stands outside ``@idempotent``: a stored response is only for who may make the request now. A cookie is never looked at,
+    so that no other site can make a browser send a request that counts; CSRF protection is therefore off.
+    """
+
+    @csrf_exempt
+    @wraps(view)
+    def authenticated(request: HttpRequest, *args: object, **kwargs: object) -> HttpResponse:
+        try:
+            rider = getattr(request, "rider_of_key", None) or _rider(request)
+            if isinstance(rider, HttpResponse):
+                return rider
+            request.user = rider
+            return view(request, *args, **kwargs)
+        except (OperationalError, InterfaceError):
+            return database_unavailable()
+
+    return authenticated
+
+
+def prepare_request(request: HttpRequest, key: IdempotencyKey) -> None:
+    """Let the completer pass without a token: as the user who sent the request (``IDEMPOTENCY["PREPARE_REQUEST"]``).
+
+    An attribute of the request cannot be set from outside.
+    """
+    request.rider_of_key = request.user
+
+
+def _rider(request: HttpRequest) -> User | HttpResponse:
+    scheme, _, token = request.headers.get("Authorization", "").strip().partition(" ")
+    if not scheme:
+        return _refusal("auth_required", "Please specify credentials in the Authorization header.")
+    if scheme.lower() != "bearer" or not token.strip():
+        return _refusal("auth_invalid", "Please specify the Authorization header as 'Bearer' and your token.")
+    try:
+        return User.objects.with_token(token.strip())
+    except User.DoesNotExist:
+        return _refusal("auth_invalid", "Credentials in the Authorization header were invalid.")
+
+
+def _refusal(code: str, message: str) -> HttpResponse:
+    response = error_response(401, code, message)
+    response.headers["WWW-Authenticate"] = 'Bearer realm="rides"'
+    return response

@@ -1,0 +1,115 @@
+"""What a client sends in a body: read within limits, checked before a key is spent on it."""
+
+import json
+import math
+from decimal import Decimal
+from http import HTTPStatus
+from typing import Any
+
+from django.core.exceptions import BadRequest, SuspiciousOperation
+from django.http import HttpRequest, HttpResponse, QueryDict, UnreadablePostError
+from django.http.multipartparser import MultiPartParserError
+
+from rides_demo.responses import error_response
+
+MAX_BODY_BYTES = 64 * 1024
+RIDE_PARAMETERS = ("origin_lat", "origin_lon", "target_lat", "target_lon")
+TARGET_PARAMETERS = ("target_lat", "target_lon")
+#: What the columns keep: NUMERIC(13,10).
+_PLACES = Decimal("1e-10")
+
+
+class BadParameters(Exception):
+    """The request cannot be taken as it is; carries the answer."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    def response(self) -> HttpResponse:
+        """Return the answer."""
+        return error_response(self.status, self.code, str(self))
+
+
+def coordinates(request: HttpRequest, names: tuple[str, ...] = RIDE_PARAMETERS) -> dict[str, Decimal]:
+    """Return the coordinates ``names`` as the database keeps them; raise BadParameters at the first that is wrong."""
+    given = _parameters(request)
+    return {name: _coordinate(name, given.get(name)) for name in names}
+
+
+def ride_parameters_problem(request: HttpRequest) -> HttpResponse | None:
+    """Return the answer to a body that describes no ride, or None."""
+    return _problem(request, RIDE_PARAMETERS)
+
+
+def target_parameters_problem(request: HttpRequest) -> HttpResponse | None:
+    """Return the answer to a PATCH whose body describes no target, or None."""
+    return _problem(request, TARGET_PARAMETERS) if request.method == "PATCH" else None
+
+
+def _problem(request: HttpRequest, names: tuple[str, ...]) -> HttpResponse | None:
+    try:
+        coordinates(request, names)
+    except BadParameters as problem:
+        return problem.response()
+    return None
+
+
+def _parameters(request: HttpRequest) -> dict[str, Any]:
+    """Return the members of a JSON object, or the fields of a form."""
+    body = _body(request)
+    try:
+        if request.content_type == "application/x-www-form-urlencoded":
+            return _spelled_out(QueryDict(body, encoding="utf-8"))
+        if request.content_type == "multipart/form-data" and request.method == "POST":
+            return _spelled_out(request.POST)
+        # As floats, because a number of thousands of digits is infinite soon enough, and costs nothing.
+        members = json.loads(body.decode(), parse_int=float)
+    except (ValueError, RecursionError, SuspiciousOperation, BadRequest, MultiPartParserError):
+        raise BadParameters(HTTPStatus.BAD_REQUEST, "body_invalid", "The body is neither valid JSON nor a form.") from None
+    if not isinstance(members, dict):
+        raise BadParameters(HTTPStatus.BAD_REQUEST, "body_invalid", "The body must be a JSON object.")
+    return members
+
+
+def _body(request: HttpRequest) -> bytes:
+    too_large = BadParameters(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body_too_large", f"The body must not be larger than {MAX_BODY_BYTES} bytes."
+    )
+    length = request.META.get("CONTENT_LENGTH") or "0"
+    if length.isdecimal() and (len(length) > 9 or int(length) > MAX_BODY_BYTES):
+        raise too_large  # without reading it
+    try:
+        body = request.body
+    except UnreadablePostError:
+        raise BadParameters(HTTPStatus.BAD_REQUEST, "body_invalid", "The body ended too early.") from None
+    except SuspiciousOperation:
+        raise too_large from None
+    if len(body) > MAX_BODY_BYTES:
+        raise too_large
+    return body
+
+
+def _coordinate(name: str, value: Any) -> Decimal:
+    if value is None:
+        raise BadParameters(HTTPStatus.UNPROCESSABLE_ENTITY, "param_missing", f"Please specify parameter '{name}'.")
+    if not isinstance(value, float):
+        message = f"Parameter '{name}' must be a floating-point number."
+        raise BadParameters(HTTPStatus.UNPROCESSABLE_ENTITY, "param_not_float", message)
+    kind, word, limit = ("lat", "latitude", 90) if name.endswith("_lat") else ("lon", "longitude", 180)
+    if not math.isfinite(value) or abs(value) > limit:
+        message = f"Parameter '{name}' must be a valid {word} coordinate."
+        raise BadParameters(HTTPStatus.UNPROCESSABLE_ENTITY, f"param_not_{kind}", message)
+    return Decimal(repr(value)).quantize(_PLACES) + 0  # there is no -0 in the database
+
+
+def _spelled_out(form: QueryDict) -> dict[str, Any]:
+    """Return the fields of a form, those that spell a number as a number; JSON has numbers of its own, so there it is none."""
+    return {name: _spelled_number(value) for name, value in form.items()}
+
+
+def _spelled_number(text: str) -> float | str:
+    try:
+        return float(text) if text.isascii() and "_" not in text else text
+    except ValueError:
+        return text

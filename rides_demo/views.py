@@ -1,0 +1,143 @@
+"""Rocket Rides' API: what is written here once happens once, however often it is sent."""
+
+from http import HTTPStatus
+from uuid import UUID
+
+from django.db import Error, IntegrityError, connection, transaction
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.utils.http import parse_etags
+from django.views.decorators.http import require_GET, require_http_methods, require_POST
+
+from idempotency.decorators import idempotent
+from idempotency.jobs import stage_job
+from idempotency.phases import atomic_phase
+from rides_demo import payments
+from rides_demo.auth import token_required
+from rides_demo.models import AuditRecord, Ride
+from rides_demo.parameters import (
+    TARGET_PARAMETERS,
+    BadParameters,
+    coordinates,
+    ride_parameters_problem,
+    target_parameters_problem,
+)
+from rides_demo.responses import error_response, not_found, ride_etag, ride_response
+
+ACCEPTED = "Payment accepted. Your pilot is on their way!"
+
+
+@require_POST
+@token_required
+@idempotent(recovery_points=["ride_created", "charge_created"], validate=ride_parameters_problem)
+def create_ride(request: HttpRequest) -> HttpResponse:
+    """Book a ride and charge it: two local transactions around a call to Stripe, which is outside any transaction."""
+    key = request.idempotency_key
+    for recovery_point in key.phases():
+        match recovery_point:
+            case "started":
+                with atomic_phase(key) as phase:
+                    ride = Ride.objects.create(user=request.user, idempotency_key=key, **coordinates(request))
+                    _audit(request, "ride.created", ride)
+                    phase.set_recovery_point("ride_created")
+            case "ride_created":
+                ride = Ride.objects.select_related("user").get(idempotency_key=key)
+                try:
+                    charge_id = payments.charge_ride(ride, key.derive("charge", valid_seconds=payments.CHARGE_KEY_SECONDS))
+                except payments.PaymentDeclined as declined:
+                    with atomic_phase(key) as phase:
+                        phase.set_response(error_response(HTTPStatus.PAYMENT_REQUIRED, "payment_declined", str(declined)))
+                except payments.PaymentUnavailable:
+                    return _payment_unavailable()
+                else:
+                    with atomic_phase(key) as phase:
+                        Ride.objects.filter(pk=ride.pk).update(stripe_charge_id=charge_id)
+                        phase.set_recovery_point("charge_created")
+            case "charge_created":
+                with atomic_phase(key) as phase:
+                    ride = Ride.objects.get(idempotency_key=key)
+                    stage_job("rides_demo.jobs.send_ride_receipt", {"ride_id": ride.pk})
+                    phase.set_response(ride_response(ride, status=HTTPStatus.CREATED, message=ACCEPTED))
+    return key.response()
+
+
+@require_http_methods(["GET", "HEAD", "PATCH"])
+@token_required
+@idempotent(validate=target_parameters_problem)
+def ride_detail(request: HttpRequest, ride_id: int) -> HttpResponse:
+    """Show a ride of the caller's own, or change its target; reading needs no key, and a PATCH happens once with one."""
+    rides = Ride.objects.filter(user=request.user)
+    if request.method == "PATCH":
+        found = rides.select_for_update().filter(pk=ride_id).first()
+        return _change_target(request, found) if found else not_found()
+    found = rides.filter(pk=ride_id).first()
+    return ride_response(found) if found else not_found()
+
+
+def _change_target(request: HttpRequest, ride: Ride) -> HttpResponse:
+    """Set the target, provided that the client has seen the ride as it is. A completed one is replayed before it comes here."""
+    if "If-Match" not in request.headers:
+        message = "Please send the ETag of the ride that you have seen in the If-Match header."
+        return error_response(HTTPStatus.PRECONDITION_REQUIRED, "precondition_required", message)
+    seen = parse_etags(request.headers["If-Match"])
+    if "*" not in seen and ride_etag(ride) not in seen:
+        message = "The ride has changed since. Please fetch it, and decide again."
+        return error_response(HTTPStatus.PRECONDITION_FAILED, "precondition_failed", message)
+    if ride.picked_up_at is not None:
+        return error_response(HTTPStatus.CONFLICT, "ride_picked_up", "The target cannot change after the pick-up.")
+    for name, value in coordinates(request, TARGET_PARAMETERS).items():
+        setattr(ride, name, value)
+    ride.save(update_fields=TARGET_PARAMETERS)
+    _audit(request, "ride.target_changed", ride)
+    return ride_response(ride)
+
+
+@require_http_methods(["PUT"])
+@token_required
+def ride_by_ref(request: HttpRequest, client_ref: UUID) -> HttpResponse:
+    """Create a ride under an id of the client's own: idempotent by its nature, so it needs no key."""
+    try:
+        wanted = coordinates(request)
+    except BadParameters as problem:
+        return problem.response()
+    try:
+        with transaction.atomic():
+            ride = Ride.objects.create(user=request.user, client_ref=client_ref, **wanted)
+            _audit(request, "ride.created", ride)
+    except IntegrityError:
+        ride = Ride.objects.get(user=request.user, client_ref=client_ref)
+        if any(getattr(ride, name) != value for name, value in wanted.items()):
+            return error_response(HTTPStatus.CONFLICT, "ride_differs", "There is another ride under this reference.")
+        return ride_response(ride)
+    return ride_response(ride, status=HTTPStatus.CREATED)
+
+
+@require_GET
+def healthz(request: HttpRequest) -> HttpResponse:
+    """Say whether requests can be taken."""
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+    except Error:
+        return JsonResponse({"database": "unavailable"}, status=HTTPStatus.SERVICE_UNAVAILABLE)
+    return JsonResponse({"database": "ok"})
+
+
+def _payment_unavailable() -> HttpResponse:
+    """Return the 503 that is not stored: the retry goes on from ``ride_created`` with the same key for Stripe."""
+    message = "The payment provider cannot be reached at the moment. Please send the same request again."
+    return error_response(
+        HTTPStatus.SERVICE_UNAVAILABLE, "payment_unavailable", message, retry_after_seconds=payments.RETRY_AFTER_SECONDS
+    )
+
+
+def _audit(request: HttpRequest, action: str, ride: Ride) -> None:
+    """Record the change in the transaction that makes it."""
+    AuditRecord.objects.create(
+        action=action,
+        data={"origin": ride.origin, "target": ride.target},
+        # Nothing but a unix socket of this machine has no address.
+        origin_ip=request.META.get("REMOTE_ADDR") or "127.0.0.1",
+        resource_type="ride",
+        resource_id=ride.pk,
+        user=request.user,
+    )
