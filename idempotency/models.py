@@ -30,6 +30,11 @@ FINISHED = "finished"
 #: The stuck code of a key that a deploy left behind; the one mark that code can clear by itself.
 UNKNOWN_RECOVERY_POINT = "unknown_recovery_point"
 
+_ONLY_READ = (
+    "This key was only read from the database: no request works on it. Use request.idempotency_key inside a view decorated "
+    "with @idempotent(recovery_points=[...])."
+)
+
 
 def random_seed() -> bytes:
     """Return the random bytes from which a key's downstream keys are derived."""
@@ -48,8 +53,6 @@ class Run(Protocol):
     def phases(self) -> Iterator[str]: ...
 
     def response(self) -> HttpResponseBase: ...
-
-    def age_seconds(self) -> float: ...
 
 
 class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
@@ -158,6 +161,8 @@ class IdempotencyKey(models.Model):
 
     #: The run that works on this instance; None on an instance that was merely read.
     run: Run | None = None
+    #: When the row was created, on this process's monotonic clock; None on an instance that was merely read.
+    born_monotonic: float | None = None
 
     class Meta:
         verbose_name = "idempotency key"
@@ -223,7 +228,9 @@ class IdempotencyKey(models.Model):
         Raises DownstreamKeyExpired when this key is older than ``valid_seconds``: the other system may have forgotten it.
         The decorator then marks this key stuck.
         """
-        if valid_seconds is not None and self._bound().age_seconds() > valid_seconds:
+        if self.born_monotonic is None:
+            raise RuntimeError(_ONLY_READ)
+        if valid_seconds is not None and time.monotonic() - self.born_monotonic > valid_seconds:
             raise DownstreamKeyExpired(
                 f"The key for {name!r} was valid for {valid_seconds} s after this request was created, and that is over: the "
                 f"other system may have forgotten it, and calling again could do the work twice. Look there for what "
@@ -241,10 +248,7 @@ class IdempotencyKey(models.Model):
 
     def _bound(self) -> Run:
         if self.run is None:
-            raise RuntimeError(
-                "This key was only read from the database: no request works on it. Use request.idempotency_key inside a view "
-                "decorated with @idempotent(recovery_points=[...])."
-            )
+            raise RuntimeError(_ONLY_READ)
         return self.run
 
 

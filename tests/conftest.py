@@ -11,6 +11,7 @@ from django.conf import settings
 
 from rides_demo.processes import ProcessError
 from rides_demo.services import Postgres, Redis, free_port
+from tests.serving import sender, serve  # noqa: F401 - fixtures
 
 POSTGRES = pytest.StashKey[Postgres]()
 

@@ -1,0 +1,419 @@
+"""``@idempotent``: the order of events of a request, and nothing else."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from inspect import iscoroutinefunction
+from io import BytesIO
+from typing import Any, TypeVar, overload
+
+from django.contrib.auth import get_user_model
+from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
+from django.core.handlers.exception import response_for_exception
+from django.db import connections, router, transaction
+from django.db.utils import Error
+from django.http import Http404, HttpRequest, HttpResponseBase
+from django.http.multipartparser import MultiPartParserError
+from django.utils.functional import SimpleLazyObject
+
+from idempotency import conf, http, keys, signals
+from idempotency.conf import Isolation
+from idempotency.exceptions import KeyStuck, LockLost, ResponseNotCommitted
+from idempotency.http import Problem
+from idempotency.keys import Claim, ClaimedRequest, Outcome
+from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, IdempotencyKey
+from idempotency.phases import PhasedRun, PhaseIsolation
+from idempotency.transactions import (
+    backoff_seconds,
+    connection_lost,
+    durable_transaction,
+    refuse_outer_transaction,
+    retryable_failure,
+)
+
+logger = logging.getLogger("idempotency")
+
+View = Callable[..., HttpResponseBase]
+AnyView = TypeVar("AnyView", bound=View)
+
+Run = Callable[[], HttpResponseBase]
+
+#: Where the completer puts the key that it has claimed. Nothing that comes over the network can set it.
+CLAIMED_KEY_ATTRIBUTE = "_idempotency_claimed_key"
+#: A client in a hurry is told to look again after so long, however long the lock may still hold.
+_LOOK_AGAIN_SECONDS = 2
+#: A unique violation under SERIALIZABLE may be a race, and is tried again so often; then it is the view's own mistake.
+_UNIQUE_RETRIES = 2
+#: What Django itself turns into an answer.
+_HTTP_EXCEPTIONS = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPartParserError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a view says of itself in ``@idempotent(...)``."""
+
+    recovery_points: tuple[str, ...] | None
+    required: bool
+    validate: Callable[[HttpRequest], HttpResponseBase | None] | None
+    scope: Callable[[HttpRequest], str] | None
+    isolation: PhaseIsolation
+    using: str | Callable[[HttpRequest], str] | None
+
+    def every_point(self) -> tuple[str, ...]:
+        """Return the recovery points in their order, the first and the last included; a plain view has no others."""
+        return (STARTED, *self.recovery_points, FINISHED) if self.recovery_points is not None else ()
+
+    def alias(self, request: HttpRequest) -> str:
+        """Return the database of this request's key."""
+        if callable(self.using):
+            return self.using(request)
+        return self.using or router.db_for_write(IdempotencyKey)
+
+    def level(self) -> Isolation | None:
+        """Return the isolation of a plain view."""
+        return conf.get().PLAIN_ISOLATION if self.isolation == "from settings" else self.isolation
+
+
+class _UnknownPoint(KeyStuck):
+    """A deploy left the key at a recovery point that this code does not know."""
+
+    code = UNKNOWN_RECOVERY_POINT
+
+
+@overload
+def idempotent(view: AnyView) -> AnyView: ...
+@overload
+def idempotent(
+    view: None = None,
+    *,
+    recovery_points: Sequence[str] | None = None,
+    required: bool = True,
+    validate: Callable[[HttpRequest], HttpResponseBase | None] | None = None,
+    scope: Callable[[HttpRequest], str] | None = None,
+    isolation: PhaseIsolation = "from settings",
+    using: str | Callable[[HttpRequest], str] | None = None,
+) -> Callable[[AnyView], AnyView]: ...
+def idempotent(
+    view: View | None = None,
+    *,
+    recovery_points: Sequence[str] | None = None,
+    required: bool = True,
+    validate: Callable[[HttpRequest], HttpResponseBase | None] | None = None,
+    scope: Callable[[HttpRequest], str] | None = None,
+    isolation: PhaseIsolation = "from settings",
+    using: str | Callable[[HttpRequest], str] | None = None,
+) -> Any:
+    """Let a view run once per idempotency key, and answer each retry with the same response.
+
+    A plain view (no ``recovery_points``) makes local writes only: one transaction holds the claim, its writes and the stored
+    response. A phased view names its recovery points and loops over ``request.idempotency_key.phases()``.
+
+    On return of a 2xx, 3xx or definitive 4xx the response is committed together with the work. A 5xx, a status of
+    NEVER_STORED_STATUSES, or an exception leaves nothing of a plain view, and a phased one at its last recovery point; the next
+    request with the key goes on from there.
+
+    ``required``: False lets a request without a key run unprotected. ``validate(request)``: a response refuses the request
+    before it spends a key. ``scope(request)``: whose key it is, at most 200 characters; by default the user, else the session.
+    ``isolation``: level of a plain view's transaction; PLAIN_ISOLATION by default. ``using``: alias of the key's database.
+
+    Stand below the decorators that authenticate: a stored response is for those only who pass them. Decorated views are left
+    out of ATOMIC_REQUESTS. Raises RuntimeError at the request when a transaction is already open.
+    """
+    points = tuple(recovery_points) if recovery_points is not None else None
+    if points is not None:
+        if not all(0 < len(point) <= 50 for point in points) or len({STARTED, FINISHED, *points}) != len(points) + 2:
+            raise ValueError(
+                f"recovery_points must be different names of at most 50 characters, {STARTED!r} and {FINISHED!r} not among them."
+            )
+        if not required:
+            raise ValueError("A phased view needs a key for each request: drop required=False, or recovery_points.")
+    options = Options(
+        recovery_points=points, required=required, validate=validate, scope=scope, isolation=isolation, using=using
+    )
+
+    def decorate(view: View) -> View:
+        if iscoroutinefunction(view):
+            raise TypeError("@idempotent protects synchronous views; wrap an async one with asgiref's async_to_sync for now.")
+
+        @wraps(view)
+        def protected(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+            return _answer(lambda: view(request, *args, **kwargs), request, options)
+
+        protected.idempotency = options  # type: ignore[attr-defined]
+        protected._non_atomic_requests = _EveryAlias()  # type: ignore[attr-defined]
+        return protected
+
+    return decorate if view is None else decorate(view)
+
+
+class _EveryAlias(set[str]):
+    """The set of all database aliases, of those too that the settings do not know yet; see ``non_atomic_requests``."""
+
+    def __contains__(self, alias: object) -> bool:
+        return True
+
+
+def _answer(view: Run, request: HttpRequest, options: Options) -> HttpResponseBase:
+    """Answer one request: parse its key, refuse what can be refused without it, then claim and run."""
+    request.idempotency_key = None  # type: ignore[attr-defined]
+    if request.method in http.SAFE_METHODS:
+        return view()
+    try:
+        claimed: IdempotencyKey | None = getattr(request, CLAIMED_KEY_ATTRIBUTE, None)
+        if claimed is not None:
+            return _run_phased(view, None, request, options, claimed, using=claimed._state.db or options.alias(request))
+        value = http.key_of(request)
+        if value is None:
+            if options.required:
+                raise http.missing_key()
+            return view()
+        using = options.alias(request)
+        with _reachable(using):
+            scope = http.scope_of(request, options.scope)
+            if options.validate is not None and (refusal := options.validate(request)) is not None:
+                return refusal
+            described = http.describe(request, scope, value)
+            protect = _plain if options.recovery_points is None else _phased
+            return protect(view, request, options, described, using=using)
+    except Problem as problem:
+        return problem.response()
+
+
+@contextmanager
+def _reachable(using: str) -> Iterator[None]:
+    """Turn the loss of the database into an answer that sends the client round again: what was committed will be found."""
+    try:
+        yield
+    except Error as error:
+        if not connection_lost(error, using):
+            raise
+        logger.exception("the database %r cannot be reached", using)
+        raise Problem(
+            503, "database_unavailable", "Send the request again, with the same key.", retryable=True, retry_after=1
+        ) from error
+
+
+def _plain(view: Run, request: HttpRequest, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
+    """Run a plain view: one transaction holds the claim, the view's writes and the stored response."""
+    level = options.level()
+
+    def attempt(run: Run) -> HttpResponseBase:
+        with durable_transaction(level, using=using):
+            claim = keys.claim_plain(described, using=using)
+            if claim.outcome is Outcome.CLAIMED:
+                with _bound(request, claim.key):
+                    response = http.render(run())
+                if stored := http.is_stored(response):
+                    keys.finish(claim.key, *http.stored_parts(response), using=using)
+                else:
+                    transaction.set_rollback(True, using=using)
+        if claim.outcome is not Outcome.CLAIMED:
+            return _refuse_or_replay(claim, request, using=using)
+        if stored:
+            keys.emit(signals.key_claimed, claim.key, request)
+            keys.emit(signals.key_finished, claim.key, request)
+        return response
+
+    try:
+        return _retried(lambda: attempt(view), request, level)
+    except _HTTP_EXCEPTIONS as error:
+        # As under ATOMIC_REQUESTS, what the view wrote before it raised is rolled back; its answer alone is stored.
+        answer = response_for_exception(request, error)
+        if not http.is_stored(answer):
+            raise
+        return _retried(lambda: attempt(lambda: answer), request, level)
+
+
+def _phased(view: Run, request: HttpRequest, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
+    """Claim the key of a phased view, then run the view from the key's recovery point."""
+    refuse_outer_transaction(using)
+    claim = keys.claim_phased(described, options.every_point()[:-1], using=using)
+    if claim.outcome is not Outcome.CLAIMED:
+        return _refuse_or_replay(claim, request, using=using)
+    if claim.key.attempts > 1:
+        logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point)
+    keys.emit(signals.key_claimed, claim.key, request)
+    return _run_phased(view, request, request, options, claim.key, using=using)
+
+
+def _run_phased(
+    view: Run, sender: HttpRequest | None, request: HttpRequest, options: Options, key: IdempotencyKey, *, using: str
+) -> HttpResponseBase:
+    """Run a phased view over a claimed key, and leave the key finished, stuck or released. ``sender`` is what signals carry."""
+    run = PhasedRun(key, options.every_point(), sender, using=using)
+
+    def attempt() -> HttpResponseBase:
+        nonlocal run
+        if run.started:
+            run = run.again(keys.read_own(key, using=using))
+        run.started = True
+        with _bound(request, run.key):
+            return _settled(view, run, request)
+
+    try:
+        if key.recovery_point not in run.order:
+            raise _UnknownPoint(_unknown_point(key))
+        return _retried(attempt, request, conf.get().PHASE_ISOLATION)
+    except LockLost:
+        # Another claim took over. What this run committed before is the other's to build on; it has the say now.
+        return _answer_of_other(keys.read(key.pk, using=using), request)
+    except KeyStuck as stuck:
+        if key.stuck_code != stuck.code:
+            keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
+            keys.emit(signals.key_stuck, keys.read(key.pk, using=using), sender)
+        raise _problem_of_stuck(stuck.code) from stuck
+    except BaseException as error:
+        _release(key, f"{type(error).__name__}: {error}", using=using)
+        raise
+
+
+def _settled(view: Run, run: PhasedRun, request: HttpRequest) -> HttpResponseBase:
+    """Run the view once. Its response is stored, or releases the key, or is refused: no client gets what a retry would not."""
+    try:
+        response = http.render(view())
+    except _HTTP_EXCEPTIONS as error:
+        response = response_for_exception(request, error)
+        if not http.is_stored(response):
+            raise
+    if run.stored(response):
+        return response
+    if not http.is_stored(response) and not run.finished:
+        _release(run.key, f"The view answered with status {response.status_code}.", using=run.using)
+        return response
+    if 400 <= response.status_code < 500 and run.untouched:
+        keys.finish(run.key, *http.stored_parts(response), using=run.using)
+        run.finished_with(response)
+        keys.emit(signals.key_finished, run.key, run.sender)
+        return response
+    raise ResponseNotCommitted(f"A response with status {response.status_code} is not the one a phase stored. " + STORE_IT)
+
+
+def _refuse_or_replay(claim: Claim, request: HttpRequest, *, using: str) -> HttpResponseBase:
+    """Answer a request that may not run."""
+    key = claim.key
+    if claim.outcome is Outcome.FINISHED:
+        keys.emit(signals.key_replayed, key, request)
+        return http.replay(key)
+    keys.emit(signals.key_conflict, key, request)
+    if claim.outcome is Outcome.MISMATCH:
+        raise Problem(
+            conf.get().MISMATCH_STATUS,
+            "key_reused",
+            "This key belongs to another request. Choose a new key for each new request.",
+        )
+    if claim.outcome is Outcome.IN_PROGRESS:
+        raise _problem_of_lock(claim.lock_seconds)
+    if claim.outcome is Outcome.STUCK:
+        raise _problem_of_stuck(key.stuck_code)
+    if keys.give_up(key.pk, UNKNOWN_RECOVERY_POINT, _unknown_point(key), using=using):
+        keys.emit(signals.key_stuck, keys.read(key.pk, using=using), request)
+    raise _problem_of_stuck(UNKNOWN_RECOVERY_POINT)
+
+
+def _answer_of_other(key: IdempotencyKey | None, request: HttpRequest) -> HttpResponseBase:
+    """Answer for a run that lost its key: with what the other run has stored, or by sending the client round again."""
+    if key is not None and key.finished_at is not None:
+        keys.emit(signals.key_replayed, key, request)
+        return http.replay(key)
+    if key is not None and key.stuck_at is not None:
+        raise _problem_of_stuck(key.stuck_code)
+    raise _problem_of_lock(_LOOK_AGAIN_SECONDS)
+
+
+def _problem_of_lock(lock_seconds: float) -> Problem:
+    return Problem(
+        409,
+        "key_in_use",
+        "Send it again after the time in Retry-After, with the same key.",
+        retryable=True,
+        retry_after=min(lock_seconds, _LOOK_AGAIN_SECONDS),
+    )
+
+
+def _problem_of_stuck(code: str) -> Problem:
+    if code == UNKNOWN_RECOVERY_POINT:
+        return Problem(503, code, "Send it again later, with the same key.", retryable=True, retry_after=_LOOK_AGAIN_SECONDS)
+    return Problem(409, "key_stuck", "Do not send it again: it was handed to a person, who will settle it.")
+
+
+def _unknown_point(key: IdempotencyKey) -> str:
+    return (
+        f"The code that runs now does not know the recovery point {key.recovery_point!r}. Nothing is lost: deploy code that "
+        f"declares it, and the next request or the completer goes on from there."
+    )
+
+
+def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
+    """Free the key if that can be done at all; what cannot be freed expires after LOCK_TIMEOUT_SECONDS."""
+    try:
+        keys.release(key, error, using=using)
+    except Error:
+        connection = connections[using]
+        if not connection.in_atomic_block:
+            # The connection may be what failed: a new one may still get through.
+            connection.close()
+        try:
+            keys.release(key, error, using=using)
+        except Error:
+            logger.warning("key %s could not be released; its lock will expire", key.key_hash, exc_info=True)
+
+
+def _retried(attempt: Run, request: HttpRequest, isolation: Isolation | None) -> HttpResponseBase:
+    """Make the attempt, again after each serialization failure, with the request as it was before the first.
+
+    Raises Problem ``conflict`` after SERIALIZATION_RETRIES.
+    """
+    before = _RequestState(request)
+    unique_violations = 0
+    for count in range(conf.get().SERIALIZATION_RETRIES + 1):
+        if count:
+            time.sleep(backoff_seconds(count))
+            before.restore()
+        try:
+            return attempt()
+        except Exception as error:
+            failure = retryable_failure(error, isolation)
+            unique_violations += failure == "unique"
+            if failure is None or unique_violations > _UNIQUE_RETRIES:
+                raise
+            logger.info("a request is run again inside the process: %s", error)
+    raise Problem(409, "conflict", "Send it again, with the same key: nothing was done.", retryable=True, retry_after=1)
+
+
+@contextmanager
+def _bound(request: HttpRequest, key: IdempotencyKey) -> Iterator[None]:
+    """Let the view, and what it stages, find the key."""
+    request.idempotency_key = key  # type: ignore[attr-defined]
+    token = keys.current.set(key)
+    try:
+        yield
+    finally:
+        keys.current.reset(token)
+
+
+class _RequestState:
+    """A request as it was before the view ran: a view that changed a cached object would count on it in its second run."""
+
+    def __init__(self, request: HttpRequest) -> None:
+        self._request = request
+        self._attributes = dict(vars(request))
+
+    def restore(self) -> None:
+        """Put the attributes back, rewind what was read, and have the user fetched anew."""
+        request, attributes = self._request, self._attributes
+        vars(request).clear()
+        vars(request).update(attributes)
+        if "_body" in attributes:
+            request._stream = BytesIO(attributes["_body"])  # type: ignore[attr-defined]
+        for _, uploads in attributes["_files"].lists() if "_files" in attributes else ():
+            for upload in uploads:
+                upload.seek(0)
+        user = attributes.get("user")
+        if (pk := getattr(user, "pk", None)) is not None:
+            request.user = SimpleLazyObject(lambda: get_user_model()._default_manager.get(pk=pk))
+
+
+STORE_IT = "Store it with phase.set_response(response) and return key.response()."

@@ -1,0 +1,261 @@
+"""The HTTP side: the key in the request, the problem in the answer, the response in the row and out of it again."""
+
+import math
+import re
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+from django.contrib.auth import get_user_model
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.utils.crypto import salted_hmac
+from django.utils.module_loading import import_string
+
+from idempotency import conf
+from idempotency.fingerprint import fingerprint
+from idempotency.keys import ClaimedRequest
+from idempotency.models import IdempotencyKey
+from idempotency.sql import RETIRED_SCOPE
+
+Response = TypeVar("Response", bound=HttpResponseBase)
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+BODY_OMITTED_HEADER = "Idempotent-Body-Omitted"
+
+#: Kept for the completer's request; nothing else of the headers is.
+_KEPT_REQUEST_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "Stripe-Version")
+#: Never kept of a response: made fresh by each answer, or nobody else's business.
+_FRESH_RESPONSE_HEADERS = frozenset(
+    {"authorization", "connection", "content-length", "date", "proxy-authenticate", "retry-after", "server", "set-cookie"}
+    | {"transfer-encoding", "www-authenticate", "x-request-id", "x-correlation-id", "request-id", "traceparent"}
+)
+_FRESH_RESPONSE_PREFIXES = ("ratelimit", "x-ratelimit", "x-rate-limit")
+
+# RFC 9651: a quoted string, then parameters, which draft-07 ignores.
+_QUOTED = re.compile(
+    r'"(?P<text>(?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"'
+    r'(?:[ ]*;[ ]*[a-z*][a-z0-9_.*-]*(?:=(?:"(?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*"|[^\s;,"]+))?)*'
+)
+# As every SDK sends it. A comma would be two header lines that a server has joined.
+_BARE = re.compile(r"[\x21\x23-\x2b\x2d-\x7e]+")
+
+_TITLES = {
+    "key_missing": "The idempotency key is missing",
+    "key_invalid": "The idempotency key is not valid",
+    "scope_missing": "The request does not say whose key this is",
+    "key_reused": "The idempotency key was used for another request",
+    "key_in_use": "A request with this idempotency key is in progress",
+    "key_stuck": "The request with this idempotency key needs a person",
+    "conflict": "The request met too many concurrent changes",
+    "database_unavailable": "The database cannot be reached",
+    "unknown_recovery_point": "This version of the service cannot go on with the request",
+}
+
+
+class Problem(Exception):
+    """An answer of this app, not of the view. Source: RFC 9457."""
+
+    def __init__(
+        self, status: int, code: str, detail: str, *, retryable: bool = False, retry_after: float | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.status, self.code, self.detail, self.retryable = status, code, detail, retryable
+        self.headers = {"Cache-Control": "no-store"}
+        if retry_after is not None:
+            # Whole seconds, at least one, and not beyond the end of the lock.
+            self.headers["Retry-After"] = str(max(1, math.floor(retry_after)))
+
+    def response(self) -> HttpResponseBase:
+        """Return the answer, through the project's renderer if there is one."""
+        limits = conf.get()
+        title = _TITLES[self.code]
+        render = _callable(limits.ERROR_RENDERER)
+        if render is not None:
+            rendered: HttpResponseBase = render(
+                status=self.status,
+                code=self.code,
+                title=title,
+                detail=self.detail,
+                retryable=self.retryable,
+                headers=self.headers,
+            )
+            return rendered
+        content = {
+            "type": limits.PROBLEM_TYPE_BASE + self.code,
+            "title": title,
+            "status": self.status,
+            "detail": self.detail,
+            "code": self.code,
+            "retryable": self.retryable,
+        }
+        return JsonResponse(content, status=self.status, headers=self.headers, content_type="application/problem+json")
+
+
+def key_of(request: HttpRequest) -> str | None:
+    """Return the key that the request carries, None if it carries none. Raises Problem for one that is not valid."""
+    limits = conf.get()
+    values = [value for name in limits.HEADER_NAMES if (value := request.headers.get(name)) is not None]
+    if not values:
+        return None
+    found = {_parse(value, strict=limits.STRICT_KEY_SYNTAX) for value in values}
+    if len(found) > 1:
+        raise Problem(400, "key_invalid", "The request carries two different keys. Send one.")
+    key = found.pop()
+    if not limits.KEY_MIN_LENGTH <= len(key) <= limits.KEY_MAX_LENGTH:
+        raise Problem(
+            400,
+            "key_invalid",
+            f"The key has {len(key)} characters; it must have {limits.KEY_MIN_LENGTH} to {limits.KEY_MAX_LENGTH}.",
+        )
+    return key
+
+
+def _parse(value: str, *, strict: bool) -> str:
+    value = value.strip(" \t")
+    if quoted := _QUOTED.fullmatch(value):
+        return re.sub(r'\\(["\\])', r"\1", quoted["text"])
+    if not strict and _BARE.fullmatch(value):
+        return value
+    form = 'a quoted string, like "8e03978e-40d5-43e8-bc93-6894a57f9324"' + (
+        "" if strict else ", or the same without quotes, in visible ASCII characters without a comma"
+    )
+    raise Problem(400, "key_invalid", f"The header must carry one key: {form}.")
+
+
+def missing_key() -> Problem:
+    """Return the answer to a request that needs a key and has none."""
+    name = conf.get().HEADER_NAMES[0]
+    return Problem(400, "key_missing", f"Send a key of your choice in the header {name}, and the same one with each retry.")
+
+
+def scope_of(request: HttpRequest, scope: Callable[[HttpRequest], str] | None) -> str:
+    """Return whose key it is. Raises Problem when the request does not say: strangers must not share a scope."""
+    if scope is not None:
+        own = scope(request)
+        if not isinstance(own, str) or len(own) > 200 or own.startswith(RETIRED_SCOPE) or "\x00" in own:
+            raise ValueError(
+                f"scope= must return a string of at most 200 characters that does not begin with {RETIRED_SCOPE!r}."
+            )
+        if own:
+            return own
+    elif (user := _user(request)) is not None:
+        return f"user:{user.pk}"
+    elif (session := _session_scope(request)) is not None:
+        return session
+    raise Problem(400, "scope_missing", "Sign in, or send the session cookie, so that this key can be told from a stranger's.")
+
+
+def _session_scope(request: HttpRequest) -> str | None:
+    """Return the id kept in the session. It is derived from the first session key, so that two first requests agree on it."""
+    session = getattr(request, "session", None)
+    if session is None:
+        return None
+    if "idempotency_scope" not in session:
+        if session.session_key is None:  # Asked after loading: the key of a session that is gone is gone as well.
+            return None
+        session["idempotency_scope"] = salted_hmac("idempotency.scope", session.session_key, algorithm="sha256").hexdigest()
+    return f"session:{session['idempotency_scope']}"
+
+
+def _user(request: HttpRequest) -> Any:
+    user = getattr(request, "user", None)
+    return user if isinstance(user, get_user_model()) and user.pk is not None else None
+
+
+def describe(request: HttpRequest, scope: str, key: str) -> ClaimedRequest:
+    """Return what a claim writes down of the request.
+
+    The body is read. What Django refuses to read (too large, broken multipart) is raised, as it would be in the view.
+    """
+    body, content_type = _body(request)
+    user = _user(request)
+    headers = {name: value for name in _KEPT_REQUEST_HEADERS if (value := request.headers.get(name)) and value.isprintable()}
+    host = request.META.get("HTTP_HOST", "")
+    return ClaimedRequest(
+        scope=scope,
+        idempotency_key=key,
+        user_id=user.pk if user is not None else None,
+        method=request.method or "",
+        path=request.get_full_path(),
+        body=body,
+        content_type=_printable(content_type),
+        headers=headers | {"Host": _printable(host), "scheme": request.scheme or "http"},
+        remote_addr=_printable(request.META.get("REMOTE_ADDR", ""))[:45],
+        fingerprint=fingerprint(request, body),
+    )
+
+
+def _body(request: HttpRequest) -> tuple[bytes | None, str]:
+    """Return the body to keep and its content type. Of a multipart request the fields are kept; with files, nothing is."""
+    content_type: str = request.META.get("CONTENT_TYPE", "")
+    if request.content_type != "multipart/form-data":
+        return request.body, content_type
+    # Parsing comes first: reading the bytes would put large uploads under the limit for requests without files.
+    if request.POST is not None and request.FILES:
+        return None, content_type
+    return urlencode(list(request.POST.lists()), doseq=True).encode(), "application/x-www-form-urlencoded"
+
+
+def _printable(text: str) -> str:
+    return "".join(character for character in text if character.isprintable())
+
+
+def not_stored(response: Response) -> Response:
+    """Mark a response that must not be stored: the run is rolled back, the key is released, and a retry runs again."""
+    response.idempotency_not_stored = True  # type: ignore[attr-defined]
+    return response
+
+
+def is_stored(response: HttpResponseBase) -> bool:
+    """Tell whether this response finishes its key: 2xx, 3xx and definitive 4xx do."""
+    if getattr(response, "idempotency_not_stored", False):
+        return False
+    limits = conf.get()
+    if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return limits.STORE_5XX
+    return response.status_code not in limits.NEVER_STORED_STATUSES
+
+
+def render(response: HttpResponseBase) -> HttpResponseBase:
+    """Return the response with its body made: a template response is rendered, so that its errors come before COMMIT."""
+    if callable(make := getattr(response, "render", None)) and not getattr(response, "is_rendered", True):
+        made: HttpResponseBase = make()
+        return made
+    return response
+
+
+def stored_parts(response: HttpResponseBase) -> tuple[int, dict[str, str], bytes | None]:
+    """Return status, headers and body as they are stored; the body is None when it streams or is too large to keep."""
+    headers = {
+        name: value
+        for name, value in response.items()
+        if name.lower() not in _FRESH_RESPONSE_HEADERS and not name.lower().startswith(_FRESH_RESPONSE_PREFIXES)
+    }
+    body = response.content if isinstance(response, HttpResponse) else None
+    if body is not None and len(body) > conf.get().MAX_STORED_BODY_BYTES:
+        body = None
+    return response.status_code, headers, body
+
+
+def rebuild(key: IdempotencyKey) -> HttpResponse:
+    """Return the stored response of a finished key: the same status, bytes and headers."""
+    body = key.response_body
+    response = HttpResponse(b"" if body is None else bytes(body), status=key.response_code)
+    del response["Content-Type"]
+    for name, value in (key.response_headers or {}).items():
+        response[name] = value
+    if body is None:
+        response[BODY_OMITTED_HEADER] = "true"
+    return response
+
+
+def replay(key: IdempotencyKey) -> HttpResponse:
+    """Return the stored response, marked as a replay."""
+    response = rebuild(key)
+    response[conf.get().REPLAYED_HEADER] = "true"
+    return response
+
+
+def _callable(value: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
+    return import_string(value) if isinstance(value, str) else value

@@ -1,0 +1,295 @@
+"""The text of each statement on keys, for PostgreSQL and for SQLite; ``idempotency.keys`` alone runs them.
+
+What is formatted into a text is the name of a column or a number of seconds from the settings; what comes with a request
+is always a parameter. Durations are seconds, times are the database's clock.
+"""
+# ruff: noqa: S608 - see above
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from idempotency import conf
+from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, IdempotencyKey
+
+#: So many events does a key remember: without a limit 4,000 retries of one key made a 12 ms claim.
+HISTORY_LIMIT = 50
+
+TABLE = IdempotencyKey._meta.db_table
+#: Read with each claim. The rest is large, or for people: the model loads it when it is asked for.
+FIELDS = [
+    field
+    for field in IdempotencyKey._meta.concrete_fields
+    if field.name not in {"request_body", "request_content_type", "request_headers", "remote_addr", "last_error", "history"}
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dialect:
+    now: str
+    ago: str  # {} is a number of seconds
+    later: str  # {} is a parameter, a number of seconds
+    seconds_since: str  # {} is a column
+    append_event: str
+    first_event: str
+    known_point: str
+
+
+_POSTGRESQL = _Dialect(
+    now="clock_timestamp()",
+    ago="(clock_timestamp() - interval '{} seconds')",
+    later="(clock_timestamp() + {}::double precision * interval '1 second')",
+    seconds_since="extract(epoch FROM clock_timestamp() - {})::double precision",
+    append_event=(
+        f"(CASE WHEN jsonb_array_length(k.history) >= {HISTORY_LIMIT} THEN k.history - 0 ELSE k.history END) || jsonb_build_array("
+        "jsonb_build_object('at', clock_timestamp(), 'event', %(event)s::text, 'detail', %(detail)s::text))"
+    ),
+    first_event=(
+        "jsonb_build_array(jsonb_build_object('at', clock_timestamp(), 'event', %(event)s::text, 'detail', %(detail)s::text))"
+    ),
+    known_point="k.recovery_point = ANY(%(points)s)",
+)
+_SQLITE_EVENT = "json_object('at', strftime('%%Y-%%m-%%dT%%H:%%M:%%fZ', 'now'), 'event', %(event)s, 'detail', %(detail)s)"
+_SQLITE = _Dialect(
+    now="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')",
+    ago="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '-{} seconds')",
+    later="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '+' || {} || ' seconds')",
+    seconds_since="((julianday('now') - julianday({})) * 86400.0)",
+    append_event=(
+        f"json_insert(CASE WHEN json_array_length(k.history) >= {HISTORY_LIMIT} THEN json_remove(k.history, '$[0]') "
+        f"ELSE k.history END, '$[#]', {_SQLITE_EVENT})"
+    ),
+    first_event=f"json_array({_SQLITE_EVENT})",
+    known_point="k.recovery_point IN (SELECT value FROM json_each(%(points)s))",
+)
+
+_NOT_STUCK = f"(k.stuck_at IS NULL OR k.stuck_code = '{UNKNOWN_RECOVERY_POINT}')"
+_CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
+_OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
+_FENCE = "k.id = %(id)s AND k.claim_token = %(token)s"
+
+
+class Statements:
+    """The statements for one database vendor and one pair of time limits."""
+
+    def __init__(self, vendor: str, lock_timeout_seconds: int, retention_seconds: int) -> None:
+        self.dialect = dialect = _POSTGRESQL if vendor == "postgresql" else _SQLITE
+        self.now = dialect.now
+        self.unlocked = f"(k.locked_at IS NULL OR k.locked_at < {dialect.ago.format(lock_timeout_seconds)})"
+        self.expired = f"COALESCE(k.finished_at < {dialect.ago.format(retention_seconds)}, false)"
+        # A stuck key is claimed only when a deploy alone left it, and only by code that knows its point.
+        self.claimable = (
+            f"(k.finished_at IS NULL AND k.request_fingerprint = %(request_fingerprint)s AND {self.unlocked} "
+            f"AND {_NOT_STUCK} AND {dialect.known_point})"
+        )
+        self.columns = ", ".join(
+            [
+                *(f"k.{field.column}" for field in FIELDS),
+                f"{self.expired} AS expired",
+                f"{dialect.seconds_since.format('k.created_at')} AS age_seconds",
+                f"COALESCE({lock_timeout_seconds} - {dialect.seconds_since.format('k.locked_at')}, 0) AS lock_seconds",
+            ]
+        )
+
+    @cached_property
+    def read(self) -> str:
+        """The key of a scope."""
+        return f"SELECT {self.columns}, false FROM {TABLE} AS k WHERE {_OF_CLIENT}"
+
+    @cached_property
+    def read_by_id(self) -> str:
+        """The key with an id."""
+        return f"SELECT {self.columns}, false FROM {TABLE} AS k WHERE k.id = %(id)s"
+
+    def _insert(self, *, finished: bool, source: str) -> str:
+        """Insert the request that the parameters describe, for each row of ``source``."""
+        values = {
+            "created_at": self.now,
+            "last_run_at": self.now,
+            # A plain view finishes in this same transaction. Saying so now keeps its UPDATE off every index (HOT).
+            "finished_at": self.now if finished else "NULL",
+            "recovery_point": f"'{FINISHED if finished else STARTED}'",
+            "locked_at": "NULL" if finished else self.now,
+            "attempts": "1",
+            "completer_attempts": "0",
+            "stuck_code": "''",
+            "stuck_reason": "''",
+            "last_error": "''",
+            "history": self.dialect.first_event,
+        } | {name: f"%({name})s" for name in PARAMETERS}
+        return f"INSERT INTO {TABLE} AS k ({', '.join(values)}) SELECT {', '.join(values.values())} {source} "
+
+    @cached_property
+    def upsert(self) -> str:
+        """Claim the key of a phased view: insert it, or take it over if it is claimable. No row: somebody else has it."""
+        return self._upsert("WHERE true")
+
+    def _upsert(self, source: str) -> str:
+        return (
+            self._insert(finished=False, source=source)
+            + f"ON CONFLICT (scope, idempotency_key) DO UPDATE SET claim_token = excluded.claim_token, locked_at = {self.now}, "
+            f"last_run_at = {self.now}, attempts = k.attempts + 1, {_CLEAR_STUCK}, history = {self.dialect.append_event} "
+            f"WHERE {self.claimable} RETURNING {self.columns}, true AS claimed"
+        )
+
+    @cached_property
+    def claim_phased(self) -> str:
+        """Read, and claim if there is something to claim, in one round trip. PostgreSQL alone has INSERT in WITH.
+
+        The read comes first so that a replay writes nothing, takes no lock and needs no transaction id.
+        """
+        guard = "WHERE NOT EXISTS (SELECT 1 FROM existing WHERE NOT existing.claimable)"
+        return (
+            f"WITH existing AS MATERIALIZED (SELECT {self.columns}, {self.claimable} AS claimable FROM {TABLE} AS k "
+            f"WHERE {_OF_CLIENT}), "
+            f"claimed AS ({self._upsert(guard)}) "
+            f"SELECT * FROM claimed UNION ALL SELECT {self._of('existing')}, false FROM existing "
+            "WHERE NOT EXISTS (SELECT 1 FROM claimed)"
+        )
+
+    @cached_property
+    def claim_plain(self) -> str:
+        """Read, and insert if there is nothing, in one round trip; the locks last until the transaction ends.
+
+        ``same``: a run of the same request holds the key. ``other``: some run does. ``free``: nobody did, and now this
+        transaction does. CASE fixes the order: the mark of the request is always taken before the lock of the key.
+        """
+        source = "FROM verdict WHERE verdict.verdict = 'free'"
+        return (
+            "WITH limits AS MATERIALIZED (SELECT set_config('idle_in_transaction_session_timeout', %(lock_ms)s, true)), "
+            f"existing AS MATERIALIZED (SELECT {self.columns} FROM {TABLE} AS k WHERE {_OF_CLIENT}), "
+            "verdict AS MATERIALIZED (SELECT CASE "
+            "WHEN EXISTS (SELECT 1 FROM existing WHERE NOT existing.expired) THEN 'exists' "
+            "WHEN NOT pg_try_advisory_xact_lock(%(mark_key)s, %(mark_request)s) THEN 'same' "
+            "WHEN NOT pg_try_advisory_xact_lock(%(lock)s) THEN 'other' ELSE 'free' END AS verdict FROM limits), "
+            f"inserted AS ({self._insert(finished=True, source=source)} ON CONFLICT DO NOTHING RETURNING {self.columns}), "
+            f"found AS (SELECT *, true AS claimed FROM inserted UNION ALL SELECT *, false FROM existing "
+            "WHERE NOT EXISTS (SELECT 1 FROM inserted)) "
+            f"SELECT {self._of('found')}, CASE WHEN found.claimed THEN 'claimed' ELSE verdict.verdict END "
+            "FROM verdict LEFT JOIN found ON true"
+        )
+
+    @cached_property
+    def insert_plain(self) -> str:
+        """Claim for a plain view on SQLite, which has one writer at a time and needs no other lock."""
+        return (
+            self._insert(finished=True, source="WHERE true")
+            + f"ON CONFLICT DO NOTHING RETURNING {self.columns}, 'claimed' AS verdict"
+        )
+
+    @staticmethod
+    def _of(source: str) -> str:
+        names = [field.column for field in FIELDS] + ["expired", "age_seconds", "lock_seconds"]
+        return ", ".join(f"{source}.{name}" for name in names)
+
+    @cached_property
+    def claim_by_id(self) -> str:
+        """Claim for the completer, which sets when it will come back."""
+        return (
+            f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at = {self.now}, "
+            f"attempts = k.attempts + 1, completer_attempts = k.completer_attempts + 1, "
+            f"next_run_at = {self.dialect.later.format('%(delay)s')}, history = {self.dialect.append_event} "
+            f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} "
+            f"AND (k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self.columns}, true"
+        )
+
+    @cached_property
+    def retire(self) -> str:
+        """Move an expired key out of its client's way, under a scope that no client can have.
+
+        The row stays: a user's model may point at it, with a unique foreign key.
+        """
+        return (
+            f"UPDATE {TABLE} AS k SET scope = '{RETIRED_SCOPE}' || k.id "
+            f"WHERE k.id = %(id)s AND k.scope = %(scope)s AND {self.expired}"
+        )
+
+    @cached_property
+    def advance(self) -> str:
+        """Set the recovery point and renew the lock."""
+        return (
+            f"UPDATE {TABLE} AS k SET recovery_point = %(recovery_point)s, locked_at = {self.now}, {_CLEAR_STUCK}, "
+            f"history = {self.dialect.append_event} WHERE {_FENCE}"
+        )
+
+    @cached_property
+    def renew(self) -> str:
+        """Renew the lock, and nothing else."""
+        return f"UPDATE {TABLE} AS k SET locked_at = {self.now} WHERE {_FENCE}"
+
+    @cached_property
+    def finish(self) -> str:
+        """Store the response."""
+        return (
+            f"UPDATE {TABLE} AS k SET recovery_point = '{FINISHED}', finished_at = COALESCE(k.finished_at, {self.now}), "
+            f"locked_at = NULL, {_CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, "
+            f"response_body = %(body)s, history = {self.dialect.append_event} WHERE {_FENCE}"
+        )
+
+    @cached_property
+    def release(self) -> str:
+        """Free the lock and say why."""
+        return (
+            f"UPDATE {TABLE} AS k SET locked_at = NULL, last_error = %(error)s, history = {self.dialect.append_event} "
+            f"WHERE {_FENCE} AND k.finished_at IS NULL"
+        )
+
+    def _mark_stuck(self, condition: str) -> str:
+        return (
+            f"UPDATE {TABLE} AS k SET locked_at = NULL, stuck_at = {self.now}, stuck_code = %(code)s, "
+            f"stuck_reason = %(reason)s, history = {self.dialect.append_event} WHERE {condition} AND k.finished_at IS NULL"
+        )
+
+    @cached_property
+    def mark_stuck(self) -> str:
+        """Hand the key to a person, from the run that holds it."""
+        return self._mark_stuck(_FENCE)
+
+    @cached_property
+    def give_up(self) -> str:
+        """Hand the key to a person, when no run holds it and nobody has it yet."""
+        return self._mark_stuck(f"k.id = %(id)s AND k.stuck_at IS NULL AND {self.unlocked}")
+
+
+#: The parameters of a claim that describe the request; each is a column.
+PARAMETERS = (
+    "scope",
+    "idempotency_key",
+    "user_id",
+    "claim_token",
+    "request_method",
+    "request_path",
+    "request_body",
+    "request_content_type",
+    "request_headers",
+    "remote_addr",
+    "request_fingerprint",
+    "seed",
+)
+#: Scopes of retired keys begin with it; a scope callable may not return one that does.
+RETIRED_SCOPE = "expired:"
+
+#: Does the holder of a plain view's lock run another request than the one that this session has marked?
+#: pg_locks is read in one piece: a holder that is just letting go shows no mark, and is no proof of another request.
+RUNS_ANOTHER_REQUEST = """
+WITH held AS MATERIALIZED (
+    SELECT pid, classid::bigint, objid::bigint, objsubid FROM pg_locks
+    WHERE locktype = 'advisory' AND granted AND pid <> pg_backend_pid()
+    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+)
+SELECT EXISTS (
+    SELECT 1 FROM held AS lock JOIN held AS mark USING (pid)
+    WHERE lock.objsubid = 1 AND (lock.classid << 32 | lock.objid) = %(lock)s
+    AND mark.objsubid = 2 AND mark.classid = %(mark_key)s::bigint & 4294967295
+)
+"""
+
+
+@lru_cache(maxsize=16)
+def _statements(vendor: str, lock_timeout_seconds: int, retention_seconds: int) -> Statements:
+    return Statements(vendor, lock_timeout_seconds, retention_seconds)
+
+
+def statements(vendor: str) -> Statements:
+    """Return the statements for the database vendor under the project's settings."""
+    limits = conf.get()
+    return _statements(vendor, limits.LOCK_TIMEOUT_SECONDS, limits.RETENTION_HOURS * 3600)

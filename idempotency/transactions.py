@@ -1,0 +1,116 @@
+"""Transactions on the connection of a key: their isolation level, their time limits, and what their failures mean."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from django.db import connections, transaction
+from django.db.utils import Error, InterfaceError, OperationalError
+
+from idempotency import conf
+from idempotency.conf import Isolation
+
+#: Serialization failure and deadlock: the transaction did nothing, and may do it all on the next try.
+_RETRYABLE_SQLSTATES = frozenset({"40001", "40P01"})
+_UNIQUE_VIOLATION = "23505"
+
+
+def refuse_outer_transaction(using: str) -> None:
+    """Raise RuntimeError inside a transaction that this app did not open: its rollback would undo what was promised.
+
+    The transaction that ``TestCase`` holds around each test is allowed, as Django's ``atomic(durable=True)`` does.
+    """
+    blocks = connections[using].atomic_blocks
+    if blocks and not blocks[-1]._from_testcase:
+        raise RuntimeError(
+            "An @idempotent view, or an atomic_phase, was entered inside a transaction: a rollback there would undo what this "
+            "app has promised to keep. Leave the outer transaction.atomic() first; a phase cannot be nested in another either."
+        )
+
+
+@contextmanager
+def durable_transaction(isolation: Isolation | None, *, using: str) -> Iterator[None]:
+    """Run the block in a transaction of its own at the level ``isolation``; None is the connection's own level.
+
+    On return it is committed. On an exception it is rolled back. The level is set on the psycopg connection, which puts it
+    into BEGIN and costs no statement, and the former one is restored. Inside ``TestCase`` it is a savepoint, at the level of
+    the transaction around the test.
+    """
+    refuse_outer_transaction(using)
+    with _isolated(isolation, using), transaction.atomic(using=using, durable=True):
+        yield
+
+
+@contextmanager
+def _isolated(isolation: Isolation | None, using: str) -> Iterator[None]:
+    connection = connections[using]
+    if isolation is None or connection.vendor != "postgresql" or connection.in_atomic_block:
+        yield
+        return
+    from psycopg import IsolationLevel
+    from psycopg.pq import TransactionStatus
+
+    if connection.connection is not None and connection.connection.closed:
+        connection.close()
+    connection.ensure_connection()
+    psycopg_connection = connection.connection
+    former = psycopg_connection.isolation_level
+    psycopg_connection.isolation_level = IsolationLevel[isolation.upper().replace(" ", "_")]
+    try:
+        yield
+    finally:
+        # A connection that broke inside is closed, and its level with it.
+        if psycopg_connection.info.transaction_status == TransactionStatus.IDLE:
+            psycopg_connection.isolation_level = former
+
+
+def limit_idle_time(using: str) -> None:
+    """Let the database end this transaction, and its locks, once its host has been silent for the lock timeout.
+
+    A host that vanishes would hold its row locks until TCP gives up, which may take hours.
+    """
+    connection = connections[using]
+    if connection.vendor == "postgresql":
+        milliseconds = str(conf.get().LOCK_TIMEOUT_SECONDS * 1000)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT set_config('idle_in_transaction_session_timeout', %s, true), set_config('lock_timeout', %s, true)",
+                [milliseconds, milliseconds],
+            )
+
+
+def retryable_failure(error: BaseException | None, isolation: Isolation | None) -> Literal["serialization", "unique"] | None:
+    """Tell whether the same work may succeed on another try: "serialization", "unique", or None if not.
+
+    "unique" is a unique violation under SERIALIZABLE, which ``get_or_create`` raises there where a lower level would have
+    waited and found the row: worth another try or two, but it may be the view's own mistake.
+    """
+    while error is not None:
+        if isinstance(error, Error):
+            sqlstate = getattr(error.__cause__, "sqlstate", None)
+            if sqlstate in _RETRYABLE_SQLSTATES or (sqlstate is None and "database is locked" in str(error)):
+                return "serialization"
+            if sqlstate == _UNIQUE_VIOLATION and isolation == "serializable":
+                return "unique"
+        error = error.__cause__
+    return None
+
+
+def connection_lost(error: BaseException, using: str) -> bool:
+    """Tell whether ``error`` means that the database cannot be reached; if so the dead connection is dropped."""
+    if not isinstance(error, OperationalError | InterfaceError):
+        return False
+    connection = connections[using]
+    sqlstate = getattr(error.__cause__, "sqlstate", None)
+    if connection.vendor == "sqlite":
+        return True  # whatever a file can do wrong: locked for too long, full, gone
+    lost = connection.connection is None or connection.connection.closed or (sqlstate or "").startswith(("08", "57P", "53"))
+    if lost and not connection.in_atomic_block:
+        connection.close()
+    return lost
+
+
+def backoff_seconds(attempt: int) -> float:
+    """Return how long to wait before try ``attempt`` (from 1), with full jitter so that rivals do not meet again."""
+    return random.uniform(0, min(0.002 * 2**attempt, 0.25))

@@ -1,0 +1,63 @@
+"""Views under test behind real URLs, and clients that sign in as a user of their own."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.http import HttpResponse, HttpResponseBase
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import path
+from pytest_django import Settings
+
+View = Callable[..., HttpResponseBase]
+
+
+@pytest.fixture
+def serve(settings: Settings) -> Callable[..., None]:
+    """Return a function that puts views under /NAME/ for the rest of the test."""
+
+    def put(**views: View) -> None:
+        patterns = [path(f"{name}/", view, name=name) for name, view in views.items()]
+        settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
+
+    return put
+
+
+class Sender:
+    """A client of one user, who sends JSON with keys."""
+
+    def __init__(self) -> None:
+        from tests.factories import UserFactory  # models cannot be imported when pytest collects its fixtures
+
+        self.user = UserFactory()
+        self.client = Client(raise_request_exception=False)
+        self.client.force_login(self.user)
+
+    def send(self, url: str = "/view/", key: str | None = "key-1", body: Any = None, *, method: str = "POST", **extra: Any) -> Any:
+        """Send one request."""
+        headers = extra.pop("headers", {}) | ({"Idempotency-Key": key} if key is not None else {})
+        content = body if isinstance(body, bytes | str) else json.dumps({"a": 1} if body is None else body)
+        return self.client.generic(
+            method, url, content, content_type=extra.pop("content_type", "application/json"), headers=headers, **extra
+        )
+
+
+@pytest.fixture
+def sender(transactional_db: None) -> Sender:
+    """Return a signed-in client; the database is emptied after the test, so that transactions are real."""
+    return Sender()
+
+
+def problem(response: HttpResponse) -> dict[str, Any]:
+    """Return a problem+json answer."""
+    assert response["Content-Type"] == "application/problem+json", response.content
+    content: dict[str, Any] = json.loads(response.content)
+    return content
+
+
+def statements() -> CaptureQueriesContext:
+    """Return a context that notes the statements on the default database."""
+    return CaptureQueriesContext(connection)
