@@ -29,7 +29,7 @@ _REQUEST_PARTS = ("request_headers_shown", "request_shown")
 _TIMES = ("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "next_run_at")
 
 
-class BoundedPaginator(Paginator):
+class BoundedPaginator(Paginator):  # type: ignore[type-arg]
     """A paginator that counts up to MAX_COUNT rows: counting a million takes longer than showing fifty."""
 
     @cached_property
@@ -39,7 +39,7 @@ class BoundedPaginator(Paginator):
         return rows.order_by()[:MAX_COUNT].count() if isinstance(rows, QuerySet) else len(rows)
 
 
-class ReadOnlyAdmin(admin.ModelAdmin[Any]):
+class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in the stubs alone
     """Rows that the machine writes and a person reads."""
 
     actions = None
@@ -122,9 +122,11 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """Return the keys with the time of the database; in the list without what the list does not show."""
-        keys = super().get_queryset(request).annotate(read_at=Now())
+        keys: QuerySet[Any] = super().get_queryset(request).annotate(read_at=Now())
         match = request.resolver_match
-        return keys.defer(*_LARGE_COLUMNS) if match and (match.url_name or "").endswith("_changelist") else keys
+        if match and (match.url_name or "").endswith("_changelist"):
+            keys = keys.defer(*_LARGE_COLUMNS)
+        return keys
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
         """Find a key as a whole, case-sensitively as it counts, or by the number of its row."""

@@ -1,0 +1,40 @@
+"""Jobs and backends that the tests of the enqueuer name by their dotted path."""
+
+import signal
+from collections.abc import Mapping, Sequence
+from uuid import UUID
+
+from idempotency.contrib.rq import RQBackend
+from idempotency.models import StagedJob
+from rides_demo.models import AuditRecord
+
+
+def record(user: int, label: str = "ran") -> None:
+    """Leave a row, so that runs can be counted: nothing keeps a second one out."""
+    AuditRecord.objects.create(action=label, data={}, origin_ip="127.0.0.1", resource_type="job", resource_id=0, user_id=user)
+
+
+def record_and_fail(user: int) -> None:
+    """Leave a row in a transaction that does not commit."""
+    record(user)
+    raise RuntimeError("on purpose")
+
+
+class PickyBackend(RQBackend):
+    """A broker that takes no batch in which a job is named ``poison``."""
+
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
+        """Refuse the whole batch, as a serializer does."""
+        if any(job.job_name.endswith("poison") for job in jobs):
+            raise ValueError("it cannot be serialised\0")
+        return super().hand_over(queue, jobs)
+
+
+class StallingBackend(RQBackend):
+    """A broker that takes the jobs and then never lets the enqueuer go on."""
+
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
+        """Hand over, and wait to be killed."""
+        super().hand_over(queue, jobs)
+        signal.pause()
+        return {}

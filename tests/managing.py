@@ -1,0 +1,45 @@
+"""Run ``manage.py`` commands in processes of their own, on the database and the Redis of the test."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+from urllib.parse import quote
+
+from django.conf import settings
+from django.db import connection
+
+
+def database_url() -> str:
+    """Return the URL of the test database, which has another name than the one in the settings."""
+    parts = connection.settings_dict
+    if connection.vendor == "sqlite":
+        return f"sqlite:///{parts['NAME']}"
+    login = quote(parts["USER"]) + (f":{quote(parts['PASSWORD'], safe='')}" if parts["PASSWORD"] else "")
+    if parts["HOST"].startswith("/"):
+        return f"postgresql://{login}@/{parts['NAME']}?host={quote(parts['HOST'])}"
+    return f"postgresql://{login}@{parts['HOST']}:{parts['PORT'] or 5432}/{parts['NAME']}"
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a child process that works on the test's database and Redis."""
+    own = {"DATABASE_URL": database_url(), "REDIS_URL": settings.REDIS_URL, "DJANGO_SETTINGS_MODULE": "tests.settings"}
+    return {**os.environ, **own, "PYTHONUNBUFFERED": "1", **changes}
+
+
+def start(*arguments: str, python: str | None = None, **changes: str) -> "subprocess.Popen[str]":
+    """Start a management command, or the code ``python``; its output is read with ``communicate()``."""
+    command = [sys.executable, "-c", python] if python else [sys.executable, "-m", "django", *arguments]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment(**changes), cwd=settings.BASE_DIR, **options)
+
+
+def run(*arguments: str, **changes: str) -> "subprocess.CompletedProcess[str]":
+    """Run a management command to its end, at most a minute."""
+    with start(*arguments, **changes) as process:
+        try:
+            output, errors = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
