@@ -1,0 +1,291 @@
+"""The enqueuer: every staged job reaches its broker: in normal running once, through a crash again with the same id."""
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+from django.utils import timezone
+from rq import SimpleWorker
+
+from idempotency import enqueuer
+from idempotency.contrib import rq as rq_backend
+from idempotency.contrib.rq import RQBackend, run_once
+from idempotency.enqueuer import BrokerUnavailable, EnqueuePass, enqueue_once
+from idempotency.exceptions import MessageInProgress
+from idempotency.inbox import process_once
+from idempotency.jobs import stage_job
+from idempotency.models import ProcessedMessage, StagedJob
+from rides_demo.models import AuditRecord
+from rides_demo.services import free_port
+from tests.factories import StagedJobFactory, UserFactory
+from tests.managing import run, start
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+PICKY = {"ENQUEUERS": {"*": "tests.jobs_for_tests.PickyBackend"}}
+
+
+def stage(count, **values):
+    return StagedJob.objects.bulk_create(StagedJobFactory.build_batch(count, **values))
+
+
+def queued(broker, queue="default"):
+    return [job.decode() for job in broker.lrange(f"rq:queue:{queue}", 0, -1)]
+
+
+def work(broker):
+    """Let a real worker run what is queued, in a process of its own, and end."""
+    done = run("rqworker", "default", "--burst")
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_empty_table_does_nothing(broker):
+    assert enqueue_once() == EnqueuePass()
+    assert queued(broker) == []
+
+
+def test_more_jobs_than_a_batch_all_go_out_once(broker):
+    jobs = stage(2300)
+    assert enqueue_once(batch_size=1000) == EnqueuePass(handed_over=2300)
+    assert sorted(queued(broker)) == sorted(str(job.pk) for job in jobs)
+    assert not StagedJob.objects.exists()
+
+
+def test_a_job_that_is_not_due_stays(broker):
+    stage(1, run_at=timezone.now() + timedelta(hours=1))
+    stage(1, failed_at=timezone.now())
+    assert enqueue_once() == EnqueuePass()
+    assert StagedJob.objects.count() == 2
+
+
+def test_a_dry_run_only_counts(broker):
+    stage(3)
+    assert enqueue_once(dry_run=True) == EnqueuePass(handed_over=3)
+    assert StagedJob.objects.count() == 3
+    assert queued(broker) == []
+
+
+def test_a_batch_is_the_last_when_it_is_asked_to_stop(broker):
+    stage(5)
+    answers = iter([False, True])
+    assert enqueue_once(batch_size=2, stop=lambda: next(answers)) == EnqueuePass(handed_over=2)
+    assert StagedJob.objects.count() == 3
+
+
+@pytest.mark.postgres
+def test_a_job_that_commits_late_with_a_lower_id_is_not_lost(broker):
+    """The published drain reads up to the last id and deletes all ids below: it loses this job."""
+    staged, commit = threading.Event(), threading.Event()
+    late = []
+
+    def slow_request():
+        try:
+            with transaction.atomic():
+                late.append(stage_job("shop.jobs.late"))
+                staged.set()
+                assert commit.wait(20)
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(slow_request)
+        assert staged.wait(10)
+        with transaction.atomic():
+            early = stage_job("shop.jobs.early")
+        assert late[0].pk < early.pk
+        commit_while_handing_over(commit, request)
+    enqueue_once()
+    assert sorted(queued(broker)) == sorted([str(late[0].pk), str(early.pk)])
+
+
+def commit_while_handing_over(commit, request):
+    """Run a pass during which, between its SELECT and its DELETE, the slow request commits."""
+
+    def execute(call, sql, *args):
+        result = call(sql, *args)
+        if sql.startswith("SELECT") and "SKIP LOCKED" in sql and not commit.is_set():
+            commit.set()
+            request.result(20)
+        return result
+
+    with connection.execute_wrapper(execute):
+        assert enqueue_once().handed_over >= 1
+
+
+@pytest.mark.postgres
+def test_two_enqueuers_at_once_hand_no_job_over_twice(broker):
+    jobs = stage(1000)
+    together = threading.Barrier(4)
+
+    def one(_):
+        try:
+            together.wait(10)
+            return enqueue_once(batch_size=50).handed_over
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        counts = list(pool.map(one, range(4)))
+    assert sum(counts) == 1000
+    assert sorted(queued(broker)) == sorted(str(job.pk) for job in jobs)
+
+
+@pytest.mark.postgres
+def test_an_enqueuer_that_is_killed_between_hand_over_and_delete_sends_nothing_twice(broker):
+    user = UserFactory()
+    [job] = stage(1, job_name="tests.jobs_for_tests.record", job_args={"user": user.pk})
+    stalling = (
+        "import django; django.setup()\n"
+        "from django.test.utils import override_settings\n"
+        "from idempotency.enqueuer import enqueue_once\n"
+        "with override_settings(IDEMPOTENCY={'ENQUEUERS': {'*': 'tests.jobs_for_tests.StallingBackend'}}):\n"
+        "    enqueue_once()\n"
+    )
+    with start(python=stalling) as process:
+        eventually(lambda: queued(broker), 20)
+        assert enqueue_once() == EnqueuePass(), "the row is locked while another enqueuer holds it"
+        os.kill(process.pid, signal.SIGKILL)
+    assert StagedJob.objects.count() == 1
+    eventually(lambda: enqueue_once().handed_over)
+    assert queued(broker) == [str(job.pk)] * 2
+    work(broker)
+    assert AuditRecord.objects.count() == 1
+    assert not StagedJob.objects.exists()
+    assert queued(broker) == []
+
+
+def test_a_broker_that_is_down_burns_nothing_and_stops_no_other_queue(broker, settings):
+    settings.RQ_QUEUES = {**settings.RQ_QUEUES, "down": {"URL": f"redis://127.0.0.1:{free_port()}"}}
+    rq_backend._queue.cache_clear()
+    stage(3, queue="down", run_at=timezone.now() - timedelta(hours=1))
+    stage(2)
+    with pytest.raises(BrokerUnavailable, match=r"2 jobs were handed over, no attempt was burnt.*'down'.*Redis"):
+        enqueue_once(batch_size=3)
+    assert len(queued(broker)) == 2
+    assert list(StagedJob.objects.values_list("queue", "attempts", "last_error", "failed_at")) == [("down", 0, "", None)] * 3
+
+
+def test_a_broker_that_hangs_fails_before_the_database_gives_up(settings, monkeypatch):
+    import socket
+
+    monkeypatch.setitem(rq_backend._BOUNDS, "socket_timeout", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        settings.RQ_QUEUES = {"hangs": {"URL": f"redis://127.0.0.1:{silent.getsockname()[1]}"}}
+        rq_backend._queue.cache_clear()
+        stage(5, queue="hangs")
+        with pytest.raises(BrokerUnavailable):
+            enqueue_once()
+    assert set(StagedJob.objects.values_list("attempts", flat=True)) == {0}
+    bounds = rq_backend._BOUNDS
+    assert bounds["socket_connect_timeout"] + 10 < enqueuer.IDLE_SECONDS
+
+
+def test_a_broker_that_is_full_burns_nothing(broker):
+    stage(2)
+    broker.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(BrokerUnavailable):
+            enqueue_once()
+    finally:
+        broker.config_set("maxmemory", "0")
+    assert set(StagedJob.objects.values_list("attempts", flat=True)) == {0}
+    assert enqueue_once().handed_over == 2
+
+
+def test_a_poison_job_fails_alone(broker, settings):
+    settings.IDEMPOTENCY = PICKY
+    [poison] = stage(1, job_name="shop.jobs.poison")
+    good = stage(20)
+    assert enqueue_once() == EnqueuePass(handed_over=20, refused=1)
+    assert sorted(queued(broker)) == sorted(str(job.pk) for job in good)
+    poison.refresh_from_db()
+    assert (poison.attempts, poison.last_error, poison.failed_at) == (1, "ValueError: it cannot be serialised", None)
+    assert poison.run_at > timezone.now()
+    assert enqueue_once() == EnqueuePass(), "it waits before it is offered again"
+
+
+def test_a_refused_job_is_given_up_after_a_bounded_number_of_attempts(broker, settings):
+    settings.IDEMPOTENCY = PICKY
+    stage(1, job_name="shop.jobs.poison", attempts=enqueuer.MAX_ATTEMPTS - 1)
+    assert enqueue_once() == EnqueuePass(failed=1)
+    job = StagedJob.objects.get()
+    assert job.attempts == enqueuer.MAX_ATTEMPTS
+    assert job.failed_at is not None
+    assert enqueue_once() == EnqueuePass()
+
+
+def test_a_job_for_a_queue_that_nobody_knows_is_refused_with_the_reason(broker, settings):
+    stage(1, queue="nowhere")
+    stage(1)
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    assert "nowhere" in StagedJob.objects.get().last_error
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"default": "idempotency.contrib.rq.RQBackend"}}
+    stage(1, queue="unnamed")
+    assert enqueue_once() == EnqueuePass(refused=1)
+    assert "names no backend for the queue 'unnamed'" in StagedJob.objects.get(queue="unnamed").last_error
+
+
+@pytest.mark.postgres
+def test_the_worker_runs_a_staged_job_with_its_arguments(broker):
+    user = UserFactory()
+    stage(1, job_name="tests.jobs_for_tests.record", job_args=[user.pk, "by position"])
+    stage(1, job_name="tests.jobs_for_tests.record", job_args={"user": user.pk, "label": "by name"})
+    enqueue_once()
+    work(broker)
+    assert set(AuditRecord.objects.values_list("action", flat=True)) == {"by position", "by name"}
+
+
+@pytest.mark.postgres
+def test_a_job_that_fails_leaves_nothing_and_waits_for_its_next_try(broker):
+    [job] = stage(1, job_name="tests.jobs_for_tests.record_and_fail", job_args=[UserFactory().pk])
+    enqueue_once()
+    work(broker)
+    assert not AuditRecord.objects.exists()
+    assert not ProcessedMessage.objects.exists()
+    assert broker.zrange("rq:scheduled:default", 0, -1) == [str(job.pk).encode()]
+
+
+@pytest.mark.postgres
+def test_a_job_that_meets_its_own_first_delivery_comes_back(broker, monkeypatch):
+    """The worker puts it back on the queue as long as the other delivery runs, and it takes effect once."""
+    monkeypatch.setattr("idempotency.inbox.WAIT_SECONDS", 1)
+    user = UserFactory()
+    [job] = stage(1, job_name="tests.jobs_for_tests.record", job_args=[user.pk])
+    enqueue_once()
+    entered, leave = threading.Event(), threading.Event()
+
+    def other_delivery():
+        try:
+            with process_once(rq_backend.SOURCE, str(job.pk)):
+                entered.set()
+                assert leave.wait(20)
+                raise RuntimeError("on purpose")
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(other_delivery)
+        assert entered.wait(10)
+        former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        SimpleWorker(["default"], connection=broker).work(burst=True, max_jobs=2)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        assert queued(broker) == [str(job.pk)]
+        leave.set()
+        assert isinstance(other.exception(), RuntimeError)
+    work(broker)
+    assert AuditRecord.objects.count() == 1
+
+
+def test_the_wrapper_runs_a_job_once(broker):
+    user = UserFactory()
+    for _ in range(2):
+        run_once("tests.jobs_for_tests.record", [user.pk], "00000000-0000-7000-8000-000000000001")
+    assert AuditRecord.objects.count() == 1
+    assert RQBackend.retry.max >= 3
+    assert issubclass(MessageInProgress, Exception)

@@ -1,0 +1,176 @@
+"""The inbox: a message that is delivered twice takes effect once."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from django.db import connection, transaction
+
+from idempotency import inbox
+from idempotency.exceptions import MessageInProgress
+from idempotency.inbox import process_once
+from idempotency.models import ProcessedMessage
+from rides_demo.models import AuditRecord
+from tests.factories import AuditRecordFactory, UserFactory
+from tests.waiting import eventually
+
+
+def deliver(user, *, until=None, started=None, fail=False):
+    """Take one delivery of the message in this thread: leave a row, then wait for ``until``."""
+    try:
+        with process_once("stripe", "evt_1") as first:
+            if started:
+                started.set()
+            if first:
+                AuditRecordFactory(user=user)
+                if until:
+                    assert until.wait(20)
+                if fail:
+                    raise RuntimeError("on purpose")
+            return first
+    finally:
+        connection.close()
+
+
+def waits_for_a_lock():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()")
+        return cursor.fetchone()[0] == 1
+
+
+@pytest.fixture
+def first_delivery():
+    """Run a delivery that holds its transaction open until the test lets it go."""
+    user, started, until = UserFactory(), threading.Event(), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        future = None
+
+        def start(**options):
+            nonlocal future
+            future = pool.submit(deliver, user, until=until, started=started, **options)
+            assert started.wait(10)
+            return user, pool, until, future
+
+        yield start
+        until.set()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_second_delivery_is_told_so():
+    user = UserFactory()
+    assert [deliver(user), deliver(user), deliver(user)] == [True, False, False]
+    assert AuditRecord.objects.count() == 1
+    assert ProcessedMessage.objects.get().message_id == "evt_1"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_failure_leaves_no_row_and_the_next_delivery_does_the_work():
+    user = UserFactory()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        deliver(user, fail=True)
+    assert not AuditRecord.objects.exists()
+    assert not ProcessedMessage.objects.exists()
+    assert deliver(user) is True
+
+
+@pytest.mark.django_db(transaction=True)
+def test_sources_number_their_messages_each_for_itself():
+    for source in ("stripe", "paypal"):
+        with process_once(source, "1") as first:
+            assert first
+    with process_once("stripe", "1 ") as first:
+        assert first
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_a_second_delivery_waits_for_the_first_and_does_nothing(first_delivery):
+    user, pool, until, first = first_delivery()
+    second = pool.submit(deliver, user)
+    eventually(waits_for_a_lock)
+    until.set()
+    assert (first.result(), second.result()) == (True, False)
+    assert AuditRecord.objects.count() == 1
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_a_second_delivery_does_the_work_when_the_first_fails(first_delivery):
+    user, pool, until, first = first_delivery(fail=True)
+    second = pool.submit(deliver, user)
+    eventually(waits_for_a_lock)
+    until.set()
+    with pytest.raises(RuntimeError):
+        first.result()
+    assert second.result() is True
+    assert AuditRecord.objects.count() == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_second_delivery_is_refused_when_the_first_takes_too_long(first_delivery, monkeypatch):
+    monkeypatch.setattr(inbox, "WAIT_SECONDS", 1)
+    if connection.vendor == "sqlite":
+        monkeypatch.setitem(connection.settings_dict["OPTIONS"], "timeout", 1)
+    user, pool, until, first = first_delivery()
+    with pytest.raises(MessageInProgress):
+        pool.submit(deliver, user).result()
+    until.set()
+    assert first.result() is True
+    assert deliver(user) is False
+    assert AuditRecord.objects.count() == 1
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_a_refusal_in_an_outer_transaction_leaves_it_usable(first_delivery, monkeypatch):
+    monkeypatch.setattr(inbox, "WAIT_SECONDS", 1)
+    user, _, until, first = first_delivery()
+    with transaction.atomic():
+        with pytest.raises(MessageInProgress), process_once("stripe", "evt_1"):
+            pytest.fail("this delivery must not run")
+        AuditRecordFactory(user=user, action="outer")
+    until.set()
+    assert first.result() is True
+    assert AuditRecord.objects.filter(action="outer").exists()
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("own", ["0", "1234ms"])
+def test_the_statements_of_the_block_keep_their_own_lock_timeout(own):
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SELECT set_config('lock_timeout', %s, true)", [own])
+        for _ in range(2):
+            with process_once("stripe", "evt_1"):
+                cursor.execute("SHOW lock_timeout")
+                assert cursor.fetchone()[0] == own
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_outer_transaction_takes_the_row_with_it():
+    with transaction.atomic():
+        with process_once("stripe", "evt_1") as first:
+            assert first
+        with process_once("stripe", "evt_1") as again:
+            assert not again
+        transaction.set_rollback(True)
+    assert not ProcessedMessage.objects.exists()
+
+
+@pytest.mark.django_db
+def test_it_works_in_a_test_case():
+    assert [once() for once in (_first, _first)] == [True, False]
+
+
+def _first():
+    with process_once("stripe", "evt_1") as first:
+        return first
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("source", "message_id"), [("", "1"), ("s", ""), ("s" * 101, "1"), ("s", "1" * 256), ("s", "a\0"), ("s", 7)]
+)
+def test_what_cannot_be_kept_is_refused(source, message_id):
+    with pytest.raises(ValueError, match="is a string of 1 to"), process_once(source, message_id):
+        pytest.fail("this must not run")
