@@ -97,6 +97,8 @@ IDEMPOTENCY = {
     for name in ("LOCK_TIMEOUT_SECONDS", "COMPLETER_MIN_AGE_SECONDS", "COMPLETER_IDLE_SECONDS")
     if name in os.environ
 }
+# The completer has no token of the client's.
+IDEMPOTENCY["PREPARE_REQUEST"] = "rides_demo.auth.prepare_request"
 
 #: Without a key of a real account the sandbox answers.
 STRIPE_API_KEY = os.environ.get("STRIPE_API_KEY") or "sk_test_rocket_rides_demo"
