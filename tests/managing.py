@@ -15,10 +15,11 @@ def database_url() -> str:
     parts = connection.settings_dict
     if connection.vendor == "sqlite":
         return f"sqlite:///{parts['NAME']}"
+    host = parts["HOST"] or parts["OPTIONS"].get("host", "")
     login = quote(parts["USER"]) + (f":{quote(parts['PASSWORD'], safe='')}" if parts["PASSWORD"] else "")
-    if parts["HOST"].startswith("/"):
-        return f"postgresql://{login}@/{parts['NAME']}?host={quote(parts['HOST'])}"
-    return f"postgresql://{login}@{parts['HOST']}:{parts['PORT'] or 5432}/{parts['NAME']}"
+    if host.startswith("/"):
+        return f"postgresql://{login}@/{parts['NAME']}?host={quote(host)}"
+    return f"postgresql://{login}@{host}:{parts['PORT'] or 5432}/{parts['NAME']}"
 
 
 def environment(**changes: str) -> dict[str, str]:
