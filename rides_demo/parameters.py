@@ -73,20 +73,18 @@ def _parameters(request: HttpRequest) -> dict[str, Any]:
 
 
 def _body(request: HttpRequest) -> bytes:
-    too_large = BadParameters(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body_too_large", f"The body must not be larger than {MAX_BODY_BYTES} bytes."
-    )
-    length = request.META.get("CONTENT_LENGTH") or "0"
-    if length.isdecimal() and (len(length) > 9 or int(length) > MAX_BODY_BYTES):
-        raise too_large  # without reading it
+    """Return the whole body; a part of one would be another request, and the whole one then refused."""
+    header = request.META.get("CONTENT_LENGTH") or "0"
+    length = int(header) if header.isdecimal() and len(header) < 10 else MAX_BODY_BYTES + 1
     try:
-        body = request.body
+        body = request.body if length <= MAX_BODY_BYTES else b""
     except UnreadablePostError:
-        raise BadParameters(HTTPStatus.BAD_REQUEST, "body_invalid", "The body ended too early.") from None
-    except SuspiciousOperation:
-        raise too_large from None
-    if len(body) > MAX_BODY_BYTES:
-        raise too_large
+        body = b""
+    if max(length, len(body)) > MAX_BODY_BYTES:
+        message = f"The body must not be larger than {MAX_BODY_BYTES} bytes."
+        raise BadParameters(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body_too_large", message)
+    if len(body) < length:
+        raise BadParameters(HTTPStatus.BAD_REQUEST, "body_invalid", "The body ended too early.")
     return body
 
 
