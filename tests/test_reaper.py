@@ -1,0 +1,205 @@
+"""The reaper: what has expired goes, what never finished is handed to a person, everything else stays."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from uuid import uuid4
+
+import pytest
+from django.db import connection, transaction
+from django.db.models import ProtectedError
+from django.db.models.signals import pre_delete
+from django.utils import timezone
+
+from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.reaper import ReapPass, reap_once
+from idempotency.signals import key_stuck
+from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory
+
+pytestmark = pytest.mark.django_db
+
+
+def ago(**span):
+    return timezone.now() - timedelta(**span)
+
+
+def expired_key(**values):
+    return IdempotencyKeyFactory(finished=True, **{"created_at": ago(hours=74), "finished_at": ago(hours=73), **values})
+
+
+def expired_keys(count):
+    times = {"created_at": ago(hours=74), "finished_at": ago(hours=73)}
+    return IdempotencyKey.objects.bulk_create(IdempotencyKeyFactory.build_batch(count, finished=True, **times))
+
+
+def test_an_empty_table_does_nothing():
+    assert reap_once() == ReapPass()
+
+
+def test_a_finished_key_past_its_retention_is_deleted():
+    expired_key()
+    assert reap_once() == ReapPass(deleted=1)
+    assert not IdempotencyKey.objects.exists()
+
+
+def test_a_younger_key_stays():
+    expired_key(finished_at=ago(hours=71))
+    IdempotencyKeyFactory(finished=True)
+    assert reap_once() == ReapPass()
+    assert IdempotencyKey.objects.count() == 2
+
+
+def test_retention_counts_from_the_finish_not_from_the_creation():
+    key = expired_key(created_at=ago(days=30), finished_at=ago(minutes=1))
+    assert reap_once() == ReapPass()
+    assert IdempotencyKey.objects.filter(pk=key.pk).exists()
+
+
+def test_a_locked_key_stays():
+    key = expired_key(locked_at=timezone.now(), claim_token=uuid4())
+    assert reap_once() == ReapPass()
+    IdempotencyKey.objects.filter(pk=key.pk).update(locked_at=ago(hours=73))
+    assert reap_once() == ReapPass(deleted=1)
+
+
+def test_more_keys_than_a_batch_all_go():
+    expired_keys(1100)
+    assert reap_once(batch_size=250) == ReapPass(deleted=1100)
+
+
+def test_it_stops_after_the_batch_when_asked_to():
+    expired_keys(5)
+    answers = iter([False, True])
+    assert reap_once(batch_size=2, stop=lambda: next(answers)) == ReapPass(deleted=2)
+    assert IdempotencyKey.objects.count() == 3
+
+
+def test_what_points_at_a_deleted_key_keeps_living():
+    key = expired_key()
+    ride, job = RideFactory(idempotency_key=key), StagedJobFactory(idempotency_key=key)
+    assert reap_once() == ReapPass(deleted=1)
+    ride.refresh_from_db()
+    assert ride.idempotency_key is None
+    assert StagedJob.objects.get(pk=job.pk).idempotency_key is None
+
+
+def test_a_protected_key_is_kept_and_stops_no_other():
+    keys = expired_keys(20)
+    protected = {keys[3].pk, keys[19].pk}
+
+    def protect(instance, **kwargs):
+        if instance.pk in protected:
+            raise ProtectedError("kept by a row of the user", {instance})
+
+    pre_delete.connect(protect, sender=IdempotencyKey)
+    try:
+        assert reap_once(batch_size=7) == ReapPass(deleted=18, protected=2)
+    finally:
+        pre_delete.disconnect(protect, sender=IdempotencyKey)
+    assert set(IdempotencyKey.objects.values_list("pk", flat=True)) == protected
+
+
+@pytest.mark.postgres
+def test_a_constraint_that_only_the_database_knows_keeps_its_key():
+    keys = expired_keys(5)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE TEMPORARY TABLE pinned (key_id bigint); "
+            "CREATE FUNCTION pg_temp.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            "IF EXISTS (SELECT 1 FROM pinned WHERE key_id = OLD.id) THEN RAISE foreign_key_violation; END IF; "
+            "RETURN NULL; END $$; "
+            "CREATE CONSTRAINT TRIGGER pinned AFTER DELETE ON idempotency_idempotencykey DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION pg_temp.refuse()"
+        )
+        cursor.execute("INSERT INTO pinned VALUES (%s)", [keys[2].pk])
+    assert reap_once() == ReapPass(deleted=4, protected=1)
+    assert IdempotencyKey.objects.get().pk == keys[2].pk
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_unfinished_key_past_the_retention_is_handed_to_a_person():
+    key = IdempotencyKeyFactory(created_at=ago(hours=73), last_error="ConnectionError: no route")
+    IdempotencyKeyFactory(created_at=ago(hours=71))
+    told = []
+
+    def listen(sender, key, request, **kwargs):
+        told.append((sender, key.pk, key.stuck_code, request))
+
+    key_stuck.connect(listen)
+    try:
+        assert reap_once() == ReapPass(stuck=1)
+        assert reap_once() == ReapPass()
+    finally:
+        key_stuck.disconnect(listen)
+    assert told == [(IdempotencyKey, key.pk, "retention_passed", None)]
+    key.refresh_from_db()
+    assert key.stuck_at is not None
+    assert key.finished_at is None
+    assert "72 hours" in key.stuck_reason
+    assert key.history[-1]["event"] == "stuck"
+
+
+def test_an_unfinished_key_that_a_run_holds_is_left_alone():
+    IdempotencyKeyFactory(created_at=ago(hours=73), locked_at=timezone.now(), claim_token=uuid4())
+    assert reap_once() == ReapPass()
+    assert not IdempotencyKey.objects.stuck().exists()
+
+
+def test_old_messages_go_and_younger_ones_stay():
+    for age in (29, 31, 400):
+        ProcessedMessage.objects.create(source="s", message_id=str(age), processed_at=ago(days=age))
+    assert reap_once(batch_size=1) == ReapPass(messages=2)
+    assert ProcessedMessage.objects.get().message_id == "29"
+
+
+def test_a_dry_run_only_counts():
+    expired_key()
+    IdempotencyKeyFactory(created_at=ago(hours=73))
+    ProcessedMessage.objects.create(source="s", message_id="1", processed_at=ago(days=31))
+    assert reap_once(dry_run=True) == ReapPass(deleted=1, stuck=1, messages=1)
+    assert IdempotencyKey.objects.count() == 2
+    assert not IdempotencyKey.objects.stuck().exists()
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_several_reapers_share_the_work():
+    expired_keys(300)
+    together = threading.Barrier(3)
+
+    def one(_):
+        try:
+            together.wait(10)
+            return reap_once(batch_size=20).deleted
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(3) as pool:
+        counts = list(pool.map(one, range(3)))
+    assert sum(counts) == 300
+    assert not IdempotencyKey.objects.exists()
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_a_key_that_somebody_works_on_is_passed_over_not_waited_for():
+    held, free = expired_key(), expired_key()
+    locked, leave = threading.Event(), threading.Event()
+
+    def hold():
+        try:
+            with transaction.atomic():
+                IdempotencyKey.objects.select_for_update().get(pk=held.pk)
+                locked.set()
+                assert leave.wait(20)
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        holder = pool.submit(hold)
+        assert locked.wait(10)
+        assert reap_once() == ReapPass(deleted=1)
+        leave.set()
+        holder.result()
+    assert not IdempotencyKey.objects.filter(pk=free.pk).exists()
+    assert reap_once() == ReapPass(deleted=1)
