@@ -1,8 +1,6 @@
 """``manage.py complete_keys``: finish the requests whose clients have gone away."""
 
-from typing import Any
-
-from idempotency.completer import CompletePass, complete_once
+from idempotency.completer import complete_once
 from idempotency.management.passes import PassCommand
 
 
@@ -16,7 +14,4 @@ class Command(PassCommand):
     default_interval = 5.0
     default_batch_size = 100
 
-    def run_pass(self, **options: Any) -> CompletePass:
-        """Complete the keys that are abandoned."""
-        del options["stop"]
-        return complete_once(**options)
+    run_pass = staticmethod(complete_once)

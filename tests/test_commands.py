@@ -1,0 +1,193 @@
+"""The three commands: their exit status, their output, and how they stop and go on."""
+
+import os
+import re
+import signal
+
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.db import connection
+
+from idempotency.models import IdempotencyKey, StagedJob
+from rides_demo.services import free_port
+from tests.factories import StagedJobFactory
+from tests.managing import run, start
+from tests.test_reaper import expired_keys
+from tests.waiting import eventually
+
+COMMANDS = ["enqueue_jobs", "complete_keys", "reap_keys"]
+NOBODY = "postgresql://postgres@127.0.0.1:{}/rides"
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+
+
+@pytest.fixture
+def loop(broker):
+    """Start a command with --loop, wait until it works, and end it after the test."""
+    processes = []
+
+    def begin(command, *arguments, **changes):
+        process = start(command, "--loop", "--interval", "0.1", *arguments, **changes)
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def backends():
+    """Return the connections of other processes to the test database, by process id of the server."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+            "AND backend_type = 'client backend'"
+        )
+        return {pid for (pid,) in cursor.fetchall()}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_one_pass_on_an_empty_table_exits_0(command, broker):
+    done = run(command)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(rf"{command}: 0 .*\n", done.stdout)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_database_that_cannot_be_reached_exits_1_with_one_line(command):
+    done = run(command, DATABASE_URL=NOBODY.format(free_port()))
+    assert done.returncode == 1
+    assert "onnection" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broker_that_cannot_be_reached_exits_1_and_burns_nothing():
+    StagedJobFactory()
+    done = run("enqueue_jobs", REDIS_URL=f"redis://127.0.0.1:{free_port()}/0")
+    assert done.returncode == 1
+    assert "no attempt was burnt" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert StagedJob.objects.get().attempts == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--interval", "0"], ["--interval", "soon"], ["--batch-size", "0"], ["--database", "nowhere"], ["--unknown"], ["extra"]],
+)
+def test_a_wrong_argument_exits_2(arguments):
+    done = run("reap_keys", *arguments)
+    assert done.returncode == 2
+    assert "usage:" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_the_options_the_defaults_and_the_exit_status(command):
+    done = run(command, "--help")
+    assert done.returncode == 0
+    for word in ("--loop", "--interval", "--batch-size", "--dry-run", "--database", "default:", "Exit status"):
+        assert word in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_loop_ends_with_0_when_it_is_told_to_even_while_it_waits(command, number, broker):
+    with start(command, "--loop", "--interval", "3600") as process:
+        eventually(backends, 20)
+        os.kill(process.pid, number)
+        _, errors = process.communicate(timeout=10)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_loop_goes_on_working_and_says_nothing_when_idle(loop, broker):
+    process = loop("enqueue_jobs")
+    StagedJobFactory()
+    eventually(lambda: not StagedJob.objects.exists(), 20)
+    StagedJobFactory()
+    eventually(lambda: not StagedJob.objects.exists())
+    process.terminate()
+    output, errors = process.communicate(timeout=10)
+    assert output == "enqueue_jobs: 1 handed over, 0 refused, 0 failed\n" * 2
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_loop_outlives_its_database_connection_and_logs_one_line_per_change(loop, broker):
+    process = loop("enqueue_jobs")
+    for _ in range(2):
+        eventually(backends, 20)
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(pid) FROM unnest(%s) AS pid", [list(backends())])
+        eventually(lambda: not StagedJob.objects.exists())
+        StagedJobFactory()
+        eventually(lambda: not StagedJob.objects.exists())
+    process.terminate()
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+    # A connection that was dropped between two passes may be replaced without anybody noticing.
+    assert errors.count("cannot go on") == errors.count("goes on again") <= 2
+
+
+def test_a_loop_outlives_its_broker_and_logs_one_line_per_change(loop, broker, tmp_path):
+    from rides_demo.services import Redis
+
+    with Redis(tmp_path / "redis") as server:
+        process = loop("enqueue_jobs", REDIS_URL=server.url)
+        StagedJobFactory()
+        eventually(lambda: not StagedJob.objects.exists(), 20)
+        server.stop()
+        StagedJobFactory()
+        errors = process.stderr.readline()
+        assert "cannot go on" in errors
+        server.start()
+        eventually(lambda: not StagedJob.objects.exists(), 20)
+        process.terminate()
+        _, rest = process.communicate(timeout=10)
+    assert process.returncode == 0
+    assert (errors + rest).count("cannot go on") == 1
+    assert rest.count("goes on again") == 1
+
+
+def test_sigterm_finishes_the_batch_and_leaves_the_rest(loop, broker):
+    """The signal comes while a batch waits for a lock; the batch commits, the next ones are not begun."""
+    keys = expired_keys(40)
+    connection.set_autocommit(False)
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("LOCK TABLE tests_entry IN ACCESS EXCLUSIVE MODE")  # the batch must set its references to null
+            process = loop("reap_keys", "--batch-size", "10")
+            eventually(lambda: _waiting_for_a_lock(cursor), 20)
+            os.kill(process.pid, signal.SIGTERM)
+            connection.commit()
+        process.communicate(timeout=10)
+    finally:
+        connection.set_autocommit(True)
+    assert process.returncode == 0
+    assert IdempotencyKey.objects.count() == len(keys) - 10
+
+
+def _waiting_for_a_lock(cursor):
+    cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()")
+    return cursor.fetchone()[0] == 1
+
+
+def test_a_dry_run_says_so_and_changes_nothing(broker, capsys):
+    StagedJobFactory()
+    expired_keys(2)
+    call_command("enqueue_jobs", dry_run=True)
+    call_command("reap_keys", dry_run=True)
+    output = capsys.readouterr().out
+    assert "enqueue_jobs: would be: 1 handed over" in output
+    assert "reap_keys: would be: 2 deleted" in output
+    assert StagedJob.objects.count() == 1
+    assert IdempotencyKey.objects.count() == 2
+
+
+def test_it_can_be_called_from_code(broker, capsys):
+    call_command("enqueue_jobs", verbosity=0)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(CommandError):
+        call_command("enqueue_jobs", "--database", "nowhere")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
