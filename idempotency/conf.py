@@ -1,7 +1,7 @@
 """The settings of the app: one dict, ``IDEMPOTENCY``, read lazily and typed. Each default is written here and nowhere else."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -93,27 +93,20 @@ def problems(values: object) -> list[str]:
         if not right:
             found.append(f"IDEMPOTENCY[{name!r}] must be {expected}, not {value!r}.")
     if not found:
-        found.extend(_contradictions({**_defaults(), **values}))
+        found.extend(_contradictions(Settings(**values)))
     return found
 
 
-def _defaults() -> dict[str, Any]:
-    return {
-        f.name: f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
-        for f in fields(Settings)
-    }
-
-
-def _contradictions(values: Mapping[str, Any]) -> list[str]:
+def _contradictions(values: Settings) -> list[str]:
     """Return the pairs of settings that exclude each other."""
     found = []
-    if values["KEY_MIN_LENGTH"] > values["KEY_MAX_LENGTH"]:
+    if values.KEY_MIN_LENGTH > values.KEY_MAX_LENGTH:
         found.append("IDEMPOTENCY['KEY_MIN_LENGTH'] must not be above KEY_MAX_LENGTH.")
-    if values["KEY_MAX_LENGTH"] > 255:
+    if values.KEY_MAX_LENGTH > 255:
         found.append("IDEMPOTENCY['KEY_MAX_LENGTH'] must be at most 255, the width of the column.")
-    if values["MISMATCH_STATUS"] not in (400, 409, 422):
+    if values.MISMATCH_STATUS not in (400, 409, 422):
         found.append("IDEMPOTENCY['MISMATCH_STATUS'] must be 422, 400 or 409.")
-    if values["LOCK_TIMEOUT_SECONDS"] >= values["RETENTION_HOURS"] * 3600:
+    if values.LOCK_TIMEOUT_SECONDS >= values.RETENTION_HOURS * 3600:
         found.append("IDEMPOTENCY['LOCK_TIMEOUT_SECONDS'] must be shorter than RETENTION_HOURS.")
     return found
 

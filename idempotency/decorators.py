@@ -1,38 +1,29 @@
 """``@idempotent``: the order of events of a request, and nothing else."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from inspect import iscoroutinefunction
-from io import BytesIO
 from typing import Any, TypeVar, overload
 
-from django.contrib.auth import get_user_model
 from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
 from django.core.handlers.exception import response_for_exception
 from django.db import connections, router, transaction
 from django.db.utils import Error
 from django.http import Http404, HttpRequest, HttpResponseBase
 from django.http.multipartparser import MultiPartParserError
-from django.utils.functional import SimpleLazyObject
 
-from idempotency import conf, http, keys, signals
+from idempotency import conf, http, keys, problems, signals
 from idempotency.conf import Isolation
 from idempotency.exceptions import KeyStuck, LockLost, ResponseNotCommitted
-from idempotency.http import Problem
 from idempotency.keys import Claim, ClaimedRequest, Outcome
 from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, IdempotencyKey
-from idempotency.phases import PhasedRun, PhaseIsolation
-from idempotency.transactions import (
-    backoff_seconds,
-    connection_lost,
-    durable_transaction,
-    refuse_outer_transaction,
-    retryable_failure,
-)
+from idempotency.phases import ChosenIsolation, PhasedRun
+from idempotency.problems import Problem
+from idempotency.retries import retried
+from idempotency.transactions import connection_lost, durable_transaction, refuse_outer_transaction
 
 logger = logging.getLogger("idempotency")
 
@@ -43,10 +34,6 @@ Run = Callable[[], HttpResponseBase]
 
 #: Where the completer puts the key that it has claimed. Nothing that comes over the network can set it.
 CLAIMED_KEY_ATTRIBUTE = "_idempotency_claimed_key"
-#: A client in a hurry is told to look again after so long, however long the lock may still hold.
-_LOOK_AGAIN_SECONDS = 2
-#: A unique violation under SERIALIZABLE may be a race, and is tried again so often; then it is the view's own mistake.
-_UNIQUE_RETRIES = 2
 #: What Django itself turns into an answer.
 _HTTP_EXCEPTIONS = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPartParserError)
 
@@ -59,7 +46,7 @@ class Options:
     required: bool
     validate: Callable[[HttpRequest], HttpResponseBase | None] | None
     scope: Callable[[HttpRequest], str] | None
-    isolation: PhaseIsolation
+    isolation: ChosenIsolation
     using: str | Callable[[HttpRequest], str] | None
 
     def every_point(self) -> tuple[str, ...]:
@@ -93,7 +80,7 @@ def idempotent(
     required: bool = True,
     validate: Callable[[HttpRequest], HttpResponseBase | None] | None = None,
     scope: Callable[[HttpRequest], str] | None = None,
-    isolation: PhaseIsolation = "from settings",
+    isolation: ChosenIsolation = "from settings",
     using: str | Callable[[HttpRequest], str] | None = None,
 ) -> Callable[[AnyView], AnyView]: ...
 def idempotent(
@@ -103,7 +90,7 @@ def idempotent(
     required: bool = True,
     validate: Callable[[HttpRequest], HttpResponseBase | None] | None = None,
     scope: Callable[[HttpRequest], str] | None = None,
-    isolation: PhaseIsolation = "from settings",
+    isolation: ChosenIsolation = "from settings",
     using: str | Callable[[HttpRequest], str] | None = None,
 ) -> Any:
     """Let a view run once per idempotency key, and answer each retry with the same response.
@@ -126,7 +113,7 @@ def idempotent(
     if points is not None:
         if not all(0 < len(point) <= 50 for point in points) or len({STARTED, FINISHED, *points}) != len(points) + 2:
             raise ValueError(
-                f"recovery_points must be different names of at most 50 characters, {STARTED!r} and {FINISHED!r} not among them."
+                f"recovery_points must be different names of 1 to 50 characters, {STARTED!r} and {FINISHED!r} not among them."
             )
         if not required:
             raise ValueError("A phased view needs a key for each request: drop required=False, or recovery_points.")
@@ -168,7 +155,7 @@ def _answer(view: Run, request: HttpRequest, options: Options) -> HttpResponseBa
         value = http.key_of(request)
         if value is None:
             if options.required:
-                raise http.missing_key()
+                raise problems.key_missing()
             return view()
         using = options.alias(request)
         with _reachable(using):
@@ -191,9 +178,7 @@ def _reachable(using: str) -> Iterator[None]:
         if not connection_lost(error, using):
             raise
         logger.exception("the database %r cannot be reached", using)
-        raise Problem(
-            503, "database_unavailable", "Send the request again, with the same key.", retryable=True, retry_after=1
-        ) from error
+        raise problems.database_unavailable() from error
 
 
 def _plain(view: Run, request: HttpRequest, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
@@ -218,13 +203,15 @@ def _plain(view: Run, request: HttpRequest, options: Options, described: Claimed
         return response
 
     try:
-        return _retried(lambda: attempt(view), request, level)
-    except _HTTP_EXCEPTIONS as error:
+        return retried(lambda: attempt(view), request, level)
+    except Exception if conf.get().STORE_5XX else _HTTP_EXCEPTIONS as error:
         # As under ATOMIC_REQUESTS, what the view wrote before it raised is rolled back; its answer alone is stored.
+        if isinstance(error, Problem | Error):
+            raise
         answer = response_for_exception(request, error)
         if not http.is_stored(answer):
             raise
-        return _retried(lambda: attempt(lambda: answer), request, level)
+        return retried(lambda: attempt(lambda: answer), request, level)
 
 
 def _phased(view: Run, request: HttpRequest, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
@@ -256,15 +243,13 @@ def _run_phased(
     try:
         if key.recovery_point not in run.order:
             raise _UnknownPoint(_unknown_point(key))
-        return _retried(attempt, request, conf.get().PHASE_ISOLATION)
+        return retried(attempt, request, conf.get().PHASE_ISOLATION)
     except LockLost:
         # Another claim took over. What this run committed before is the other's to build on; it has the say now.
         return _answer_of_other(keys.read(key.pk, using=using), request)
     except KeyStuck as stuck:
-        if key.stuck_code != stuck.code:
-            keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
-            keys.emit(signals.key_stuck, keys.read(key.pk, using=using), sender)
-        raise _problem_of_stuck(stuck.code) from stuck
+        _hand_over(key, stuck, sender, using=using)
+        raise problems.key_stuck(stuck.code) from stuck
     except BaseException as error:
         _release(key, f"{type(error).__name__}: {error}", using=using)
         raise
@@ -280,10 +265,11 @@ def _settled(view: Run, run: PhasedRun, request: HttpRequest) -> HttpResponseBas
             raise
     if run.stored(response):
         return response
-    if not http.is_stored(response) and not run.finished:
+    definitive = http.is_stored(response) and (response.status_code < 500 or run.untouched)
+    if not definitive and not run.finished:
         _release(run.key, f"The view answered with status {response.status_code}.", using=run.using)
         return response
-    if 400 <= response.status_code < 500 and run.untouched:
+    if response.status_code >= 400 and run.untouched:
         keys.finish(run.key, *http.stored_parts(response), using=run.using)
         run.finished_with(response)
         keys.emit(signals.key_finished, run.key, run.sender)
@@ -299,18 +285,14 @@ def _refuse_or_replay(claim: Claim, request: HttpRequest, *, using: str) -> Http
         return http.replay(key)
     keys.emit(signals.key_conflict, key, request)
     if claim.outcome is Outcome.MISMATCH:
-        raise Problem(
-            conf.get().MISMATCH_STATUS,
-            "key_reused",
-            "This key belongs to another request. Choose a new key for each new request.",
-        )
+        raise problems.key_reused()
     if claim.outcome is Outcome.IN_PROGRESS:
-        raise _problem_of_lock(claim.lock_seconds)
+        raise problems.key_in_use(claim.lock_seconds)
     if claim.outcome is Outcome.STUCK:
-        raise _problem_of_stuck(key.stuck_code)
+        raise problems.key_stuck(key.stuck_code)
     if keys.give_up(key.pk, UNKNOWN_RECOVERY_POINT, _unknown_point(key), using=using):
         keys.emit(signals.key_stuck, keys.read(key.pk, using=using), request)
-    raise _problem_of_stuck(UNKNOWN_RECOVERY_POINT)
+    raise problems.key_stuck(UNKNOWN_RECOVERY_POINT)
 
 
 def _answer_of_other(key: IdempotencyKey | None, request: HttpRequest) -> HttpResponseBase:
@@ -319,24 +301,8 @@ def _answer_of_other(key: IdempotencyKey | None, request: HttpRequest) -> HttpRe
         keys.emit(signals.key_replayed, key, request)
         return http.replay(key)
     if key is not None and key.stuck_at is not None:
-        raise _problem_of_stuck(key.stuck_code)
-    raise _problem_of_lock(_LOOK_AGAIN_SECONDS)
-
-
-def _problem_of_lock(lock_seconds: float) -> Problem:
-    return Problem(
-        409,
-        "key_in_use",
-        "Send it again after the time in Retry-After, with the same key.",
-        retryable=True,
-        retry_after=min(lock_seconds, _LOOK_AGAIN_SECONDS),
-    )
-
-
-def _problem_of_stuck(code: str) -> Problem:
-    if code == UNKNOWN_RECOVERY_POINT:
-        return Problem(503, code, "Send it again later, with the same key.", retryable=True, retry_after=_LOOK_AGAIN_SECONDS)
-    return Problem(409, "key_stuck", "Do not send it again: it was handed to a person, who will settle it.")
+        raise problems.key_stuck(key.stuck_code)
+    raise problems.key_in_use()
 
 
 def _unknown_point(key: IdempotencyKey) -> str:
@@ -344,6 +310,17 @@ def _unknown_point(key: IdempotencyKey) -> str:
         f"The code that runs now does not know the recovery point {key.recovery_point!r}. Nothing is lost: deploy code that "
         f"declares it, and the next request or the completer goes on from there."
     )
+
+
+def _hand_over(key: IdempotencyKey, stuck: KeyStuck, sender: HttpRequest | None, *, using: str) -> None:
+    """Mark the key stuck; one that has this mark already, from an earlier deploy, is only released."""
+    if key.stuck_code == stuck.code:
+        return _release(key, stuck.reason, using=using)
+    try:
+        keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
+    except LockLost:
+        return None  # The run that took over has the say.
+    return keys.emit(signals.key_stuck, keys.read(key.pk, using=using), sender)
 
 
 def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
@@ -361,28 +338,6 @@ def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
             logger.warning("key %s could not be released; its lock will expire", key.key_hash, exc_info=True)
 
 
-def _retried(attempt: Run, request: HttpRequest, isolation: Isolation | None) -> HttpResponseBase:
-    """Make the attempt, again after each serialization failure, with the request as it was before the first.
-
-    Raises Problem ``conflict`` after SERIALIZATION_RETRIES.
-    """
-    before = _RequestState(request)
-    unique_violations = 0
-    for count in range(conf.get().SERIALIZATION_RETRIES + 1):
-        if count:
-            time.sleep(backoff_seconds(count))
-            before.restore()
-        try:
-            return attempt()
-        except Exception as error:
-            failure = retryable_failure(error, isolation)
-            unique_violations += failure == "unique"
-            if failure is None or unique_violations > _UNIQUE_RETRIES:
-                raise
-            logger.info("a request is run again inside the process: %s", error)
-    raise Problem(409, "conflict", "Send it again, with the same key: nothing was done.", retryable=True, retry_after=1)
-
-
 @contextmanager
 def _bound(request: HttpRequest, key: IdempotencyKey) -> Iterator[None]:
     """Let the view, and what it stages, find the key."""
@@ -392,28 +347,6 @@ def _bound(request: HttpRequest, key: IdempotencyKey) -> Iterator[None]:
         yield
     finally:
         keys.current.reset(token)
-
-
-class _RequestState:
-    """A request as it was before the view ran: a view that changed a cached object would count on it in its second run."""
-
-    def __init__(self, request: HttpRequest) -> None:
-        self._request = request
-        self._attributes = dict(vars(request))
-
-    def restore(self) -> None:
-        """Put the attributes back, rewind what was read, and have the user fetched anew."""
-        request, attributes = self._request, self._attributes
-        vars(request).clear()
-        vars(request).update(attributes)
-        if "_body" in attributes:
-            request._stream = BytesIO(attributes["_body"])  # type: ignore[attr-defined]
-        for _, uploads in attributes["_files"].lists() if "_files" in attributes else ():
-            for upload in uploads:
-                upload.seek(0)
-        user = attributes.get("user")
-        if (pk := getattr(user, "pk", None)) is not None:
-            request.user = SimpleLazyObject(lambda: get_user_model()._default_manager.get(pk=pk))
 
 
 STORE_IT = "Store it with phase.set_response(response) and return key.response()."

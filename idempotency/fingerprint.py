@@ -27,7 +27,7 @@ def fingerprint(request: HttpRequest, body: bytes | None) -> str:
     """Return the fingerprint of a request with this body; a multipart request is compared by what was parsed of it."""
     kind, content = _content(request, body)
     digest = hashlib.sha256()
-    for part in ((request.method or "").encode(), request.get_full_path().encode(), kind, content):
+    for part in ((request.method or "").encode(), request.get_full_path_info().encode(), kind, content):
         digest.update(b"%d:" % len(part))
         digest.update(part)
     return f"{VERSION}:{digest.hexdigest()}"
@@ -37,7 +37,8 @@ def _content(request: HttpRequest, body: bytes | None) -> tuple[bytes, bytes]:
     if request.content_type == "multipart/form-data":
         return b"multipart", _multipart(request)
     body = body or b""
-    if request.content_type == "application/json" or request.content_type.endswith("+json"):
+    content_type = request.content_type or ""
+    if content_type == "application/json" or content_type.endswith("+json"):
         try:
             return b"json", _canonical_json(body)
         except (ValueError, ArithmeticError, RecursionError):

@@ -1,6 +1,5 @@
 """The HTTP side: the key in the request, the problem in the answer, the response in the row and out of it again."""
 
-import math
 import re
 from collections.abc import Callable
 from http import HTTPStatus
@@ -8,11 +7,10 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from django.contrib.auth import get_user_model
-from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.utils.crypto import salted_hmac
-from django.utils.module_loading import import_string
 
-from idempotency import conf
+from idempotency import conf, problems
 from idempotency.fingerprint import fingerprint
 from idempotency.keys import ClaimedRequest
 from idempotency.models import IdempotencyKey
@@ -40,57 +38,6 @@ _QUOTED = re.compile(
 # As every SDK sends it. A comma would be two header lines that a server has joined.
 _BARE = re.compile(r"[\x21\x23-\x2b\x2d-\x7e]+")
 
-_TITLES = {
-    "key_missing": "The idempotency key is missing",
-    "key_invalid": "The idempotency key is not valid",
-    "scope_missing": "The request does not say whose key this is",
-    "key_reused": "The idempotency key was used for another request",
-    "key_in_use": "A request with this idempotency key is in progress",
-    "key_stuck": "The request with this idempotency key needs a person",
-    "conflict": "The request met too many concurrent changes",
-    "database_unavailable": "The database cannot be reached",
-    "unknown_recovery_point": "This version of the service cannot go on with the request",
-}
-
-
-class Problem(Exception):
-    """An answer of this app, not of the view. Source: RFC 9457."""
-
-    def __init__(
-        self, status: int, code: str, detail: str, *, retryable: bool = False, retry_after: float | None = None
-    ) -> None:
-        super().__init__(detail)
-        self.status, self.code, self.detail, self.retryable = status, code, detail, retryable
-        self.headers = {"Cache-Control": "no-store"}
-        if retry_after is not None:
-            # Whole seconds, at least one, and not beyond the end of the lock.
-            self.headers["Retry-After"] = str(max(1, math.floor(retry_after)))
-
-    def response(self) -> HttpResponseBase:
-        """Return the answer, through the project's renderer if there is one."""
-        limits = conf.get()
-        title = _TITLES[self.code]
-        render = _callable(limits.ERROR_RENDERER)
-        if render is not None:
-            rendered: HttpResponseBase = render(
-                status=self.status,
-                code=self.code,
-                title=title,
-                detail=self.detail,
-                retryable=self.retryable,
-                headers=self.headers,
-            )
-            return rendered
-        content = {
-            "type": limits.PROBLEM_TYPE_BASE + self.code,
-            "title": title,
-            "status": self.status,
-            "detail": self.detail,
-            "code": self.code,
-            "retryable": self.retryable,
-        }
-        return JsonResponse(content, status=self.status, headers=self.headers, content_type="application/problem+json")
-
 
 def key_of(request: HttpRequest) -> str | None:
     """Return the key that the request carries, None if it carries none. Raises Problem for one that is not valid."""
@@ -100,13 +47,11 @@ def key_of(request: HttpRequest) -> str | None:
         return None
     found = {_parse(value, strict=limits.STRICT_KEY_SYNTAX) for value in values}
     if len(found) > 1:
-        raise Problem(400, "key_invalid", "The request carries two different keys. Send one.")
+        raise problems.key_invalid("The request carries two different keys. Send one.")
     key = found.pop()
     if not limits.KEY_MIN_LENGTH <= len(key) <= limits.KEY_MAX_LENGTH:
-        raise Problem(
-            400,
-            "key_invalid",
-            f"The key has {len(key)} characters; it must have {limits.KEY_MIN_LENGTH} to {limits.KEY_MAX_LENGTH}.",
+        raise problems.key_invalid(
+            f"The key has {len(key)} characters; it must have {limits.KEY_MIN_LENGTH} to {limits.KEY_MAX_LENGTH}."
         )
     return key
 
@@ -120,13 +65,7 @@ def _parse(value: str, *, strict: bool) -> str:
     form = 'a quoted string, like "8e03978e-40d5-43e8-bc93-6894a57f9324"' + (
         "" if strict else ", or the same without quotes, in visible ASCII characters without a comma"
     )
-    raise Problem(400, "key_invalid", f"The header must carry one key: {form}.")
-
-
-def missing_key() -> Problem:
-    """Return the answer to a request that needs a key and has none."""
-    name = conf.get().HEADER_NAMES[0]
-    return Problem(400, "key_missing", f"Send a key of your choice in the header {name}, and the same one with each retry.")
+    raise problems.key_invalid(f"The header must carry one key: {form}.")
 
 
 def scope_of(request: HttpRequest, scope: Callable[[HttpRequest], str] | None) -> str:
@@ -143,7 +82,7 @@ def scope_of(request: HttpRequest, scope: Callable[[HttpRequest], str] | None) -
         return f"user:{user.pk}"
     elif (session := _session_scope(request)) is not None:
         return session
-    raise Problem(400, "scope_missing", "Sign in, or send the session cookie, so that this key can be told from a stranger's.")
+    raise problems.scope_missing()
 
 
 def _session_scope(request: HttpRequest) -> str | None:
@@ -177,7 +116,7 @@ def describe(request: HttpRequest, scope: str, key: str) -> ClaimedRequest:
         idempotency_key=key,
         user_id=user.pk if user is not None else None,
         method=request.method or "",
-        path=request.get_full_path(),
+        path=request.get_full_path_info(),
         body=body,
         content_type=_printable(content_type),
         headers=headers | {"Host": _printable(host), "scheme": request.scheme or "http"},
@@ -255,7 +194,3 @@ def replay(key: IdempotencyKey) -> HttpResponse:
     response = rebuild(key)
     response[conf.get().REPLAYED_HEADER] = "true"
     return response
-
-
-def _callable(value: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
-    return import_string(value) if isinstance(value, str) else value

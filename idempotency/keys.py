@@ -110,7 +110,8 @@ def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
     """Claim the key of a plain view inside its transaction.
 
     On CLAIMED the row is inserted, and nobody else sees it before COMMIT; duplicates are refused at once, by advisory
-    locks that last as long as the transaction. On anything else nothing was written. On SQLite a duplicate waits for the writer.
+    locks that last as long as the transaction. On anything else nothing was written. On SQLite a duplicate
+    waits for the writer.
     """
     postgresql = connections[using].vendor == "postgresql"
     text = sql.statements(connections[using].vendor)

@@ -157,7 +157,7 @@ class IdempotencyKey(models.Model):
     last_error = models.TextField(blank=True, default="")
     history = models.JSONField(default=list, blank=True, help_text="The last 50 events, with their times.")
 
-    objects: ClassVar[models.Manager["IdempotencyKey"]] = IdempotencyKeyQuerySet.as_manager()  # type: ignore[assignment]
+    objects: ClassVar[models.Manager["IdempotencyKey"]] = IdempotencyKeyQuerySet.as_manager()
 
     #: The run that works on this instance; None on an instance that was merely read.
     run: Run | None = None

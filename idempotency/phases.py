@@ -16,8 +16,7 @@ from idempotency.models import FINISHED, STARTED, IdempotencyKey
 from idempotency.transactions import durable_transaction, limit_idle_time
 
 #: Not given: the setting counts. None is a level too (the connection's own).
-_FROM_SETTINGS = "from settings"
-PhaseIsolation = Isolation | None | Literal["from settings"]
+ChosenIsolation = Isolation | None | Literal["from settings"]
 
 
 class PhasedRun:
@@ -63,8 +62,8 @@ class PhasedRun:
             yield self.key.recovery_point
             if not self._moved:
                 raise PhaseDidNotAdvance(
-                    f"A pass through the phases at {self.key.recovery_point!r} moved nothing, and would be made for ever. Let the "
-                    f"view handle this recovery point, and end its phase with set_recovery_point() or set_response()."
+                    f"A pass through the phases at {self.key.recovery_point!r} moved nothing, and would be made for ever. "
+                    f"Let the view handle this recovery point, and end its phase with set_recovery_point() or set_response()."
                 )
 
     def response(self) -> HttpResponseBase:
@@ -158,7 +157,7 @@ RETURN_IT = "Return it from outside the phase: the key is released, and a retry 
 
 
 @contextmanager
-def atomic_phase(key: IdempotencyKey, *, isolation: PhaseIsolation = "from settings") -> Iterator[AtomicPhase]:
+def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from settings") -> Iterator[AtomicPhase]:
     """Run the block in one transaction on the key's database, which commits with its new recovery point or response.
 
     On return everything that the block wrote is committed, the key has moved, and its lock is renewed. On an exception
@@ -183,7 +182,7 @@ def atomic_phase(key: IdempotencyKey, *, isolation: PhaseIsolation = "from setti
     phase = AtomicPhase(run)
     run.in_phase = True
     try:
-        level = conf.get().PHASE_ISOLATION if isolation == _FROM_SETTINGS else isolation
+        level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation
         with durable_transaction(level, using=run.using):
             limit_idle_time(run.using)
             yield phase

@@ -40,8 +40,8 @@ _POSTGRESQL = _Dialect(
     later="(clock_timestamp() + {}::double precision * interval '1 second')",
     seconds_since="extract(epoch FROM clock_timestamp() - {})::double precision",
     append_event=(
-        f"(CASE WHEN jsonb_array_length(k.history) >= {HISTORY_LIMIT} THEN k.history - 0 ELSE k.history END) || jsonb_build_array("
-        "jsonb_build_object('at', clock_timestamp(), 'event', %(event)s::text, 'detail', %(detail)s::text))"
+        f"(CASE WHEN jsonb_array_length(k.history) >= {HISTORY_LIMIT} THEN k.history - 0 ELSE k.history END) || "
+        "jsonb_build_array(jsonb_build_object('at', clock_timestamp(), 'event', %(event)s::text, 'detail', %(detail)s::text))"
     ),
     first_event=(
         "jsonb_build_array(jsonb_build_object('at', clock_timestamp(), 'event', %(event)s::text, 'detail', %(detail)s::text))"
@@ -73,6 +73,7 @@ class Statements:
 
     def __init__(self, vendor: str, lock_timeout_seconds: int, retention_seconds: int) -> None:
         self.dialect = dialect = _POSTGRESQL if vendor == "postgresql" else _SQLITE
+        self.lock_timeout_seconds = lock_timeout_seconds
         self.now = dialect.now
         self.unlocked = f"(k.locked_at IS NULL OR k.locked_at < {dialect.ago.format(lock_timeout_seconds)})"
         self.expired = f"COALESCE(k.finished_at < {dialect.ago.format(retention_seconds)}, false)"
@@ -81,12 +82,18 @@ class Statements:
             f"(k.finished_at IS NULL AND k.request_fingerprint = %(request_fingerprint)s AND {self.unlocked} "
             f"AND {_NOT_STUCK} AND {dialect.known_point})"
         )
-        self.columns = ", ".join(
+        self.columns = self._columns("k.")
+        #: SQLite knows no alias in RETURNING.
+        self.returned = self._columns("")
+
+    def _columns(self, prefix: str) -> str:
+        since, created_at, locked_at = self.dialect.seconds_since, f"{prefix}created_at", f"{prefix}locked_at"
+        return ", ".join(
             [
-                *(f"k.{field.column}" for field in FIELDS),
-                f"{self.expired} AS expired",
-                f"{dialect.seconds_since.format('k.created_at')} AS age_seconds",
-                f"COALESCE({lock_timeout_seconds} - {dialect.seconds_since.format('k.locked_at')}, 0) AS lock_seconds",
+                *(f"{prefix}{field.column}" for field in FIELDS),
+                f"{self.expired.replace('k.', prefix)} AS expired",
+                f"{since.format(created_at)} AS age_seconds",
+                f"COALESCE({self.lock_timeout_seconds} - {since.format(locked_at)}, 0) AS lock_seconds",
             ]
         )
 
@@ -128,7 +135,7 @@ class Statements:
             self._insert(finished=False, source=source)
             + f"ON CONFLICT (scope, idempotency_key) DO UPDATE SET claim_token = excluded.claim_token, locked_at = {self.now}, "
             f"last_run_at = {self.now}, attempts = k.attempts + 1, {_CLEAR_STUCK}, history = {self.dialect.append_event} "
-            f"WHERE {self.claimable} RETURNING {self.columns}, true AS claimed"
+            f"WHERE {self.claimable} RETURNING {self.returned}, true AS claimed"
         )
 
     @cached_property
@@ -161,7 +168,7 @@ class Statements:
             "WHEN EXISTS (SELECT 1 FROM existing WHERE NOT existing.expired) THEN 'exists' "
             "WHEN NOT pg_try_advisory_xact_lock(%(mark_key)s, %(mark_request)s) THEN 'same' "
             "WHEN NOT pg_try_advisory_xact_lock(%(lock)s) THEN 'other' ELSE 'free' END AS verdict FROM limits), "
-            f"inserted AS ({self._insert(finished=True, source=source)} ON CONFLICT DO NOTHING RETURNING {self.columns}), "
+            f"inserted AS ({self._insert(finished=True, source=source)} ON CONFLICT DO NOTHING RETURNING {self.returned}), "
             f"found AS (SELECT *, true AS claimed FROM inserted UNION ALL SELECT *, false FROM existing "
             "WHERE NOT EXISTS (SELECT 1 FROM inserted)) "
             f"SELECT {self._of('found')}, CASE WHEN found.claimed THEN 'claimed' ELSE verdict.verdict END "
@@ -173,7 +180,7 @@ class Statements:
         """Claim for a plain view on SQLite, which has one writer at a time and needs no other lock."""
         return (
             self._insert(finished=True, source="WHERE true")
-            + f"ON CONFLICT DO NOTHING RETURNING {self.columns}, 'claimed' AS verdict"
+            + f"ON CONFLICT DO NOTHING RETURNING {self.returned}, 'claimed' AS verdict"
         )
 
     @staticmethod
@@ -189,7 +196,7 @@ class Statements:
             f"attempts = k.attempts + 1, completer_attempts = k.completer_attempts + 1, "
             f"next_run_at = {self.dialect.later.format('%(delay)s')}, history = {self.dialect.append_event} "
             f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} "
-            f"AND (k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self.columns}, true"
+            f"AND (k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self.returned}, true"
         )
 
     @cached_property

@@ -1,0 +1,173 @@
+"""The completer: finishes requests whose client has gone away.
+
+It claims an abandoned key by its row, builds the request again from what the claim wrote down, and calls the view that the path
+leads to: the view itself, not the middleware chain, so that no header, token or URL leads here from outside.
+Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the completer).
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from django.contrib.auth import get_user_model
+from django.contrib.auth.models import AnonymousUser
+from django.core.handlers.wsgi import WSGIRequest
+from django.db import router
+from django.http import HttpRequest
+from django.urls import Resolver404, resolve
+from django.utils import timezone, translation
+from django.utils.module_loading import import_string
+
+from idempotency import conf, keys, signals
+from idempotency.decorators import CLAIMED_KEY_ATTRIBUTE
+from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet
+from idempotency.transactions import connection_lost
+
+logger = logging.getLogger("idempotency")
+
+#: The longest wait between two runs of one key.
+_MAX_DELAY_SECONDS = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class CompletePass:
+    """What one pass did with the keys that it took: finished them, will try them again, or handed them to a person."""
+
+    finished: int = 0
+    failed: int = 0
+    stuck: int = 0
+
+
+class _CannotRun(Exception):
+    """This request cannot be run again as it was; ``code`` is the stuck code."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def complete_once(
+    *, batch_size: int = 100, dry_run: bool = False, using: str | None = None, stop: Callable[[], bool] = lambda: False
+) -> CompletePass:
+    """Run each abandoned key on from its recovery point, as its own user; several completers may run at once.
+
+    On return each key that was taken is finished, stuck, or released and due again after a wait that doubles with each run.
+    What a view raises is logged and kept on its key. ``stop`` is asked before each key. ``dry_run`` only counts, as failed,
+    those that would be run.
+    """
+    alias = using or router.db_for_write(IdempotencyKey)
+    abandoned = IdempotencyKeyQuerySet(IdempotencyKey, using=alias).abandoned()
+    if dry_run:
+        return CompletePass(failed=abandoned.count())
+    counts: Counter[str] = Counter()
+    last = 0
+    while batch := list(abandoned.filter(pk__gt=last).order_by("pk").values_list("pk", "completer_attempts")[:batch_size]):
+        for last, attempts in batch:
+            if stop():
+                return CompletePass(**counts)
+            if outcome := _complete(last, attempts, alias):
+                counts[outcome] += 1
+    return CompletePass(**counts)
+
+
+def _complete(pk: int, attempts: int, alias: str) -> str | None:
+    """Run one key; return what became of it, None if somebody else has it."""
+    limits = conf.get()
+    if attempts >= limits.COMPLETER_MAX_ATTEMPTS:
+        return "stuck" if _give_up(pk, attempts, alias) else None
+    delay = min(limits.COMPLETER_IDLE_SECONDS * 2**attempts, _MAX_DELAY_SECONDS)
+    key = keys.claim_by_id(pk, delay_seconds=delay, using=alias)
+    if key is None:
+        return None
+    keys.emit(signals.key_claimed, key, None)
+    try:
+        _run(key)
+    except _CannotRun as error:
+        keys.mark_stuck(key, error.code, str(error), using=alias)
+        keys.emit(signals.key_stuck, key, None)
+    except Exception as error:
+        if connection_lost(error, alias):
+            raise  # The next key would fare no better. This one's lock expires.
+        logger.exception("the completer could not finish key %s", key.key_hash)
+    # The status returned says little (a 409 may mean that a client came back): the row says what became of the key.
+    after = keys.read(pk, using=alias)
+    if after is None or after.finished_at is not None:
+        return "finished"
+    if after.stuck_at is None and after.completer_attempts >= limits.COMPLETER_MAX_ATTEMPTS:
+        _give_up(pk, after.completer_attempts, alias)
+        return "stuck"
+    return "failed" if after.stuck_at is None else "stuck"
+
+
+def _give_up(pk: int, attempts: int, alias: str) -> bool:
+    reason = f"The completer ran it {attempts} times without success. Its last error and its history say why."
+    if not keys.give_up(pk, "attempts_exhausted", reason, using=alias):
+        return False
+    keys.emit(signals.key_stuck, keys.read(pk, using=alias), None)
+    return True
+
+
+def _run(key: IdempotencyKey) -> None:
+    """Call the view of a claimed key. The view leaves the key finished, stuck or released. Raises what the view raises."""
+    request = _request(key)
+    try:
+        match = resolve(request.path_info)
+    except Resolver404:
+        raise _CannotRun("view_missing", f"No view answers {request.path_info} any more.") from None
+    if not hasattr(match.func, "idempotency"):
+        # An undecorated view would run its effects without the key.
+        raise _CannotRun(
+            "view_missing", f"The view that answers {request.path_info} is not protected with @idempotent any more."
+        )
+    request.resolver_match = match
+    setattr(request, CLAIMED_KEY_ATTRIBUTE, key)
+    if (prepare := conf.get().PREPARE_REQUEST) is not None:
+        (import_string(prepare) if isinstance(prepare, str) else prepare)(request, key)
+    language = translation.get_language_from_request(request)
+    with translation.override(language), timezone.override(None):
+        match.func(request, *match.args, **match.kwargs).close()
+
+
+def _request(key: IdempotencyKey) -> HttpRequest:
+    """Build the request again. Raises _CannotRun if that is not possible."""
+    if key.request_body is None:
+        raise _CannotRun("body_not_kept", "The body of the request was not kept, so it cannot be run again without its client.")
+    body = bytes(key.request_body)
+    target = urlsplit(key.request_path)
+    headers = dict(key.request_headers)
+    host = headers.pop("Host", "")
+    environ = {
+        "REQUEST_METHOD": key.request_method,
+        "SCRIPT_NAME": "",
+        "PATH_INFO": unquote(target.path, "latin-1"),
+        "QUERY_STRING": target.query,
+        "CONTENT_TYPE": key.request_content_type,
+        "CONTENT_LENGTH": str(len(body)),
+        "REMOTE_ADDR": key.remote_addr,
+        "SERVER_NAME": host.rpartition(":")[0] or host or "localhost",
+        "SERVER_PORT": "443" if headers.get("scheme") == "https" else "80",
+        "SERVER_PROTOCOL": "HTTP/1.1",
+        "wsgi.url_scheme": headers.pop("scheme", "http"),
+        "wsgi.input": BytesIO(body),
+    }
+    if host:
+        environ["HTTP_HOST"] = host
+    environ |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in headers.items()}
+    request = WSGIRequest(environ)
+    # Cross-site forgery is a matter of the request that came in; it passed, or there would be no key.
+    request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
+    request.user = _user(key)
+    return request
+
+
+def _user(key: IdempotencyKey) -> Any:
+    if key.user_id is None:
+        return AnonymousUser()
+    user = get_user_model()._default_manager.filter(pk=key.user_id).first()
+    if user is None or not getattr(user, "is_active", True):
+        raise _CannotRun("user_missing", f"The user {key.user_id}, who sent the request, is gone or not active any more.")
+    return user

@@ -1,0 +1,106 @@
+"""The answers of this app, not of the view, one function each. Source: RFC 9457 and draft-07 of the header's specification."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from django.http import HttpResponseBase, JsonResponse
+from django.utils.module_loading import import_string
+
+from idempotency import conf
+from idempotency.models import UNKNOWN_RECOVERY_POINT
+
+#: A client in a hurry is told to look again after so long, however long the lock may still hold.
+LOOK_AGAIN_SECONDS = 2
+
+_TITLES = {
+    "key_missing": "The idempotency key is missing",
+    "key_invalid": "The idempotency key is not valid",
+    "scope_missing": "The request does not say whose key this is",
+    "key_reused": "The idempotency key was used for another request",
+    "key_in_use": "A request with this idempotency key is in progress",
+    "key_stuck": "The request with this idempotency key needs a person",
+    "conflict": "The request met too many concurrent changes",
+    "database_unavailable": "The database cannot be reached",
+    "unknown_recovery_point": "This version of the service cannot go on with the request",
+}
+
+
+class Problem(Exception):
+    """A refusal, raised where it is found and answered by the decorator."""
+
+    def __init__(
+        self, status: int, code: str, detail: str, *, retryable: bool = False, retry_after: float | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.status, self.code, self.detail, self.retryable = status, code, detail, retryable
+        self.headers = {"Cache-Control": "no-store"}
+        if retry_after is not None:
+            # Whole seconds, at least one, and not beyond the end of the lock.
+            self.headers["Retry-After"] = str(max(1, math.floor(retry_after)))
+
+    def response(self) -> HttpResponseBase:
+        """Return the answer, through the project's ERROR_RENDERER if there is one."""
+        limits = conf.get()
+        members = {
+            "title": _TITLES[self.code],
+            "status": self.status,
+            "detail": self.detail,
+            "code": self.code,
+            "retryable": self.retryable,
+        }
+        if limits.ERROR_RENDERER is not None:
+            render: Callable[..., Any] = (
+                import_string(limits.ERROR_RENDERER) if isinstance(limits.ERROR_RENDERER, str) else limits.ERROR_RENDERER
+            )
+            rendered: HttpResponseBase = render(**members, headers=self.headers)
+            return rendered
+        content = {"type": limits.PROBLEM_TYPE_BASE + self.code, **members}
+        return JsonResponse(content, status=self.status, headers=self.headers, content_type="application/problem+json")
+
+
+def key_missing() -> Problem:
+    """The request needs a key and has none."""
+    name = conf.get().HEADER_NAMES[0]
+    return Problem(400, "key_missing", f"Send a key of your choice in the header {name}, and the same one with each retry.")
+
+
+def key_invalid(detail: str) -> Problem:
+    """The header does not carry one valid key."""
+    return Problem(400, "key_invalid", detail)
+
+
+def scope_missing() -> Problem:
+    """Neither user nor session: this key could be a stranger's."""
+    return Problem(400, "scope_missing", "Sign in, or send the session cookie, so that this key can be told from a stranger's.")
+
+
+def key_reused() -> Problem:
+    """The key came with another request before. Nothing of that one is shown."""
+    detail = "This key belongs to another request. Choose a new key for each new request."
+    return Problem(conf.get().MISMATCH_STATUS, "key_reused", detail)
+
+
+def key_in_use(lock_seconds: float = LOOK_AGAIN_SECONDS) -> Problem:
+    """Another run holds the key, for ``lock_seconds`` more at the most."""
+    detail = "Send it again after the time in Retry-After, with the same key."
+    return Problem(409, "key_in_use", detail, retryable=True, retry_after=min(lock_seconds, LOOK_AGAIN_SECONDS))
+
+
+def key_stuck(stuck_code: str) -> Problem:
+    """The machine gave up on the key, or the code that runs now cannot go on with it."""
+    if stuck_code == UNKNOWN_RECOVERY_POINT:
+        detail = "Send it again later, with the same key."
+        return Problem(503, stuck_code, detail, retryable=True, retry_after=LOOK_AGAIN_SECONDS)
+    return Problem(409, "key_stuck", "Do not send it again: it was handed to a person, who will settle it.")
+
+
+def conflict() -> Problem:
+    """Each of the tries inside the process met a serialization failure."""
+    return Problem(409, "conflict", "Send it again, with the same key: nothing was done.", retryable=True, retry_after=1)
+
+
+def database_unavailable() -> Problem:
+    """The database went away, before the view or under it. What was committed will be found by the next request."""
+    detail = "Send the request again, with the same key."
+    return Problem(503, "database_unavailable", detail, retryable=True, retry_after=1)
