@@ -3,16 +3,19 @@
 import os
 import re
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
-from django.db import connection
+from django.db import connection, transaction
 
 from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo.services import free_port
 from tests.factories import StagedJobFactory
 from tests.managing import run, start
+from tests.test_inbox import waits_for_a_lock
 from tests.test_reaper import expired_keys
 from tests.waiting import eventually
 
@@ -153,24 +156,31 @@ def test_a_loop_outlives_its_broker_and_logs_one_line_per_change(loop, broker, t
 def test_sigterm_finishes_the_batch_and_leaves_the_rest(loop, broker):
     """The signal comes while a batch waits for a lock; the batch commits, the next ones are not begun."""
     keys = expired_keys(40)
-    connection.set_autocommit(False)
-    try:
-        with connection.cursor() as cursor:
-            cursor.execute("LOCK TABLE tests_entry IN ACCESS EXCLUSIVE MODE")  # the batch must set its references to null
+    locked, leave = threading.Event(), threading.Event()
+
+    def hold_lock():
+        """Keep others from a table whose references to the keys the batch must set to null."""
+        try:
+            with transaction.atomic(), connection.cursor() as cursor:
+                cursor.execute("LOCK TABLE tests_entry IN ACCESS EXCLUSIVE MODE")
+                locked.set()
+                assert leave.wait(30)
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        holder = pool.submit(hold_lock)
+        try:
+            assert locked.wait(10)
             process = loop("reap_keys", "--batch-size", "10")
-            eventually(lambda: _waiting_for_a_lock(cursor), 20)
+            eventually(waits_for_a_lock, 20)
             os.kill(process.pid, signal.SIGTERM)
-            connection.commit()
-        process.communicate(timeout=10)
-    finally:
-        connection.set_autocommit(True)
+        finally:
+            leave.set()
+        holder.result()
+    process.communicate(timeout=10)
     assert process.returncode == 0
     assert IdempotencyKey.objects.count() == len(keys) - 10
-
-
-def _waiting_for_a_lock(cursor):
-    cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()")
-    return cursor.fetchone()[0] == 1
 
 
 def test_a_dry_run_says_so_and_changes_nothing(broker, capsys):
