@@ -1,0 +1,149 @@
+"""The admin: what became of each request, for a person who may look and not touch."""
+
+from datetime import timedelta
+from uuid import uuid4
+
+import pytest
+from django.contrib.auth.models import Permission
+from django.utils import timezone
+
+from idempotency import admin as idempotency_admin
+from idempotency.admin import state_of
+from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
+
+pytestmark = pytest.mark.django_db
+
+KEYS = "/admin/idempotency/idempotencykey/"
+LISTS = [f"/admin/idempotency/{model}/" for model in ("idempotencykey", "stagedjob", "foreigncall", "processedmessage")]
+
+
+@pytest.fixture
+def staff(client):
+    """Return a client signed in as an administrator."""
+    client.force_login(UserFactory(is_staff=True, is_superuser=True))
+    return client
+
+
+def ago(**span):
+    return timezone.now() - timedelta(**span)
+
+
+def one_of_each_state():
+    """Create a key in each state; return them by the name of the state."""
+    old = {"created_at": ago(hours=1), "last_run_at": ago(minutes=30)}
+    return {
+        "finished": IdempotencyKeyFactory(finished=True),
+        "in flight": IdempotencyKeyFactory(locked_at=timezone.now(), claim_token=uuid4()),
+        "stuck": IdempotencyKeyFactory(
+            stuck_at=timezone.now(), stuck_code="in_doubt", stuck_reason="Somebody must look.", **old
+        ),
+        "abandoned": IdempotencyKeyFactory(**old),
+        "waiting for a retry": IdempotencyKeyFactory(),
+    }
+
+
+def shown(response):
+    return {key.pk for key in response.context["cl"].result_list}
+
+
+def test_the_state_filter_and_the_state_shown_agree(staff):
+    keys = one_of_each_state()
+    assert {name: state_of(key, timezone.now()) for name, key in keys.items()} == {name: name for name in keys}
+    for name, key in keys.items():
+        response = staff.get(KEYS, {"state": name.replace(" ", "_")})
+        assert shown(response) == {key.pk}, name
+        assert f'<td class="field-state">{name}</td>' in response.text
+    assert shown(staff.get(KEYS)) == {key.pk for key in keys.values()}
+
+
+def test_a_key_is_found_as_a_whole_or_by_its_number(staff):
+    key = IdempotencyKeyFactory(idempotency_key="Order-1")
+    IdempotencyKeyFactory(idempotency_key="Order-12")
+    assert shown(staff.get(KEYS, {"q": "Order-1"})) == {key.pk}
+    assert shown(staff.get(KEYS, {"q": str(key.pk)})) == {key.pk}
+    for term in ("order-1", "Order", "9" * 30, "\0", "²"):
+        assert key.pk not in shown(staff.get(KEYS, {"q": term})) or term == "\0"
+
+
+def test_the_list_costs_the_same_for_one_key_and_for_fifty(staff, django_assert_max_num_queries):
+    for count in (1, 49):
+        for _ in range(count):
+            IdempotencyKeyFactory(user=UserFactory(), history=[{"at": "", "event": "claimed", "detail": ""}])
+        with django_assert_max_num_queries(5) as queries:
+            staff.get(KEYS)
+        of_keys = [query["sql"] for query in queries.captured_queries if "idempotencykey" in query["sql"]]
+        assert len(of_keys) == 2
+        assert not any("JOIN" in sql or "request_body" in sql for sql in of_keys)
+        assert all("LIMIT" in sql for sql in of_keys if "COUNT" in sql), "a count must not read the whole table"
+
+
+def test_a_long_list_is_counted_up_to_a_limit(staff, monkeypatch):
+    monkeypatch.setattr(idempotency_admin, "MAX_COUNT", 3)
+    IdempotencyKeyFactory.create_batch(5)
+    assert staff.get(KEYS).context["cl"].result_count == 3
+
+
+def test_a_key_shows_its_request_its_response_and_its_history(staff):
+    key = IdempotencyKeyFactory(
+        finished=True,
+        request_body=b'{"note": "<script>alert(1)</script>", "place": "Gr\xc3\xbcnau"}',
+        response_body=b'{"ride": {"id": 7}}',
+        last_error="ConnectionError: no route\nto host",
+        history=[
+            {"at": "2026-11-21T06:00:00Z", "event": "claimed", "detail": "client"},
+            {"at": "2026-11-21T06:00:01Z", "event": "recovery point", "detail": "ride_created"},
+        ],
+    )
+    page = staff.get(f"{KEYS}{key.pk}/change/").text
+    assert "Grünau" in page
+    assert "<script>alert" not in page
+    assert "&quot;id&quot;: 7" in page
+    assert page.index("client</li>") < page.index("<strong>recovery point</strong> ride_created</li>")
+    assert "no route" in page
+
+
+@pytest.mark.parametrize("body", [None, b"", b"\xff\xfe", b"[" * 5000, b"x" * 100_000])
+def test_any_body_can_be_shown(staff, body):
+    key = IdempotencyKeyFactory(finished=True, request_body=body, response_body=body)
+    assert staff.get(f"{KEYS}{key.pk}/change/").status_code == 200
+
+
+def test_a_key_whose_user_is_gone_can_be_shown(staff):
+    key = IdempotencyKeyFactory(user_id=987654)
+    assert "987654" in staff.get(KEYS).text
+    assert "987654" in staff.get(f"{KEYS}{key.pk}/change/").text
+
+
+@pytest.mark.parametrize("url", LISTS)
+def test_nothing_can_be_added_changed_or_deleted(staff, url):
+    assert staff.get(f"{url}add/").status_code == 403
+    rows = {
+        "idempotencykey": lambda: IdempotencyKeyFactory(),
+        "stagedjob": lambda: StagedJobFactory(idempotency_key=IdempotencyKeyFactory()),
+        "foreigncall": lambda: ForeignCall.objects.create(key=IdempotencyKeyFactory(), name="sms", token=uuid4()),
+        "processedmessage": lambda: ProcessedMessage.objects.create(source="stripe", message_id="evt_1"),
+    }
+    row = rows[url.split("/")[3]]()
+    assert staff.get(url).status_code == 200
+    assert staff.get(f"{url}{row.pk}/change/").status_code == 200
+    assert staff.post(f"{url}{row.pk}/change/", {"job_name": "x"}).status_code == 403
+    assert staff.post(f"{url}{row.pk}/delete/", {"post": "yes"}).status_code == 403
+    staff.post(url, {"action": "delete_selected", "_selected_action": [str(row.pk)], "post": "yes"})
+    assert type(row).objects.filter(pk=row.pk).exists()
+
+
+def test_failed_and_waiting_jobs_can_be_told_apart(staff):
+    waiting, failed = StagedJobFactory(), StagedJobFactory(failed_at=timezone.now(), last_error="ValueError: no\nmore")
+    assert shown(staff.get(LISTS[1], {"state": "waiting"})) == {waiting.pk}
+    assert shown(staff.get(LISTS[1], {"state": "failed"})) == {failed.pk}
+    assert StagedJob.objects.count() == 2
+
+
+def test_who_may_not_view_keys_sees_none(client):
+    user = UserFactory(is_staff=True)
+    client.force_login(user)
+    assert client.get(KEYS).status_code == 403
+    user.user_permissions.add(Permission.objects.get(codename="view_idempotencykey"))
+    assert client.get(KEYS).status_code == 200
+    assert IdempotencyKey.objects.count() == 0
