@@ -92,9 +92,14 @@ def find_charge(ride: Ride) -> str | None:
     """
     charges = stripe_client().v1.charges.list({"customer": ride.user.stripe_customer_id, "limit": 100})
     for charge in charges.auto_paging_iter():
-        if charge.status == "succeeded" and charge.metadata.get("ride_id") == str(ride.pk):
+        if charge.status == "succeeded" and ride_id_of(charge) == str(ride.pk):
             return charge.id
     return None
+
+
+def ride_id_of(charge: stripe.Charge) -> str:
+    """Return the id of the ride that the charge names in its metadata, or nothing."""
+    return str((charge.metadata or {})["ride_id"]) if "ride_id" in (charge.metadata or {}) else ""
 
 
 def _is_stored_failure(error: stripe.StripeError) -> bool:

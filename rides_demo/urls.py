@@ -4,7 +4,7 @@ from django.contrib import admin
 from django.urls import path, register_converter
 from django.urls.converters import UUIDConverter
 
-from rides_demo import pages, views
+from rides_demo import pages, views, webhooks
 
 
 class AnyCaseUUIDConverter(UUIDConverter):
@@ -22,6 +22,7 @@ urlpatterns = [
     path("rides", views.create_ride),
     path("rides/<int:ride_id>", views.ride_detail),
     path("rides/by-ref/<any_case_uuid:client_ref>", views.ride_by_ref),
+    path("webhooks/stripe", webhooks.stripe_webhook),
     path("healthz", views.healthz),
     path("admin/", admin.site.urls),
 ]

@@ -1,0 +1,207 @@
+"""Clients that behave like phones: they retry with the same key, lose connections, press twice and go away."""
+
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+#: One try; together with the tries it stays finite, and a try ends before the lock of its key does.
+TRY_SECONDS = 8.0
+TRIES = 40
+#: After this a client gives up, whatever it was told.
+DEADLINE_SECONDS = 75.0
+LONGEST_PAUSE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Booking:
+    """What one client will do: ``kind`` is one of ``simulator.KINDS`` or "plain"."""
+
+    key: str
+    kind: str
+    token: str
+    body: dict[str, float]
+
+
+@dataclass
+class Outcome:
+    """What one client saw at last: ``answer`` is None when it gave up or went away."""
+
+    booking: Booking
+    answer: httpx.Response | None = None
+    tries: int = 0
+
+    @property
+    def label(self) -> str:
+        """The outcome in a word or two, for the table."""
+        if self.answer is None:
+            return "went away" if self.booking.kind == "gone" else "gave up"
+        return str(self.answer.status_code)
+
+
+@dataclass
+class Tally:
+    """What went on between clients and server, counted by all threads."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, event: str) -> None:
+        """Count one more of ``event``."""
+        with self.lock:
+            self.counts[event] += 1
+
+    def complain(self, booking: Booking, problem: str) -> None:
+        """Note an answer that the contract does not allow."""
+        with self.lock:
+            self.wrong.append(f"wrong: {booking.kind} {booking.key}: {problem}")
+
+
+class Phones:
+    """Sends bookings to one base URL; safe to use from many threads."""
+
+    def __init__(self, base_url: str, tally: Tally) -> None:
+        self.tally = tally
+        self.address = urlsplit(base_url)
+        # No proxy of the environment: the server is on this machine. A broken connection is this client's own to retry.
+        self.http = httpx.Client(
+            base_url=base_url, timeout=TRY_SECONDS, trust_env=False, limits=httpx.Limits(max_connections=None)
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.http.close()
+
+    def play(self, booking: Booking) -> Outcome:
+        """Do what the booking says, until it has an answer that stands or the client gives up."""
+        outcome = getattr(self, f"_{booking.kind.replace('-', '_')}", self._until_settled)(booking)
+        if outcome.answer is not None:
+            self._judge(booking, outcome.answer)
+        return outcome
+
+    def again(self, booking: Booking) -> httpx.Response | None:
+        """Send a settled booking once more, and return what is answered."""
+        return self._until_settled(booking).answer
+
+    def _judge(self, booking: Booking, answer: httpx.Response) -> None:
+        expected = {402} if booking.token == "demo-joe" else {201}
+        if answer.status_code not in expected and not _is_stuck(answer):
+            self.tally.complain(booking, f"{answer.status_code} {answer.text[:200]}")
+
+    def _until_settled(self, booking: Booking) -> Outcome:
+        outcome, deadline = Outcome(booking), time.monotonic() + DEADLINE_SECONDS
+        while outcome.tries < TRIES and time.monotonic() < deadline:
+            outcome.tries += 1
+            pause = random.uniform(0.1, min(0.2 * 2**outcome.tries, LONGEST_PAUSE_SECONDS))
+            try:
+                answer = self._post(booking)
+            except httpx.TransportError as error:
+                self.tally.count(f"no answer: {type(error).__name__}")
+            else:
+                self.tally.count(f"answer {answer.status_code}")
+                if not _is_temporary(answer):
+                    outcome.answer = answer
+                    return outcome
+                pause = max(pause, float(answer.headers.get("Retry-After", 0)))
+            time.sleep(min(pause, LONGEST_PAUSE_SECONDS))
+        return outcome
+
+    def _post(self, booking: Booking) -> httpx.Response:
+        return self.http.post("/rides", content=_encoded(booking.body), headers=_headers(booking))
+
+    def _duplicates(self, booking: Booking) -> Outcome:
+        """Send the booking three times at once: one runs, all end with the same bytes."""
+        outcomes: list[Outcome] = []
+        barrier = threading.Barrier(3)
+
+        def send() -> None:
+            barrier.wait(10)
+            outcome = self._until_settled(booking)
+            with self.tally.lock:
+                outcomes.append(outcome)
+
+        threads = [threading.Thread(target=send) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.tally.count("fault duplicates")
+        answers = {(o.answer.status_code, o.answer.content) for o in outcomes if o.answer is not None}
+        if len(answers) > 1:
+            self.tally.complain(booking, f"{len(answers)} different answers to three equal requests")
+        return max(outcomes, key=lambda outcome: outcome.answer is not None)
+
+    def _mismatch(self, booking: Booking) -> Outcome:
+        """Book, then send another body under the same key: refused, and the first answer stays what it was."""
+        outcome = self._until_settled(booking)
+        if outcome.answer is not None:
+            other = Booking(booking.key, booking.kind, booking.token, booking.body | {"target_lat": 0.0})
+            refused = self._until_settled(other).answer
+            self.tally.count("fault mismatch")
+            if refused is None or refused.status_code != 422 or refused.json().get("code") != "key_reused":
+                self.tally.complain(booking, f"another body got {refused and refused.text[:200]}")
+        return outcome
+
+    def _cut_request(self, booking: Booking) -> Outcome:
+        """Lose the connection before all of the request was sent; then retry."""
+        self._cut(booking, "cut-request")
+        return self._until_settled(booking)
+
+    def _cut_before(self, booking: Booking) -> Outcome:
+        """Lose the connection before the server answered; then retry."""
+        self._cut(booking, "cut-before")
+        return self._until_settled(booking)
+
+    def _cut_after(self, booking: Booking) -> Outcome:
+        """Lose the connection after the server answered; then retry."""
+        self._cut(booking, "cut-after")
+        return self._until_settled(booking)
+
+    def _gone(self, booking: Booking) -> Outcome:
+        """Lose the connection before the server answered, and never come back."""
+        self._cut(booking, "gone")
+        return Outcome(booking, tries=1)
+
+    def _cut(self, booking: Booking, when: str) -> None:
+        """Send the booking, all of it or half, and break the connection; count it only if it was really sent."""
+        body = _encoded(booking.body)
+        lines = ["POST /rides HTTP/1.1", f"Host: {self.address.netloc}", f"Content-Length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in _headers(booking).items()]
+        request = "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+        try:
+            with socket.create_connection((self.address.hostname, self.address.port), TRY_SECONDS) as connection:
+                connection.sendall(request[: -len(body) // 2] if when == "cut-request" else request)
+                if when == "cut-after" and not connection.recv(1):
+                    return
+        except OSError:
+            return
+        self.tally.count(f"fault {when}")
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    return json.dumps(body).encode()
+
+
+def _headers(booking: Booking) -> dict[str, str]:
+    return {
+        "Authorization": f"Bearer {booking.token}",
+        "Content-Type": "application/json",
+        "Idempotency-Key": f'"{booking.key}"',
+    }
+
+
+def _is_stuck(answer: httpx.Response) -> bool:
+    return answer.status_code == 409 and answer.json().get("code") == "key_stuck"
+
+
+def _is_temporary(answer: httpx.Response) -> bool:
+    """Tell whether the answer asks for the same request again."""
+    return answer.status_code in (429, 502, 503, 504) or (answer.status_code == 409 and "Retry-After" in answer.headers)
