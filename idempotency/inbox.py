@@ -4,7 +4,7 @@ The row that says "processed" and the effects commit together; so a failure leav
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from django.db import OperationalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -39,28 +39,28 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
         if not isinstance(value, str) or not 0 < len(value) <= width or "\0" in value:
             raise ValueError(f"The {name} of a message is a string of 1 to {width} characters without NUL, not {value!r}.")
     alias = using or router.db_for_write(ProcessedMessage)
-    with transaction.atomic(using=alias):
-        yield _insert(connections[alias], source, message_id)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(transaction.atomic(using=alias))
+            first = _insert(connections[alias], source, message_id)
+        except OperationalError as error:
+            if _is_held_by_another(error):
+                raise MessageInProgress from error
+            raise
+        yield first
 
 
 def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str) -> bool:
     """Insert the row, waiting for whoever inserts the same one; return whether it is new."""
     bounded = connection.vendor == "postgresql"
-    try:
-        with connection.cursor() as cursor:
-            if bounded:
-                cursor.execute(
-                    "SELECT current_setting('lock_timeout'), set_config('lock_timeout', %s, true)", [f"{WAIT_SECONDS}s"]
-                )
-                before = cursor.fetchone()[0]
-            cursor.execute(_INSERT.format(connection.ops.quote_name(ProcessedMessage._meta.db_table)), [source, message_id])
-            first: bool = cursor.rowcount == 1
-            if bounded:  # The statements of the block keep the caller's own limit.
-                cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
-    except OperationalError as error:
-        if _is_held_by_another(error):
-            raise MessageInProgress from error
-        raise
+    with connection.cursor() as cursor:
+        if bounded:
+            cursor.execute("SELECT current_setting('lock_timeout'), set_config('lock_timeout', %s, true)", [f"{WAIT_SECONDS}s"])
+            before = cursor.fetchone()[0]
+        cursor.execute(_INSERT.format(connection.ops.quote_name(ProcessedMessage._meta.db_table)), [source, message_id])
+        first: bool = cursor.rowcount == 1
+        if bounded:  # The statements of the block keep the caller's own limit.
+            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
     return first
 
 
