@@ -1,0 +1,243 @@
+"""Claims, fences and expiry, below HTTP."""
+
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+from django.db.models.functions import Now
+
+from idempotency import keys
+from idempotency.exceptions import LockLost
+from idempotency.keys import ClaimedRequest, Outcome
+from idempotency.models import IdempotencyKey
+from idempotency.sql import HISTORY_LIMIT
+from tests.concurrency import all_at_once
+from tests.factories import IdempotencyKeyFactory
+from tests.models import Entry
+from tests.serving import statements
+
+pytestmark = pytest.mark.django_db(transaction=True)
+POINTS = ("started", "paid")
+
+
+def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:one") -> ClaimedRequest:
+    """Return a request as the HTTP side describes it."""
+    return ClaimedRequest(
+        scope=scope,
+        idempotency_key=key,
+        user_id=None,
+        method="POST",
+        path="/rides",
+        body=b"{}",
+        content_type="application/json",
+        headers={},
+        remote_addr="127.0.0.1",
+        fingerprint=fingerprint,
+    )
+
+
+def claim(described: ClaimedRequest | None = None) -> keys.Claim:
+    """Claim as a phased view does."""
+    return keys.claim_phased(described or request(), POINTS, using="default")
+
+
+def finish(key: IdempotencyKey) -> None:
+    """Store an empty answer."""
+    keys.finish(key, 200, {}, b"", using="default")
+
+
+def test_a_new_key_is_claimed_with_one_statement() -> None:
+    with statements() as seen:
+        found = claim()
+    assert (found.outcome, found.key.attempts, found.key.recovery_point) == (Outcome.CLAIMED, 1, "started")
+    assert len(seen) == (1 if connection.vendor == "postgresql" else 2)
+
+
+@pytest.mark.postgres
+def test_of_claims_in_a_race_one_wins() -> None:
+    """50 keys, 8 rivals for each: in many of these races the loser's snapshot is older than the winner's row."""
+    for number in range(50):
+        found = all_at_once(lambda rival, number=number: claim(request(f"key-{number}")).outcome, 8)
+        assert sorted(found, key=str) == [Outcome.CLAIMED] + [Outcome.IN_PROGRESS] * 7
+
+
+def test_a_locked_key_is_refused_with_the_rest_of_its_lock() -> None:
+    claim()
+    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=30))
+    refused = claim()
+    assert refused.outcome is Outcome.IN_PROGRESS
+    assert 55 < refused.lock_seconds <= 60
+
+
+def test_a_key_locked_91_seconds_ago_is_taken_over_with_another_token() -> None:
+    first = claim().key
+    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=91))
+    second = claim()
+    assert (second.outcome, second.key.pk, second.key.attempts) == (Outcome.CLAIMED, first.pk, 2)
+    assert second.key.claim_token != first.claim_token
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda key: keys.advance(key, "paid", using="default"),
+        lambda key: keys.renew(key, using="default"),
+        lambda key: keys.finish(key, 200, {}, b"", using="default"),
+        lambda key: keys.mark_stuck(key, "code", "reason", using="default"),
+        lambda key: keys.read_own(key, using="default"),
+    ],
+)
+def test_the_fence_stops_whoever_lost_the_key(change: Any) -> None:
+    late = claim().key
+    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=91))
+    winner = claim().key
+    before = IdempotencyKey.objects.values().get()
+    with pytest.raises(LockLost):
+        change(late)
+    keys.release(late, "late", using="default")
+    assert IdempotencyKey.objects.values().get() == before
+    finish(winner)
+
+
+def test_a_mismatch_is_told_before_anything_else() -> None:
+    key = claim().key
+    other = request(fingerprint="v1:two")
+    assert claim(other).outcome is Outcome.MISMATCH
+    keys.mark_stuck(key, "code", "reason", using="default")
+    assert claim(other).outcome is Outcome.MISMATCH
+    assert claim().outcome is Outcome.STUCK
+
+
+def test_scopes_do_not_see_each_other() -> None:
+    claim(request(scope="user:1", fingerprint="v1:one"))
+    assert claim(request(scope="user:2", fingerprint="v1:two")).outcome is Outcome.CLAIMED
+
+
+def test_length_prefixes_keep_locks_of_different_keys_apart() -> None:
+    def locks(scope: str, key: str) -> Any:
+        return keys._lock_parameters(request(key, scope=scope))["lock"]
+
+    assert locks("user:1", "23") != locks("user:12", "3")
+
+
+def test_an_expired_key_is_new_again_and_its_row_stays_for_whoever_points_at_it() -> None:
+    old = claim().key
+    finish(old)
+    entry = Entry.objects.create(name="ride", idempotency_key=old)
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=74), finished_at=Now() - timedelta(hours=73))
+    found = claim(request(fingerprint="v1:two"))
+    assert (found.outcome, found.key.attempts) == (Outcome.CLAIMED, 1)
+    assert found.key.pk != old.pk
+    entry.refresh_from_db()
+    assert entry.idempotency_key_id == old.pk
+    old.refresh_from_db()
+    assert old.scope == f"expired:{old.pk}"
+
+
+def test_expiry_counts_from_the_end_not_from_the_creation() -> None:
+    finish(claim().key)
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=200), finished_at=Now() - timedelta(hours=71))
+    assert claim().outcome is Outcome.FINISHED
+
+
+def test_an_unfinished_key_never_expires_by_itself() -> None:
+    key = claim().key
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(days=99), locked_at=None)
+    assert claim().key.pk == key.pk
+
+
+def test_the_plain_claim_retires_an_expired_key_with_its_own_transaction() -> None:
+    old = claim().key
+    finish(old)
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=74), finished_at=Now() - timedelta(hours=73))
+    with transaction.atomic():
+        found = keys.claim_plain(request(), using="default")
+        transaction.set_rollback(True)
+    assert found.outcome is Outcome.CLAIMED
+    old.refresh_from_db()
+    assert old.scope == "user:1"
+
+
+@pytest.mark.postgres
+def test_a_replay_writes_nothing_and_takes_no_transaction_id() -> None:
+    finish(claim().key)
+    for look in (claim, lambda: keys.claim_plain(request(), using="default")):
+        with transaction.atomic(), connection.cursor() as cursor:
+            assert look().outcome is Outcome.FINISHED
+            cursor.execute(
+                "SELECT pg_current_xact_id_if_assigned(), (SELECT count(*) FROM pg_locks WHERE locktype = 'advisory')"
+            )
+            assert cursor.fetchone() == (None, 0)
+
+
+def test_the_history_keeps_the_last_events() -> None:
+    for _ in range(HISTORY_LIMIT + 5):
+        keys.release(claim().key, "again", using="default")
+    history = IdempotencyKey.objects.get().history
+    assert len(history) == HISTORY_LIMIT
+    assert history[-1]["event"] == "error"
+    assert {"at", "event", "detail"} == set(history[0])
+
+
+def test_an_error_is_kept_as_both_databases_take_it() -> None:
+    keys.release(claim().key, "NUL \x00, lone surrogate \udc80, and " + "endless " * 1000, using="default")
+    key = IdempotencyKey.objects.get()
+    assert key.last_error.startswith("NUL , lone surrogate ?, and endless")
+    assert len(key.last_error) == 2000
+    assert len(key.history[-1]["detail"]) == 200
+
+
+def test_giving_up_spares_a_key_that_somebody_holds() -> None:
+    key = claim().key
+    assert keys.give_up(key.pk, "code", "reason", using="default") is False
+    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=91))
+    assert keys.give_up(key.pk, "code", "reason", using="default") is True
+    assert keys.give_up(key.pk, "other", "reason", using="default") is False
+    assert IdempotencyKey.objects.get().stuck_code == "code"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"recovery_point": "finished"},
+        {"response_code": 200},
+        {"finished": True, "response_code": 600},
+        {"finished": True, "recovery_point": "paid"},
+        {"stuck_code": "code"},
+        {"stuck_at": Now()},
+        {"locked_at": Now()},
+        {"idempotency_key": ""},
+        {"scope": ""},
+    ],
+)
+def test_the_schema_refuses_a_state_that_cannot_be(broken: dict[str, Any]) -> None:
+    with pytest.raises(IntegrityError):
+        IdempotencyKeyFactory(**broken)
+
+
+def test_keys_are_case_sensitive() -> None:
+    claim(request("Key", fingerprint="v1:one"))
+    assert claim(request("key", fingerprint="v1:two")).outcome is Outcome.CLAIMED
+
+
+@pytest.mark.postgres
+def test_every_update_of_a_phased_key_but_the_last_stays_hot() -> None:
+    """No index is touched, so that a key's updates stay on its page."""
+
+    def updates() -> tuple[int, int]:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_stat_force_next_flush()")
+            cursor.execute(
+                "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = %s", [IdempotencyKey._meta.db_table]
+            )
+            found: tuple[int, int] = cursor.fetchone()
+        return found
+
+    claimed = [claim(request(str(uuid.uuid4()))).key for _ in range(20)]
+    all_before, hot_before = updates()
+    for key in claimed:
+        keys.advance(key, "paid", using="default")
+    all_after, hot_after = updates()
+    assert hot_after - hot_before == all_after - all_before == 20
