@@ -1,0 +1,254 @@
+"""The completer finishes what clients have left, as the user who sent it, and nothing else."""
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.conf import settings as django_settings
+from django.contrib.auth.decorators import login_required
+from django.db import connection
+from django.db.models.functions import Now
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.utils import translation
+from django.views.decorators.http import require_POST
+from pytest_django import Settings
+
+from idempotency.completer import CompletePass, complete_once
+from idempotency.decorators import idempotent
+from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
+from idempotency.signals import key_stuck
+from tests.concurrency import Gate, all_at_once, background
+from tests.factories import IdempotencyKeyFactory
+from tests.models import Entry
+from tests.serving import Sender
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+class Shop:
+    """A phased view that fails between its phases while ``broken``, and notes what each run saw."""
+
+    def __init__(self) -> None:
+        self.broken = True
+        self.seen: list[dict[str, Any]] = []
+        self.gate: Gate | None = None
+        self.view = require_POST(login_required(idempotent(recovery_points=["entry_created"])(self._view)))
+
+    def _view(self, request: HttpRequest, number: int = 0) -> HttpResponseBase:
+        key = request.idempotency_key
+        for recovery_point in key.phases():
+            if recovery_point == "started":
+                with atomic_phase(key) as phase:
+                    Entry.objects.create(name="entry", idempotency_key=key)
+                    phase.set_recovery_point("entry_created")
+                continue
+            self.seen.append(
+                {
+                    "user": request.user.pk,
+                    "body": json.loads(request.body) if request.content_type == "application/json" else request.POST.dict(),
+                    "query": request.GET.dict(),
+                    "host": request.get_host(),
+                    "language": translation.get_language(),
+                    "derived": key.derive("charge"),
+                }
+            )
+            if self.gate:
+                self.gate.wait_here()
+            if self.broken:
+                raise OSError("Stripe is down")
+            with atomic_phase(key) as phase:
+                phase.set_response(JsonResponse({"entry": Entry.objects.get(idempotency_key=key).pk}, status=201))
+        return key.response()
+
+
+@pytest.fixture
+def shop(serve: Any) -> Shop:
+    """Return the shop, which answers at /view/."""
+    shop = Shop()
+    serve(view=shop.view)
+    return shop
+
+
+def abandon() -> None:
+    """Let each key be 301 seconds old and idle for 61."""
+    IdempotencyKey.objects.update(
+        created_at=Now() - timedelta(seconds=301), last_run_at=Now() - timedelta(seconds=61), next_run_at=None
+    )
+
+
+def test_a_key_whose_client_has_gone_is_finished_as_its_user(shop: Shop, sender: Sender, settings: Settings) -> None:
+    settings.ALLOWED_HOSTS = ["rides.example"]
+    settings.LANGUAGES = [("en", "English"), ("de", "German")]
+    headers = {"Accept-Language": "de", "Host": "rides.example"}
+    assert sender.send("/view/?b=2", body={"c": "ü"}, headers=headers).status_code == 500
+    abandon()
+    shop.broken = False
+    assert complete_once() == CompletePass(finished=1)
+    by_client, by_completer = shop.seen
+    # The demo has no LocaleMiddleware: the client's own run spoke the default language.
+    assert by_completer == by_client | {"language": "de"}
+    assert by_completer["user"] == sender.user.pk
+    answer = sender.send("/view/?b=2", body={"c": "ü"}, headers=headers)
+    assert (answer.status_code, answer["Idempotent-Replayed"]) == (201, "true")
+    assert Entry.objects.count() == 1
+    assert translation.get_language() == django_settings.LANGUAGE_CODE
+
+
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "multipart"])
+def test_a_form_comes_back_as_it_was(shop: Shop, sender: Sender, content_type: str) -> None:
+    extra = {"headers": {"Idempotency-Key": "key"}}
+    if content_type == "multipart":
+        sender.client.post("/view/", {"a": "1 ü&="}, **extra)
+    else:
+        sender.client.post("/view/", "a=1+%C3%BC%26%3D", content_type=content_type, **extra)
+    abandon()
+    shop.broken = False
+    assert complete_once() == CompletePass(finished=1)
+    assert [run["body"] for run in shop.seen] == [{"a": "1 ü&="}] * 2
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"created_at": Now() - timedelta(seconds=299)},
+        {"last_run_at": Now() - timedelta(seconds=59)},
+        {"next_run_at": Now() + timedelta(seconds=9)},
+        {"locked_at": Now() - timedelta(seconds=89), "claim_token": "8e03978e-40d5-43e8-bc93-6894a57f9324"},
+        {"stuck_at": Now(), "stuck_code": "view_gave_up", "stuck_reason": "in doubt"},
+    ],
+)
+def test_a_key_that_is_young_busy_or_a_persons_is_left_alone(shop: Shop, sender: Sender, state: dict[str, Any]) -> None:
+    sender.send()
+    abandon()
+    shop.broken = False
+    IdempotencyKey.objects.update(**state)
+    assert complete_once() == CompletePass()
+    assert len(shop.seen) == 1
+
+
+def test_a_finished_key_and_an_empty_table_are_nothing_to_do(shop: Shop) -> None:
+    assert complete_once() == CompletePass()
+    IdempotencyKeyFactory(finished=True)
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(seconds=301), last_run_at=Now() - timedelta(seconds=301))
+    assert complete_once() == CompletePass()
+
+
+def test_a_view_that_fails_again_leaves_its_key_where_it_was_and_waits_longer_each_time(shop: Shop, sender: Sender) -> None:
+    sender.send()
+    waits = []
+    for _ in range(3):
+        abandon()
+        assert complete_once() == CompletePass(failed=1)
+        key = IdempotencyKey.objects.get()
+        waits.append(round((key.next_run_at - key.last_run_at).total_seconds()))
+        assert (key.recovery_point, key.locked_at) == ("entry_created", None)
+        assert key.last_error == "OSError: Stripe is down"
+    assert waits == [60, 120, 240]
+    assert key.completer_attempts == 3
+
+
+def test_after_the_last_attempt_a_key_is_stuck(shop: Shop, sender: Sender, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 2}
+    told = []
+    receiver = lambda key, request, **kwargs: told.append((key.stuck_code, request))  # noqa: E731
+    key_stuck.connect(receiver)
+    sender.send()
+    for expected in (CompletePass(failed=1), CompletePass(stuck=1), CompletePass()):
+        abandon()
+        assert complete_once() == expected
+    key_stuck.disconnect(receiver)
+    assert told == [("attempts_exhausted", None)]
+    assert sender.send().status_code == 409
+    assert len(shop.seen) == 3
+
+
+def test_a_missing_user_or_view_or_body_makes_the_key_stuck(shop: Shop, sender: Sender, serve: Any) -> None:
+    sender.send()
+    for code, change in {
+        "body_not_kept": {"request_body": None},
+        "view_missing": {"request_path": "/elsewhere/"},
+        "user_missing": {"user_id": 999_999},
+    }.items():
+        IdempotencyKey.objects.update(stuck_at=None, stuck_code="", stuck_reason="")
+        before = IdempotencyKey.objects.values(*change).get()
+        IdempotencyKey.objects.update(**change)
+        abandon()
+        assert complete_once() == CompletePass(stuck=1)
+        key = IdempotencyKey.objects.get()
+        assert (key.stuck_code, key.locked_at) == (code, None)
+        IdempotencyKey.objects.update(**before)
+    assert len(shop.seen) == 1
+
+
+def test_a_view_that_lost_its_decorator_is_not_run(shop: Shop, sender: Sender, serve: Any) -> None:
+    sender.send()
+    abandon()
+    ran = []
+    serve(view=lambda request: ran.append(1) or HttpResponse("ran unprotected"))
+    assert complete_once() == CompletePass(stuck=1)
+    assert not ran
+
+
+def test_a_point_of_another_deploy_is_marked_and_finished_by_code_that_knows_it(shop: Shop, sender: Sender) -> None:
+    sender.send()
+    IdempotencyKey.objects.update(recovery_point="point_of_next_deploy")
+    abandon()
+    assert complete_once() == CompletePass(stuck=1)
+    assert IdempotencyKey.objects.stuck().get().stuck_code == "unknown_recovery_point"
+    IdempotencyKey.objects.update(recovery_point="entry_created")
+    abandon()
+    shop.broken = False
+    assert complete_once() == CompletePass(finished=1)
+    assert not IdempotencyKey.objects.stuck().exists()
+
+
+def test_one_failing_key_does_not_keep_the_others_waiting(shop: Shop, sender: Sender, serve: Any) -> None:
+    sender.send(key="bad")
+    good = Shop()
+    serve(view=shop.view, good=good.view)
+    sender.send("/good/", key="good")
+    good.broken = False
+    abandon()
+    assert complete_once(batch_size=1) == CompletePass(finished=1, failed=1)
+
+
+def test_a_dry_run_changes_nothing(shop: Shop, sender: Sender) -> None:
+    sender.send()
+    abandon()
+    before = IdempotencyKey.objects.values().get()
+    assert complete_once(dry_run=True) == CompletePass(failed=1)
+    assert IdempotencyKey.objects.values().get() == before
+
+
+@pytest.mark.postgres
+def test_completers_at_once_run_each_key_once(shop: Shop, sender: Sender) -> None:
+    for number in range(10):
+        sender.send(key=f"key-{number}")
+    abandon()
+    shop.broken = False
+    shop.seen.clear()
+    passes = all_at_once(lambda number: complete_once(), 4)
+    assert sum(one.finished for one in passes) == 10
+    assert len(shop.seen) == 10
+
+
+@pytest.mark.postgres
+def test_a_client_that_comes_back_while_the_completer_is_at_work_is_sent_round(shop: Shop, sender: Sender) -> None:
+    sender.send()
+    abandon()
+    shop.broken, shop.gate = False, Gate()
+    with background(complete_once):
+        shop.gate.wait_until_reached()
+        assert sender.send().status_code == 409
+        shop.gate.open()
+    assert sender.send().status_code == 201
+
+
+@pytest.mark.postgres
+def test_the_abandoned_are_found_through_the_partial_index(db: None) -> None:
+    IdempotencyKeyFactory.create_batch(300, finished=True)
+    with connection.cursor() as cursor:
+        cursor.execute(f"ANALYZE {IdempotencyKey._meta.db_table}")
+    assert "idempotency_key_unfinished" in IdempotencyKey.objects.abandoned().explain()
