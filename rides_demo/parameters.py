@@ -65,7 +65,7 @@ def _parameters(request: HttpRequest) -> dict[str, Any]:
             return _spelled_out(request.POST)
         # As floats, because a number of thousands of digits is infinite soon enough, and costs nothing.
         members = json.loads(body.decode(), parse_int=float)
-    except (ValueError, RecursionError, SuspiciousOperation, BadRequest, MultiPartParserError):
+    except (ValueError, LookupError, RecursionError, SuspiciousOperation, BadRequest, MultiPartParserError):
         raise BadParameters(HTTPStatus.BAD_REQUEST, "body_invalid", "The body is neither valid JSON nor a form.") from None
     if not isinstance(members, dict):
         raise BadParameters(HTTPStatus.BAD_REQUEST, "body_invalid", "The body must be a JSON object.")

@@ -35,12 +35,13 @@ def stripe_webhook(request: HttpRequest) -> HttpResponse:
         event = stripe.Webhook.construct_event(
             request.body, signature, settings.STRIPE_WEBHOOK_SECRET, tolerance=TOLERANCE_SECONDS
         )
-    except (ValueError, stripe.SignatureVerificationError):
+        event_id, kind, subject = event.id, event.type, event.data.object
+    except (ValueError, RecursionError, AttributeError, TypeError, stripe.SignatureVerificationError):
         return error_response(HTTPStatus.BAD_REQUEST, "signature_invalid", "This is not an event that Stripe has signed.")
     try:
-        with process_once("stripe", event.id) as first:
-            if first and event.type == "charge.succeeded":
-                _mark_paid(event.data.object)
+        with process_once("stripe", event_id) as first:
+            if first and kind == "charge.succeeded":
+                _mark_paid(subject)
     except (MessageInProgress, ChargeNotRecorded):
         message = "This event cannot be taken yet. Please deliver it again."
         return error_response(HTTPStatus.SERVICE_UNAVAILABLE, "event_too_early", message, retry_after_seconds=1)
