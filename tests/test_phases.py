@@ -9,6 +9,7 @@ from django.db.models import F
 from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.utils import timezone
+from pytest_django import Settings
 
 from idempotency.decorators import idempotent
 from idempotency.exceptions import DownstreamKeyExpired, KeyStuck, PhaseDidNotAdvance, UnknownRecoveryPoint
@@ -170,8 +171,10 @@ def test_phases_cannot_be_nested_nor_stand_in_a_transaction(serve: Any, sender: 
 
 
 @pytest.mark.postgres
-def test_a_takeover_rolls_the_late_runs_writes_back(serve: Any, sender: Sender) -> None:
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+def test_a_takeover_rolls_the_late_runs_writes_back(serve: Any, sender: Sender, settings: Settings, isolation: str) -> None:
     """The first run stands inside its first phase when its lock expires; a retry finishes; then the first one wakes up."""
+    settings.IDEMPOTENCY = {"PHASE_ISOLATION": isolation}
     gate = Gate()
     serve(view=two_phases(inside=gate.wait_here))
     with background(sender.send) as first:
