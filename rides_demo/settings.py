@@ -8,11 +8,24 @@ import os
 from pathlib import Path
 
 import dj_database_url
+from django.core.exceptions import ImproperlyConfigured
 
-from rides_demo.services import postgres_url, redis_url
+from rides_demo.services import postgres_url, redis_url, sandbox_port
 
 BASE_DIR = Path(__file__).resolve().parent.parent
-PORT = int(os.environ.get("PORT", "8000"))
+
+
+def _number(name: str, default: int | None = None) -> int:
+    """Return the environment variable ``name`` as a number; raise ImproperlyConfigured when it is none."""
+    value = os.environ.get(name) or str(default)
+    if not (value.isascii() and value.isdigit()):
+        raise ImproperlyConfigured(f"{name} must be a whole number, not {value!r}.")
+    return int(value)
+
+
+PORT = _number("PORT", 8000)
+if not 0 < PORT < 65536:
+    raise ImproperlyConfigured(f"PORT must be 1 to 65535, not {PORT}.")
 #: Data, logs, mails and the pids of one `make serve`.
 RUN_FOLDER = Path(os.environ.get("RIDES_RUN_FOLDER", BASE_DIR / ".run" / f"serve-{PORT}"))
 
@@ -64,11 +77,13 @@ LANGUAGE_CODE = "en"
 TIME_ZONE = "UTC"
 USE_TZ = True
 
-DATABASES = {
-    "default": dj_database_url.parse(
+try:
+    _database = dj_database_url.parse(
         os.environ.get("DATABASE_URL") or postgres_url(RUN_FOLDER / "postgres"), conn_max_age=60, conn_health_checks=True
     )
-}
+except ValueError as error:
+    raise ImproperlyConfigured(f"DATABASE_URL cannot be read: {error}") from None
+DATABASES = {"default": _database}
 _options = DATABASES["default"].setdefault("OPTIONS", {})
 if "postgresql" in DATABASES["default"]["ENGINE"]:
     # Statements are prepared from their fifth use on: a replay takes half the time.
@@ -81,9 +96,6 @@ elif "sqlite" in DATABASES["default"]["ENGINE"]:
     _options.setdefault("timeout", 10)
 
 REDIS_URL = os.environ.get("REDIS_URL") or redis_url(RUN_FOLDER / "redis")
-if "socket_timeout" not in REDIS_URL:
-    # A broker that hangs must fail before the database ends the enqueuer's transaction.
-    REDIS_URL += ("&" if "?" in REDIS_URL else "?") + "socket_timeout=5&socket_connect_timeout=5"
 RQ_QUEUES = {"default": {"URL": REDIS_URL, "DEFAULT_TIMEOUT": 60}}
 # The enqueuer hands jobs over inside its transaction, before it deletes them.
 RQ = {"COMMIT_MODE": "auto"}
@@ -93,17 +105,18 @@ EMAIL_FILE_PATH = RUN_FOLDER / "mail"
 DEFAULT_FROM_EMAIL = "receipts@rocketrides.example"
 
 IDEMPOTENCY = {
-    name: int(os.environ[name])
+    name: _number(name)
     for name in ("LOCK_TIMEOUT_SECONDS", "COMPLETER_MIN_AGE_SECONDS", "COMPLETER_IDLE_SECONDS")
-    if name in os.environ
+    if os.environ.get(name)
 }
 # The completer has no token of the client's.
 IDEMPOTENCY["PREPARE_REQUEST"] = "rides_demo.auth.prepare_request"
 
-#: Without a key of a real account the sandbox answers.
+#: None is the real Stripe, asked only with a key of a real account; without one the sandbox of `make serve` answers.
+STRIPE_API_BASE = os.environ.get("STRIPE_API_BASE") or (
+    None if os.environ.get("STRIPE_API_KEY") else f"http://127.0.0.1:{sandbox_port(PORT)}"
+)
 STRIPE_API_KEY = os.environ.get("STRIPE_API_KEY") or "sk_test_rocket_rides_demo"
-#: None is the real Stripe.
-STRIPE_API_BASE = os.environ.get("STRIPE_API_BASE") or None
 STRIPE_WEBHOOK_SECRET = os.environ.get("STRIPE_WEBHOOK_SECRET") or "whsec_rocket_rides_demo_only"
 
 LOGGING = {
@@ -112,5 +125,10 @@ LOGGING = {
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
     "root": {"handlers": ["stderr"], "level": "INFO"},
-    "loggers": {"django": {"handlers": [], "propagate": True}},
+    "loggers": {
+        "django": {"handlers": [], "propagate": True},
+        "django.server": {"handlers": [], "propagate": True},
+        # Two lines for every call.
+        "stripe": {"level": "WARNING"},
+    },
 }

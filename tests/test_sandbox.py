@@ -304,9 +304,9 @@ def test_a_port_that_is_taken_is_named():
     assert "Traceback" not in done.stderr
 
 
-def test_as_a_process_of_its_own_it_says_when_it_is_ready():
+def test_as_a_process_of_its_own_it_says_where_it_listens():
     port = free_port()
     command = [sys.executable, "-m", "rides_demo.sandbox", "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == f"ready: http://127.0.0.1:{port}\n"
+        assert process.stdout.readline() == f"listening on http://127.0.0.1:{port}\n"
         process.terminate()

@@ -37,6 +37,14 @@ def test_committed_rows_survive_every_way_to_end(postgres):
         assert connection.execute("SELECT array_agg(how) FROM kept").fetchone() == (["stop", "crash", "kill"],)
 
 
+def test_a_second_redis_on_the_same_data_is_refused(short_folder):
+    with Redis(short_folder / "redis") as server:
+        with pytest.raises(ServiceError, match=r"already runs.*another PORT"):
+            Redis(short_folder / "redis").start()
+        with redis.Redis.from_url(server.url) as client:
+            assert client.ping()
+
+
 def test_a_second_server_on_the_same_data_is_refused(postgres):
     with pytest.raises(ServiceError, match=r"already runs.*another PORT"):
         Postgres(postgres.data).start()

@@ -1,0 +1,56 @@
+"""``manage.py serve``: every process of Rocket Rides until Ctrl-C."""
+
+import signal
+import sys
+import threading
+
+from django.conf import settings
+from django.core.management.base import BaseCommand, CommandParser
+
+from rides_demo.processes import ProcessError
+from rides_demo.supervisor import Supervisor
+
+
+class Command(BaseCommand):
+    help = "Run every process of Rocket Rides, with PostgreSQL, Redis and Stripe's stand-in, until Ctrl-C."
+    requires_system_checks: list[str] = []
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--port", type=int, default=settings.PORT, help="loopback port of the web server (default: PORT)")
+
+    def handle(self, *args: object, port: int, **options: object) -> None:
+        stopped = stop_on_signals()
+        supervisor = Supervisor(settings.RUN_FOLDER, port, say=self._say)
+        try:
+            with supervisor:
+                self._say(f"web page  {supervisor.url}/")
+                self._say(f"API       {supervisor.url}/rides  (Authorization: Bearer demo-jane)")
+                self._say(f"admin     {supervisor.url}/admin/  (admin / admin)")
+                self._say(f"ready: {supervisor.url}/")
+                stopped.wait()
+        except ProcessError as error:
+            self.stderr.write(str(error))
+            self._say("serve: FAILED 1")
+            sys.exit(1)
+        except KeyboardInterrupt:
+            pass
+        self._say("serve: ok")
+
+    def _say(self, line: str) -> None:
+        self.stdout.write(line)
+        self.stdout.flush()
+
+
+def stop_on_signals() -> threading.Event:
+    """Return an event that is set by SIGTERM and SIGHUP; Ctrl-C raises KeyboardInterrupt, once."""
+    stopped = threading.Event()
+
+    def stop(number: int, frame: object) -> None:
+        if stopped.is_set():
+            return
+        stopped.set()
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    return stopped
