@@ -5,9 +5,10 @@
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
 
-# $(call report,NAME,COMMANDS)
-report = @status=0; ( set -e; $(2) ) || status=$$?; \
-	if [ $$status -eq 0 ]; then echo "$(1): ok"; else echo "$(1): FAILED $$status"; exit $$status; fi
+# Steps are all run; n counts those that failed.
+steps := failed=0; step() { "$$@" || failed=$$((failed + 1)); }
+# $(call end,NAME)
+end = if [ $$failed -eq 0 ]; then echo "$(1): ok"; else echo "$(1): FAILED $$failed"; exit 1; fi
 # $(call set-up,NAME,STAMP)
 set-up = @$(MAKE) -s .venv/$(2).stamp || { echo "$(1): FAILED 2"; exit 2; }
 
@@ -22,16 +23,25 @@ serve:
 # Everything on PostgreSQL, then what needs no PostgreSQL on SQLite.
 test:
 	$(call set-up,test,test)
-	$(call report,test,$(PY) -m pytest $(PYTEST_ARGS); \
-		DATABASE_URL=sqlite:///$(CURDIR)/.run/core.sqlite3 $(PY) -m pytest -m "not postgres and not murphy" $(PYTEST_ARGS))
+	@$(steps); \
+	step $(PY) -m pytest $(PYTEST_ARGS); \
+	step env DATABASE_URL=sqlite:///$(CURDIR)/.run/core.sqlite3 $(PY) -m pytest -m "not postgres and not murphy" $(PYTEST_ARGS); \
+	$(call end,test)
 
 lint:
 	$(call set-up,lint,lint)
-	$(call report,lint,$(PY) -m ruff check; $(PY) -m ruff format --check; $(PY) -m mypy; .venv/bin/lint-imports; \
-		DATABASE_URL=sqlite://:memory: $(PY) manage.py makemigrations --check --dry-run)
+	@$(steps); \
+	step $(PY) -m ruff check; \
+	step $(PY) -m ruff format --check; \
+	step $(PY) -m mypy; \
+	step .venv/bin/lint-imports; \
+	step env DATABASE_URL=sqlite://:memory: $(PY) manage.py makemigrations --check --dry-run; \
+	$(call end,lint)
 
 clean:
-	$(call report,clean,rm -rf .venv .run .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis)
+	@$(steps); \
+	step rm -rf .venv .run .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis; \
+	$(call end,clean)
 
 .venv/%.stamp: requirements/%.txt
 	@set -e; \
