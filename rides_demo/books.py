@@ -32,6 +32,9 @@ class Books:
     wrong_answers: int = 0
 
     stuck_keys: int = 0
+    #: Keys that more than one run worked on, and those among them that the completer took up.
+    resumed_keys: int = 0
+    completer_keys: int = 0
     keys: int = 0
     rides: int = 0
     charges: int = 0
@@ -98,6 +101,8 @@ class Ledger:
         books = Books(wrong_answers=len(wrong_answers), findings=list(wrong_answers))
         books.keys = self.keys.count()
         books.stuck_keys = self.keys.stuck().count()
+        books.resumed_keys = self.keys.filter(attempts__gt=1).count()
+        books.completer_keys = self.keys.filter(completer_attempts__gt=0).count()
         books.unfinished_keys = self.keys.unfinished().filter(stuck_at__isnull=True).count()
         books.staged_jobs = StagedJob.objects.count()
         books.receipts = Receipt.objects.filter(ride__in=self.rides).count()

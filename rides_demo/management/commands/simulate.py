@@ -99,21 +99,16 @@ class Command(BaseCommand):
         console.print(faults)
         for finding in books.findings[:20]:
             console.print(finding, markup=False, highlight=False)
-        struck = _struck(simulation)
-        console.print(
-            f"rides {books.rides}, charges {books.charges}, receipts {books.receipts}, keys {books.keys}, stuck keys "
-            f"{books.stuck_keys}, kill -9 of web workers {struck.get('kill-web', 0)}; booking took {seconds['booking']} s, "
-            f"all {seconds['all']} s",
-            highlight=False,
-            soft_wrap=True,
-        )
-        console.print(
+        for line in (
+            f"rides {books.rides}, charges {books.charges}, receipts {books.receipts}, keys {books.keys}, "
+            f"kill -9 of web workers {_struck(simulation).get('kill-web', 0)}",
+            f"resumed keys {books.resumed_keys}, by the completer {books.completer_keys}, stuck keys {books.stuck_keys}; "
+            f"booking took {seconds['booking']} s, all {seconds['all']} s",
             f"unmatched charges {books.unmatched_charges}, surplus rides {books.surplus_rides}, staged jobs "
             f"{books.staged_jobs}, wrong answers {books.wrong_answers}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        console.print(books.line(), highlight=False, soft_wrap=True)
+            books.line(),
+        ):
+            console.print(line, highlight=False, soft_wrap=True)
 
 
 def _progress(console: Console) -> Progress:
