@@ -109,6 +109,8 @@ def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: 
                             counts[_record_refusal(alias, job, refusals[job.pk])] += 1
             except BrokerUnavailable as error:
                 unreachable[queue] = error
+            if time.monotonic() > deadline:
+                break  # What is left stays where it is, for the next batch.
         StagedJob.objects.using(alias).filter(pk__in=taken).delete()
     counts["handed_over"] += len(taken)
     return bool(jobs)
@@ -150,7 +152,7 @@ def _hand_over(
             refusals = {job.pk: error}
         yield [job], refusals
         if time.monotonic() > deadline:
-            return  # The others stay where they are, for the next batch.
+            return
 
 
 @lru_cache(maxsize=32)

@@ -226,7 +226,7 @@ def test_a_job_for_a_queue_that_nobody_knows_is_refused_with_the_reason(broker, 
     stage(1, queue="nowhere")
     stage(1)
     assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
-    assert "nowhere" in StagedJob.objects.get().last_error
+    assert "RQ_QUEUES has no queue 'nowhere'" in StagedJob.objects.get().last_error
     settings.IDEMPOTENCY = {"ENQUEUERS": {"default": "idempotency.contrib.rq.RQBackend"}}
     stage(1, queue="unnamed")
     assert enqueue_once() == EnqueuePass(refused=1)

@@ -9,6 +9,7 @@ from typing import Any
 from uuid import UUID
 
 from django.utils.module_loading import import_string
+from django_rq import settings as django_rq_settings
 from django_rq.connection_utils import get_connection
 from django_rq.queues import get_queue, get_result_ttl
 from redis import exceptions as redis_errors
@@ -50,6 +51,7 @@ class RQBackend:
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
         """Enqueue ``jobs`` in one MULTI/EXEC: all or none. Raises BrokerUnavailable when Redis takes nothing at the moment."""
+        rq_queue = _queue(queue)
         calls = [
             Queue.prepare_data(
                 run_once,
@@ -63,7 +65,7 @@ class RQBackend:
         ]
         try:
             # RQ's own method: django-rq's enqueue() would wait for COMMIT, which comes after the staged rows were deleted.
-            _queue(queue).enqueue_many(calls)
+            rq_queue.enqueue_many(calls)
         except _TAKES_NOTHING as error:
             raise BrokerUnavailable(f"Redis takes no jobs at the moment: {error}") from error
         return {}
@@ -71,6 +73,8 @@ class RQBackend:
 
 @lru_cache(maxsize=32)
 def _queue(name: str) -> Queue:
+    if name not in django_rq_settings.QUEUES:
+        raise LookupError(f"RQ_QUEUES has no queue {name!r}: add it there, or stage such jobs on another queue.")
     connection = get_connection(name)
     connection.connection_pool.connection_kwargs.update(_BOUNDS)
     return get_queue(name, connection=connection)
