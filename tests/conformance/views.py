@@ -1,0 +1,103 @@
+"""Protected views of both kinds around one piece of work, and other clients of the same user."""
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db.models import F
+from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from django.test import Client
+
+from idempotency.decorators import idempotent
+from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
+from tests.models import Entry
+from tests.serving import Sender, View
+
+Work = Callable[[HttpRequest], HttpResponseBase]
+
+
+def plain(work: Work, **options: Any) -> View:
+    """Return a plain view that does the work."""
+    return idempotent(**options)(work)
+
+
+def phased(work: Work, **options: Any) -> View:
+    """Return a phased view that does the work in its first and only phase."""
+
+    @idempotent(recovery_points=["unused"], **options)
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for _ in key.phases():
+            with atomic_phase(key) as phase:
+                phase.set_response(work(request))
+        return key.response()
+
+    return view
+
+
+def phased_outside(work: Work, **options: Any) -> View:
+    """Return a phased view that answers from outside a phase, before the first."""
+    return idempotent(recovery_points=["unused"], **options)(work)
+
+
+def two_phases(
+    first: Callable[[HttpRequest], object], second: Work, *, call: Callable[[], object] = lambda: None, **options: Any
+) -> View:
+    """Return a phased view: ``first`` in a phase that ends at ``between``, ``second`` in one that stores the response.
+
+    Between them it makes a foreign ``call``, outside any transaction.
+    """
+
+    @idempotent(recovery_points=["between"], **options)
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for recovery_point in key.phases():
+            match recovery_point:
+                case "started":
+                    with atomic_phase(key) as phase:
+                        first(request)
+                        phase.set_recovery_point("between")
+                case "between":
+                    call()
+                    with atomic_phase(key) as phase:
+                        phase.set_response(second(request))
+        return key.response()
+
+    return view
+
+
+both_kinds = pytest.mark.parametrize("kind", [plain, phased])
+
+
+def create(request: HttpRequest) -> JsonResponse:
+    """Write one entry, and say which."""
+    entry = Entry.objects.create(name="made", idempotency_key=request.idempotency_key)
+    return JsonResponse({"id": entry.pk}, status=201)
+
+
+class Counted:
+    """Work that counts its runs; without work of its own it writes an entry."""
+
+    def __init__(self, work: Work = create) -> None:
+        self.work = work
+        self.runs = 0
+
+    def __call__(self, request: HttpRequest) -> HttpResponseBase:
+        self.runs += 1
+        return self.work(request)
+
+
+def another_client(sender: Sender) -> Sender:
+    """Return a sender of the same user and session with a client of its own, for another thread."""
+    other = copy.copy(sender)
+    other.client = Client(raise_request_exception=False)
+    other.client.cookies.update(sender.client.cookies)
+    return other
+
+
+def make_older(seconds: float, *fields: str) -> None:
+    """Let so much time have passed for each key since what ``fields`` say."""
+    IdempotencyKey.objects.update(**{field: F(field) - timedelta(seconds=seconds) for field in fields})
