@@ -18,7 +18,7 @@ from rides_demo.supervisor import BASE_FOLDER, Supervisor, manage
 #: The article's 90, 300 and 60 seconds, in proportion: so that what a crash leaves is seen to be finished within the demo.
 SHORT = {
     "LOCK_TIMEOUT_SECONDS": "10",
-    "COMPLETER_MIN_AGE_SECONDS": "10",
+    "COMPLETER_MIN_AGE_SECONDS": "15",
     "COMPLETER_IDLE_SECONDS": "5",
     "COMPLETER_INTERVAL_SECONDS": "1",
 }
