@@ -1,6 +1,7 @@
 """Jobs and backends that the tests of the enqueuer name by their dotted path."""
 
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from uuid import UUID
 
@@ -28,6 +29,16 @@ class PickyBackend(RQBackend):
         if any(job.job_name.endswith("poison") for job in jobs):
             raise ValueError("it cannot be serialised\0")
         return super().hand_over(queue, jobs)
+
+
+class SlowBackend(RQBackend):
+    """A broker that takes its time, longer than the database lets a transaction idle."""
+
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
+        """Hand over, and answer late."""
+        refusals = super().hand_over(queue, jobs)
+        threading.Event().wait(0.6)
+        return refusals
 
 
 class StallingBackend(RQBackend):

@@ -188,6 +188,21 @@ def test_a_broker_that_hangs_fails_before_the_database_gives_up(settings, monkey
     assert bounds["socket_connect_timeout"] + 10 < enqueuer.IDLE_SECONDS
 
 
+@pytest.mark.postgres
+def test_a_slow_broker_does_not_get_the_same_jobs_again(broker, settings):
+    """Otherwise the database ends the idle transaction, the rows stay, and each pass hands them over once more."""
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.jobs_for_tests.SlowBackend"}}
+    stage(3)
+    with connection.cursor() as cursor:
+        cursor.execute("SET idle_in_transaction_session_timeout = '200ms'")
+    try:
+        assert enqueue_once() == EnqueuePass(handed_over=3)
+    finally:
+        connection.close()
+    assert enqueue_once() == EnqueuePass()
+    assert len(queued(broker)) == 3
+
+
 def test_a_broker_that_is_full_burns_nothing(broker):
     stage(2)
     broker.config_set("maxmemory", "1")

@@ -37,11 +37,10 @@ class StopSignal:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Catch the signals in this block; nothing is caught outside the main thread, where Python cannot."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        former = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        """Catch the signals in this block; none are caught outside the main thread, where Python cannot."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        caught = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
+        former = {number: signal.signal(number, self._handle) for number in caught}
         try:
             yield
         finally:
