@@ -1,10 +1,12 @@
 """Rocket Rides' API: what is written here once happens once, however often it is sent."""
 
+import logging
 from http import HTTPStatus
 from uuid import UUID
 
 from django.db import Error, IntegrityError, connection, transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.utils.cache import get_conditional_response
 from django.utils.http import parse_etags
 from django.views.decorators.http import require_GET, require_http_methods, require_POST
 
@@ -22,6 +24,8 @@ from rides_demo.parameters import (
     target_parameters_problem,
 )
 from rides_demo.responses import error_response, not_found, ride_etag, ride_response
+
+logger = logging.getLogger("rides_demo.views")
 
 ACCEPTED = "Payment accepted. Your pilot is on their way!"
 
@@ -46,7 +50,8 @@ def create_ride(request: HttpRequest) -> HttpResponse:
                 except payments.PaymentDeclined as declined:
                     with atomic_phase(key) as phase:
                         phase.set_response(error_response(HTTPStatus.PAYMENT_REQUIRED, "payment_declined", str(declined)))
-                except payments.PaymentUnavailable:
+                except payments.PaymentUnavailable as unavailable:
+                    logger.warning("ride %s waits for its payment: %s", ride.pk, unavailable)
                     return _payment_unavailable()
                 else:
                     with atomic_phase(key) as phase:
@@ -70,7 +75,9 @@ def ride_detail(request: HttpRequest, ride_id: int) -> HttpResponse:
         found = rides.select_for_update().filter(pk=ride_id).first()
         return _change_target(request, found) if found else not_found()
     found = rides.filter(pk=ride_id).first()
-    return ride_response(found) if found else not_found()
+    if found is None:
+        return not_found()
+    return get_conditional_response(request, etag=ride_etag(found), response=ride_response(found))
 
 
 def _change_target(request: HttpRequest, ride: Ride) -> HttpResponse:

@@ -10,10 +10,11 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
+from idempotency.completer import CompletePass, complete_once
 from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo import payments, views
 from rides_demo.jobs import send_ride_receipt
-from rides_demo.models import AuditRecord, Receipt, Ride
+from rides_demo.models import AuditRecord, Receipt, Ride, User
 from tests.rides_fixtures import RIDE, Phone, jane, joe, max_, sandbox  # noqa: F401
 from tests.waiting import eventually
 
@@ -375,6 +376,51 @@ class TestRecovery:
         (content,) = {answer.content for answer in answers if answer.status_code == 201}
         assert jane.book(key="at-once").content == content
         assert (Ride.objects.count(), len(charges())) == (1, 1)
+
+
+@pytest.mark.django_db(transaction=True)
+class TestCompleter:
+    def abandon(self, jane, sandbox, created_seconds_ago=301, last_run_seconds_ago=61):
+        faults(sandbox, ("cut_after", 1))
+        jane.book(key="gone")
+        now = timezone.now()
+        IdempotencyKey.objects.update(
+            created_at=now - timedelta(seconds=created_seconds_ago), last_run_at=now - timedelta(seconds=last_run_seconds_ago)
+        )
+
+    def test_it_finishes_a_ride_as_its_own_rider_without_their_token(self, jane, sandbox):
+        self.abandon(jane, sandbox)
+        User.objects.update(api_token_hash=None)
+
+        assert complete_once().finished == 1
+
+        key, ride = IdempotencyKey.objects.get(), Ride.objects.get()
+        assert (key.recovery_point, key.response_code, ride.user.username) == ("finished", 201, "jane")
+        assert [charge.id for charge in charges()] == [ride.stripe_charge_id]
+        assert StagedJob.objects.get().job_args == {"ride_id": ride.pk}
+
+    def test_the_client_who_comes_back_gets_what_the_completer_stored(self, jane, sandbox):
+        self.abandon(jane, sandbox)
+        complete_once()
+
+        response = jane.book(key="gone")
+
+        assert (response.status_code, response["Idempotent-Replayed"]) == (201, "true")
+
+    def test_a_failure_leaves_the_ride_where_it_was(self, jane, sandbox):
+        self.abandon(jane, sandbox)
+        faults(sandbox, ("down", None))
+
+        assert complete_once().failed == 1
+
+        key = IdempotencyKey.objects.get()
+        assert (key.recovery_point, key.locked_at, key.stuck_at) == ("ride_created", None, None)
+
+    @pytest.mark.parametrize(("created", "last_run"), [(299, 61), (301, 59)])
+    def test_a_client_who_may_still_come_back_is_left_alone(self, jane, sandbox, created, last_run):
+        self.abandon(jane, sandbox, created, last_run)
+
+        assert complete_once() == CompletePass()
 
 
 class TestReceipt:

@@ -46,6 +46,11 @@ class TestReading:
 
         assert (other.status_code, other.content) == (404, none.content)
 
+    def test_a_ride_that_the_client_has_seen_already_is_not_sent_again(self, jane):
+        booked = jane.book()
+
+        assert jane.send("GET", booked["Location"], If_None_Match=booked["ETag"]).status_code == 304
+
     def test_reading_with_a_key_stores_nothing(self, jane):
         ride = RideFactory(user=jane.user)
 
