@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -28,19 +30,20 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **own, "PYTHONUNBUFFERED": "1", **changes}
 
 
-def start(*arguments: str, python: str | None = None, **changes: str) -> "subprocess.Popen[str]":
-    """Start a management command, or the code ``python``; its output is read with ``communicate()``."""
+@contextmanager
+def start(*arguments: str, python: str | None = None, **changes: str) -> Iterator["subprocess.Popen[str]"]:
+    """Start a management command, or the code ``python``; read its output with ``communicate()``. It does not outlive the block."""
     command = [sys.executable, "-c", python] if python else [sys.executable, "-m", "django", *arguments]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment(**changes), cwd=settings.BASE_DIR, **options)
+    with subprocess.Popen(command, env=environment(**changes), cwd=settings.BASE_DIR, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def run(*arguments: str, **changes: str) -> "subprocess.CompletedProcess[str]":
     """Run a management command to its end, at most a minute."""
     with start(*arguments, **changes) as process:
-        try:
-            output, errors = process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+        output, errors = process.communicate(timeout=60)
     return subprocess.CompletedProcess(arguments, process.returncode, output, errors)

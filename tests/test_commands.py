@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 from django.core.management import call_command
@@ -27,19 +28,11 @@ pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
 @pytest.fixture
 def loop(broker):
-    """Start a command with --loop, wait until it works, and end it after the test."""
-    processes = []
-
-    def begin(command, *arguments, **changes):
-        process = start(command, "--loop", "--interval", "0.1", *arguments, **changes)
-        processes.append(process)
-        return process
-
-    yield begin
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    """Return a function that starts a command with --loop; it is ended after the test."""
+    with ExitStack() as processes:
+        yield lambda command, *arguments, **changes: processes.enter_context(
+            start(command, "--loop", "--interval", "0.1", *arguments, **changes)
+        )
 
 
 def backends():
