@@ -20,6 +20,10 @@ DEADLINE_SECONDS = 75.0
 LONGEST_PAUSE_SECONDS = 3.0
 
 
+class CannotSimulate(Exception):
+    """Something that the simulation needs is not there; the message says what."""
+
+
 @dataclass(frozen=True)
 class Booking:
     """What one client will do: ``kind`` is one of ``simulator.KINDS`` or "plain"."""
@@ -79,6 +83,16 @@ class Phones:
     def close(self) -> None:
         """Close the connections."""
         self.http.close()
+
+    def check_service(self) -> None:
+        """Raise CannotSimulate unless the service takes requests."""
+        try:
+            self.http.get("/healthz").raise_for_status()
+        except httpx.HTTPError as error:
+            url = self.http.base_url
+            raise CannotSimulate(
+                f"{url} does not take requests ({error}): start it with `make serve`, or see --base-url."
+            ) from None
 
     def play(self, booking: Booking) -> Outcome:
         """Do what the booking says, until it has an answer that stands or the client gives up."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from rides_demo.simulated_clients import Booking, Outcome, Phones, Tally
+from rides_demo.simulated_clients import Booking, CannotSimulate, Outcome, Phones, Tally
 
 #: What may go wrong with a client, by fault: the kinds of booking, and how many of a hundred bookings are of each.
 CLIENT_FAULTS = {
@@ -48,10 +48,6 @@ OUTAGES = 2
 #: At least so many web workers are killed; more in a longer run.
 KILLS = 6
 KILLS_PER_BOOKING = 1 / 80
-
-
-class CannotSimulate(Exception):
-    """Something that the simulation needs is not there; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +157,7 @@ class Simulation:
         events = sorted(
             [(at, self._kill) for at in self.plan.kills] + [(at, self._outage) for at in self.plan.outages], key=_position
         )
+        self.phones.check_service()
         if self.plan.kills:
             self.web.workers()
         struck_before = self._set_weather(self.plan.weather)

@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rides_demo.books import Books, Ledger
-from rides_demo.simulator import FAULTS, KINDS, CannotSimulate, Plan, Simulation
+from rides_demo.simulated_clients import CannotSimulate
+from rides_demo.simulator import FAULTS, KINDS, Plan, Simulation
 
 TOKENS = ("demo-jane", "demo-joe", "demo-max")
 
