@@ -105,7 +105,9 @@ def test_a_loop_goes_on_working_and_says_nothing_when_idle(loop, broker):
     eventually(lambda: not StagedJob.objects.exists())
     process.terminate()
     output, errors = process.communicate(timeout=10)
-    assert output == "enqueue_jobs: 1 handed over, 0 refused, 0 failed\n" * 2
+    counts = re.findall(r"^enqueue_jobs: (\d) handed over, 0 refused, 0 failed$", output, re.MULTILINE)
+    assert sum(map(int, counts)) == 2
+    assert len(output.splitlines()) == len(counts) <= 2, "a pass that did nothing says nothing"
     assert (process.returncode, errors) == (0, "")
 
 
