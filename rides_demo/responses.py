@@ -1,11 +1,14 @@
 """The bodies that Rocket Rides answers with."""
 
 import hashlib
+import logging
 from http import HTTPStatus
 
 from django.http import JsonResponse
 
 from rides_demo.models import RIDE_AMOUNT, RIDE_CURRENCY, Ride
+
+logger = logging.getLogger("rides_demo")
 
 
 def error_response(status: int, code: str, message: str, *, retry_after_seconds: int | None = None) -> JsonResponse:
@@ -20,7 +23,8 @@ def not_found() -> JsonResponse:
 
 
 def database_unavailable() -> JsonResponse:
-    """Return the 503 for a database that does not answer."""
+    """Return the 503 for a database that does not answer, and log the error that is being handled."""
+    logger.exception("the database cannot be reached")
     message = "The service cannot be reached at the moment. Please send the same request again."
     return error_response(HTTPStatus.SERVICE_UNAVAILABLE, "database_unavailable", message, retry_after_seconds=1)
 

@@ -58,8 +58,9 @@ def create_ride(request: HttpRequest) -> HttpResponse:
                         Ride.objects.filter(pk=ride.pk).update(stripe_charge_id=charge_id)
                         phase.set_recovery_point("charge_created")
             case "charge_created":
+                # Read outside the phase: what a serializable transaction reads conflicts with the bookings of others.
+                ride = Ride.objects.get(idempotency_key=key)
                 with atomic_phase(key) as phase:
-                    ride = Ride.objects.get(idempotency_key=key)
                     stage_job("rides_demo.jobs.send_ride_receipt", {"ride_id": ride.pk})
                     phase.set_response(ride_response(ride, status=HTTPStatus.CREATED, message=ACCEPTED))
     return key.response()
