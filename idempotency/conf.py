@@ -106,6 +106,8 @@ def _contradictions(values: Settings) -> list[str]:
         found.append("IDEMPOTENCY['KEY_MAX_LENGTH'] must be at most 255, the width of the column.")
     if values.MISMATCH_STATUS not in (400, 409, 422):
         found.append("IDEMPOTENCY['MISMATCH_STATUS'] must be 422, 400 or 409.")
+    if values.RETENTION_HOURS < 24:
+        found.append("IDEMPOTENCY['RETENTION_HOURS'] must be at least 24: clients come back after a night.")
     if values.LOCK_TIMEOUT_SECONDS >= values.RETENTION_HOURS * 3600:
         found.append("IDEMPOTENCY['LOCK_TIMEOUT_SECONDS'] must be shorter than RETENTION_HOURS.")
     return found

@@ -17,7 +17,7 @@ from django.http.multipartparser import MultiPartParserError
 
 from idempotency import conf, http, keys, problems, signals
 from idempotency.conf import Isolation
-from idempotency.exceptions import KeyStuck, LockLost, ResponseNotCommitted
+from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, ResponseNotCommitted
 from idempotency.keys import Claim, ClaimedRequest, Outcome
 from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.phases import ChosenIsolation, PhasedRun
@@ -204,7 +204,10 @@ def _plain(view: Run, request: HttpRequest, options: Options, described: Claimed
 
     try:
         return retried(lambda: attempt(view), request, level)
-    except Exception if conf.get().STORE_5XX else _HTTP_EXCEPTIONS as error:
+    except Exception as error:
+        answer = _stored_answer(error, request)
+        if answer is None:
+            raise
         # As under ATOMIC_REQUESTS, what the view wrote before it raised is rolled back; its answer alone is stored.
         if isinstance(error, Problem | Error):
             raise
@@ -259,10 +262,11 @@ def _settled(view: Run, run: PhasedRun, request: HttpRequest) -> HttpResponseBas
     """Run the view once. Its response is stored, or releases the key, or is refused: no client gets what a retry would not."""
     try:
         response = http.render(view())
-    except _HTTP_EXCEPTIONS as error:
-        response = response_for_exception(request, error)
-        if not http.is_stored(response):
+    except Exception as error:
+        answer = _stored_answer(error, request) if run.untouched else None
+        if answer is None:
             raise
+        response = answer
     if run.stored(response):
         return response
     definitive = http.is_stored(response) and (response.status_code < 500 or run.untouched)
@@ -275,6 +279,16 @@ def _settled(view: Run, run: PhasedRun, request: HttpRequest) -> HttpResponseBas
         keys.emit(signals.key_finished, run.key, run.sender)
         return response
     raise ResponseNotCommitted(f"A response with status {response.status_code} is not the one a phase stored. " + STORE_IT)
+
+
+def _stored_answer(error: Exception, request: HttpRequest) -> HttpResponseBase | None:
+    """Return the answer that Django makes of an exception, if it is one that is stored."""
+    if isinstance(error, Error | IdempotencyError | Problem) or not (
+        isinstance(error, _HTTP_EXCEPTIONS) or conf.get().STORE_5XX
+    ):
+        return None
+    answer = response_for_exception(request, error)
+    return answer if http.is_stored(answer) else None
 
 
 def _refuse_or_replay(claim: Claim, request: HttpRequest, *, using: str) -> HttpResponseBase:

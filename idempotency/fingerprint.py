@@ -9,9 +9,12 @@ twice, a number that no double holds) is compared by its bytes too: two requests
 import hashlib
 import json
 from decimal import Decimal
+from io import BytesIO
+from operator import itemgetter
 from typing import Any
 
-from django.http import HttpRequest
+from django.core.files.uploadedfile import UploadedFile
+from django.http import HttpRequest, QueryDict
 
 #: Stands before each fingerprint; another way to compute it gets another number.
 VERSION = "v1"
@@ -35,7 +38,7 @@ def fingerprint(request: HttpRequest, body: bytes | None) -> str:
 
 def _content(request: HttpRequest, body: bytes | None) -> tuple[bytes, bytes]:
     if request.content_type == "multipart/form-data":
-        return b"multipart", _multipart(request)
+        return b"multipart", _multipart(request, body)
     body = body or b""
     content_type = request.content_type or ""
     if content_type == "application/json" or content_type.endswith("+json"):
@@ -72,15 +75,24 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _multipart(request: HttpRequest) -> bytes:
-    """Return the fields and files in a fixed order, each file by its hash; the files are left at their beginning."""
-    fields = [[name, values] for name, values in request.POST.lists()]
-    files = []
-    for name, uploads in request.FILES.lists():
-        for upload in uploads:
-            content = hashlib.sha256()
-            for chunk in upload.chunks():
-                content.update(chunk)
-            upload.seek(0)
-            files.append([name, upload.name, upload.content_type, content.hexdigest()])
-    return json.dumps([sorted(fields), sorted(files, key=repr)]).encode()
+def _multipart(request: HttpRequest, body: bytes | None) -> bytes:
+    """Return the fields and files by their names, each file by its hash; the files are left at their beginning."""
+    fields: QueryDict
+    fields, files = request.POST, request.FILES
+    if request.method != "POST":  # Django leaves these to the view.
+        fields, files = request.parse_file_upload(request.META, BytesIO(body or b""))
+    named = sorted(files.lists(), key=itemgetter(0))
+    return json.dumps(
+        [
+            sorted(fields.lists(), key=itemgetter(0)),
+            [[name, [[file.name, file.content_type, _digest(file)] for file in of_name]] for name, of_name in named],
+        ]
+    ).encode()
+
+
+def _digest(file: "UploadedFile[Any]") -> str:
+    digest = hashlib.sha256()
+    for chunk in file.chunks():
+        digest.update(chunk)
+    file.seek(0)
+    return digest.hexdigest()

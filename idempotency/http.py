@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from django.contrib.auth import get_user_model
-from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, RawPostDataException
 from django.utils.crypto import salted_hmac
 
 from idempotency import conf, problems
@@ -128,12 +128,13 @@ def describe(request: HttpRequest, scope: str, key: str) -> ClaimedRequest:
 def _body(request: HttpRequest) -> tuple[bytes | None, str]:
     """Return the body to keep and its content type. Of a multipart request the fields are kept; with files, nothing is."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
-    if request.content_type != "multipart/form-data":
+    if request.content_type != "multipart/form-data" or request.method != "POST":
         return request.body, content_type
+    if request._read_started and not hasattr(request, "_post"):  # type: ignore[attr-defined]
+        raise RawPostDataException("The body was read before @idempotent could compare it. Read request.body, or request.POST.")
     # Parsing comes first: reading the bytes would put large uploads under the limit for requests without files.
-    if request.POST is not None and request.FILES:
-        return None, content_type
-    return urlencode(list(request.POST.lists()), doseq=True).encode(), "application/x-www-form-urlencoded"
+    fields = urlencode(list(request.POST.lists()), doseq=True).encode()
+    return (None, content_type) if request.FILES else (fields, "application/x-www-form-urlencoded")
 
 
 def _printable(text: str) -> str:
@@ -186,6 +187,8 @@ def rebuild(key: IdempotencyKey) -> HttpResponse:
         response[name] = value
     if body is None:
         response[BODY_OMITTED_HEADER] = "true"
+    if "Location" in response:
+        response.url = response["Location"]  # type: ignore[attr-defined]  # as Django's own redirects have
     return response
 
 

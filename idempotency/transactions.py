@@ -14,6 +14,8 @@ from idempotency.conf import Isolation
 #: Serialization failure and deadlock: the transaction did nothing, and may do it all on the next try.
 _RETRYABLE_SQLSTATES = frozenset({"40001", "40P01"})
 _UNIQUE_VIOLATION = "23505"
+#: No connection, no resources, shut down by an operator, ended for its silence.
+_LOST_SQLSTATES = ("08", "53", "57P", "25P03", "25P04")
 
 
 def refuse_outer_transaction(using: str) -> None:
@@ -105,7 +107,7 @@ def connection_lost(error: BaseException, using: str) -> bool:
     sqlstate = getattr(error.__cause__, "sqlstate", None)
     if connection.vendor == "sqlite":
         return any(word in str(error) for word in ("locked", "disk", "unable to open"))
-    lost = connection.connection is None or connection.connection.closed or (sqlstate or "").startswith(("08", "57P", "53"))
+    lost = connection.connection is None or connection.connection.closed or (sqlstate or "").startswith(_LOST_SQLSTATES)
     if lost and not connection.in_atomic_block:
         connection.close()
     return lost
