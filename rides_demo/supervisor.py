@@ -184,8 +184,12 @@ class Supervisor:
 
     def _write_pids(self) -> None:
         new = self.folder / "pids.json.new"
-        new.write_text(json.dumps(self.pids(), indent=1))
-        new.replace(self.folder / "pids.json")
+        try:
+            new.write_text(json.dumps(self.pids(), indent=1))
+            new.replace(self.folder / "pids.json")
+        except OSError as error:
+            # A full disk must not end the watch.
+            self._say(f"supervisor | {new} cannot be written: {error.strerror}")
 
     def _watch(self) -> None:
         while not self._stopping.wait(WATCH_SECONDS):

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import redis
 from django.conf import settings
@@ -20,11 +21,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start PostgreSQL where the settings say it is; the workers of pytest-xdist find it running."""
     if hasattr(config, "workerinput") or "RIDES_TEST_POSTGRES" not in os.environ or config.option.collectonly:
         return
+    _remove_what_killed_runs_left()
     server = config.stash[POSTGRES] = Postgres(settings.TEST_FOLDER / "postgres", max_connections=200)
     try:
         server.start()
     except ProcessError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _remove_what_killed_runs_left() -> None:
+    for folder in settings.TEST_FOLDER.parent.glob("rides-tests-*"):
+        pid = folder.name.rpartition("-")[2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from django.core.management.base import BaseCommand, CommandParser
@@ -39,28 +40,34 @@ class Command(BaseCommand):
     def handle(self, *args: object, json: Path | None, **options: object) -> None:
         stop_on_signals()
         began = time.monotonic()
-        folder = Path(tempfile.mkdtemp(prefix="rides-demo-"))
+        log = None
         try:
-            status = self._simulate(folder, json, options)
-        except ProcessError as error:
-            self.stderr.write(f"{error}\n{self._tail(folder)}")
+            folder = Path(tempfile.mkdtemp(prefix="rides-demo-"))
+            log = folder / "processes.log"
+            status = self._simulate(folder, log, json, options)
+        except (ProcessError, OSError) as error:
+            self.stderr.write(str(error))
             status = 1
         except KeyboardInterrupt:
             self.stderr.write("interrupted")
             status = 130
         self.stdout.write(f"took {time.monotonic() - began:.0f} seconds")
         if status:
-            self.stdout.write(f"what the processes wrote: {folder / 'processes.log'}")
+            self.stdout.write(f"what the processes wrote: {log}")
             self.stdout.write(f"demo: FAILED {status}")
             sys.exit(status)
         shutil.rmtree(folder, ignore_errors=True)
         self.stdout.write("demo: ok")
 
-    def _simulate(self, folder: Path, report: Path | None, options: dict[str, object]) -> int:
-        with (folder / "processes.log").open("w", buffering=1) as log:
-            supervisor = Supervisor(
-                folder, free_port(), say=lambda line: log.write(line + "\n"), environment={**SHORT, **os.environ}
-            )
+    def _simulate(self, folder: Path, log_file: Path, report: Path | None, options: dict[str, object]) -> int:
+        with log_file.open("w", buffering=1) as log:
+
+            def say(line: str) -> None:
+                # A full disk, or last words that come after the end.
+                with suppress(OSError, ValueError):
+                    log.write(line + "\n")
+
+            supervisor = Supervisor(folder, free_port(), say=say, environment={**SHORT, **os.environ})
             self.stdout.write("starting PostgreSQL, Redis, the Stripe sandbox, web, enqueuer, worker, completer, reaper")
             with supervisor:
                 self.stdout.write(f"ready: {supervisor.url}/")
@@ -71,7 +78,3 @@ class Command(BaseCommand):
                     "--seed", str(options["seed"]), *(["--json", str(report.resolve())] if report else []),
                 )  # fmt: skip
                 return subprocess.run(command, env=supervisor.environment, cwd=BASE_FOLDER, check=False).returncode
-
-    @staticmethod
-    def _tail(folder: Path) -> str:
-        return "\n".join((folder / "processes.log").read_text(errors="replace").splitlines()[-15:])

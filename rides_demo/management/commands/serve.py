@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+from contextlib import suppress
 
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandParser
@@ -28,7 +29,7 @@ class Command(BaseCommand):
                 self._say(f"admin     {supervisor.url}/admin/  (admin / admin)")
                 self._say(f"ready: {supervisor.url}/")
                 stopped.wait()
-        except ProcessError as error:
+        except (ProcessError, OSError) as error:
             self.stderr.write(str(error))
             self._say("serve: FAILED 1")
             sys.exit(1)
@@ -37,8 +38,10 @@ class Command(BaseCommand):
         self._say("serve: ok")
 
     def _say(self, line: str) -> None:
-        self.stdout.write(line)
-        self.stdout.flush()
+        # Whoever read this may have gone (`| head`): the processes must not block on it.
+        with suppress(OSError):
+            self.stdout.write(line)
+            self.stdout.flush()
 
 
 def stop_on_signals() -> threading.Event:
