@@ -13,8 +13,12 @@ from io import BytesIO
 from operator import itemgetter
 from typing import Any
 
+from django.conf import settings
 from django.core.files.uploadedfile import UploadedFile
+from django.core.files.uploadhandler import load_handler
 from django.http import HttpRequest, QueryDict
+from django.http.multipartparser import MultiPartParser
+from django.utils.datastructures import MultiValueDict
 
 #: Stands before each fingerprint; another way to compute it gets another number.
 VERSION = "v1"
@@ -77,10 +81,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _multipart(request: HttpRequest, body: bytes | None) -> bytes:
     """Return the fields and files by their names, each file by its hash; the files are left at their beginning."""
-    fields: QueryDict
-    fields, files = request.POST, request.FILES
-    if request.method != "POST":  # Django leaves these to the view.
-        fields, files = request.parse_file_upload(request.META, BytesIO(body or b""))
+    fields, files = _parts(request, body)
     named = sorted(files.lists(), key=itemgetter(0))
     return json.dumps(
         [
@@ -88,6 +89,14 @@ def _multipart(request: HttpRequest, body: bytes | None) -> bytes:
             [[name, [[file.name, file.content_type, _digest(file)] for file in of_name]] for name, of_name in named],
         ]
     ).encode()
+
+
+def _parts(request: HttpRequest, body: bytes | None) -> tuple[QueryDict, "MultiValueDict[str, UploadedFile[Any]]"]:
+    if request.method == "POST":
+        return request.POST, request.FILES
+    # Django leaves the parsing of other methods to the view, and the view must find them untouched.
+    handlers = [load_handler(path, request) for path in settings.FILE_UPLOAD_HANDLERS]
+    return MultiPartParser(request.META, BytesIO(body or b""), handlers, request.encoding or settings.DEFAULT_CHARSET).parse()
 
 
 def _digest(file: "UploadedFile[Any]") -> str:
