@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
 from django.core import checks
 from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
@@ -92,7 +91,6 @@ def test_35_retention_is_a_setting(kind: Kind, serve: Serve, sender: Sender, set
     assert work.runs == 2
 
 
-@pytest.mark.xfail(strict=True, reason="the checks accept a retention below the floor of 24 hours")
 def test_35_retention_below_24_hours_is_found_by_a_check(settings: Settings) -> None:
     settings.IDEMPOTENCY = {"RETENTION_HOURS": 23}
     assert [message.id for message in checks.run_checks() if message.id.startswith("idempotency.")]

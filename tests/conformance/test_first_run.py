@@ -220,11 +220,7 @@ def test_16_returned_5xx_of_a_phased_view_releases_the_key(serve: Serve, sender:
         (plain, lambda: HttpResponse("down", status=503)),
         (plain, raise_error),
         (phased_outside, lambda: HttpResponse("down", status=503)),
-        pytest.param(
-            phased_outside,
-            raise_error,
-            marks=pytest.mark.xfail(strict=True, reason="a raised 5xx of a phased view is not stored, a returned one is"),
-        ),
+        (phased_outside, raise_error),
     ],
     ids=["plain-returned", "plain-raised", "phased-returned", "phased-raised"],
 )
