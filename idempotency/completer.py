@@ -129,7 +129,7 @@ def _run(key: IdempotencyKey) -> None:
         (import_string(prepare) if isinstance(prepare, str) else prepare)(request, key)
     language = translation.get_language_from_request(request)
     with translation.override(language), timezone.override(None):
-        match.func(request, *match.args, **match.kwargs).close()
+        match.func(request, *match.args, **match.kwargs)
 
 
 def _request(key: IdempotencyKey) -> HttpRequest:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from django.contrib.auth import get_user_model
+from django.core.exceptions import BadRequest
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, RawPostDataException
 from django.utils.crypto import salted_hmac
 
@@ -133,7 +134,10 @@ def _body(request: HttpRequest) -> tuple[bytes | None, str]:
     if request._read_started and not hasattr(request, "_post"):  # type: ignore[attr-defined]
         raise RawPostDataException("The body was read before @idempotent could compare it. Read request.body, or request.POST.")
     # Parsing comes first: reading the bytes would put large uploads under the limit for requests without files.
-    fields = urlencode(list(request.POST.lists()), doseq=True).encode()
+    try:
+        fields = urlencode(list(request.POST.lists()), doseq=True).encode()
+    except LookupError as error:
+        raise BadRequest(f"The charset {request.encoding} is not one of text.") from error
     return (None, content_type) if request.FILES else (fields, "application/x-www-form-urlencoded")
 
 

@@ -25,6 +25,7 @@ from django.http import HttpRequest
 from idempotency import conf, sql
 from idempotency.exceptions import LockLost
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, random_seed
+from idempotency.transactions import own_cursor
 
 logger = logging.getLogger("idempotency")
 
@@ -123,7 +124,7 @@ def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
         if verdict == "same":
             return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
         if verdict == "other":
-            with connections[using].cursor() as cursor:
+            with own_cursor(using) as cursor:
                 cursor.execute(sql.RUNS_ANOTHER_REQUEST, parameters)
                 another = cursor.fetchone()[0]
             return Claim(Outcome.MISMATCH if another else Outcome.IN_PROGRESS, lock_seconds=1)
@@ -233,7 +234,7 @@ def _fenced(statement: str, key: IdempotencyKey, using: str, **parameters: Any) 
 
 
 def _execute(text: str, parameters: dict[str, Any], using: str) -> int:
-    with connections[using].cursor() as cursor:
+    with own_cursor(using) as cursor:
         cursor.execute(text, parameters)
         return int(cursor.rowcount)
 
@@ -241,7 +242,7 @@ def _execute(text: str, parameters: dict[str, Any], using: str) -> int:
 def _fetch(text: str, parameters: dict[str, Any], using: str) -> tuple[_Row | None, Any]:
     """Return the key that a statement found, if any, and what the statement says about it in its last column."""
     connection = connections[using]
-    with connection.cursor() as cursor:
+    with own_cursor(using) as cursor:
         cursor.execute(text, parameters)
         values = cursor.fetchone()
     if values is None:

@@ -5,8 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+import psycopg
 from django.db import connections, transaction
+from django.db.backends.utils import CursorWrapper
 from django.db.utils import Error
+from psycopg import IsolationLevel
+from psycopg.pq import TransactionStatus
 
 from idempotency import conf
 from idempotency.conf import Isolation
@@ -50,9 +54,6 @@ def _isolated(isolation: Isolation | None, using: str) -> Iterator[None]:
     if isolation is None or connection.vendor != "postgresql" or connection.in_atomic_block:
         yield
         return
-    from psycopg import IsolationLevel
-    from psycopg.pq import TransactionStatus
-
     if connection.connection is not None and connection.connection.closed:
         connection.close()
     connection.ensure_connection()
@@ -67,6 +68,30 @@ def _isolated(isolation: Isolation | None, using: str) -> Iterator[None]:
             psycopg_connection.isolation_level = former
 
 
+@contextmanager
+def own_cursor(using: str) -> Iterator[CursorWrapper]:
+    """Yield a cursor for this app's own statements, which PostgreSQL can prepare.
+
+    Django binds parameters in the client by default, so that no two statements have the same text. These are bound in the
+    server; ``prepare_threshold`` in the OPTIONS of the database then spares parsing and planning them each time.
+    """
+    connection = connections[using]
+    if connection.vendor != "postgresql":
+        with connection.cursor() as cursor:
+            yield cursor
+        return
+    connection.ensure_connection()
+    psycopg_connection = connection.connection
+    former = psycopg_connection.cursor_factory
+    psycopg_connection.cursor_factory = psycopg.Cursor
+    try:
+        cursor = connection.cursor()
+    finally:
+        psycopg_connection.cursor_factory = former
+    with cursor:
+        yield cursor
+
+
 def limit_idle_time(using: str) -> None:
     """Let the database end this transaction, and its locks, once its host has been silent for the lock timeout.
 
@@ -75,7 +100,7 @@ def limit_idle_time(using: str) -> None:
     connection = connections[using]
     if connection.vendor == "postgresql":
         milliseconds = str(conf.get().LOCK_TIMEOUT_SECONDS * 1000)
-        with connection.cursor() as cursor:
+        with own_cursor(using) as cursor:
             cursor.execute(
                 "SELECT set_config('idle_in_transaction_session_timeout', %s, true), set_config('lock_timeout', %s, true)",
                 [milliseconds, milliseconds],
