@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from inspect import iscoroutinefunction
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, get_args, overload
 
 from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
 from django.core.handlers.exception import response_for_exception
@@ -20,9 +20,10 @@ from idempotency.conf import Isolation
 from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, ResponseNotCommitted
 from idempotency.keys import Claim, ClaimedRequest, Outcome
 from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, IdempotencyKey
-from idempotency.phases import ChosenIsolation, PhasedRun
+from idempotency.phases import ChosenIsolation
 from idempotency.problems import Problem
 from idempotency.retries import retried
+from idempotency.runs import PhasedRun
 from idempotency.transactions import connection_lost, durable_transaction, refuse_outer_transaction
 
 logger = logging.getLogger("idempotency")
@@ -109,6 +110,10 @@ def idempotent(
     Stand below the decorators that authenticate: a stored response is for those only who pass them. Decorated views are left
     out of ATOMIC_REQUESTS. Raises RuntimeError at the request when a transaction is already open.
     """
+    if isinstance(recovery_points, str):
+        raise ValueError(f"recovery_points must be a list of names: [{recovery_points!r}].")
+    if isolation not in (None, "from settings", *get_args(Isolation)):
+        raise ValueError(f"isolation must be None or one of {', '.join(map(repr, get_args(Isolation)))}, not {isolation!r}.")
     points = tuple(recovery_points) if recovery_points is not None else None
     if points is not None:
         if not all(0 < len(point) <= 50 for point in points) or len({STARTED, FINISHED, *points}) != len(points) + 2:

@@ -10,8 +10,10 @@
     ├── ResponseNotStorable      set_response() got a response that may not be stored
     ├── NoOpenTransaction        a job was staged where nothing would commit it
     ├── MessageInProgress        another delivery of this message runs just now
+    ├── CallNotRecorded          a foreign_call block made its call and recorded nothing
     └── KeyStuck                 the machine gives up; a person must look
-        └── DownstreamKeyExpired the other system may have forgotten the key: calling again could do the work twice
+        ├── DownstreamKeyExpired the other system may have forgotten the key: calling again could do the work twice
+        └── CallInDoubt          a foreign call was begun, and nobody knows whether it took effect
 """
 
 
@@ -57,6 +59,11 @@ class MessageInProgress(IdempotencyError):
     answers 503."""
 
 
+class CallNotRecorded(IdempotencyError):
+    """A foreign_call block ended without call.record(): a retry could not know that the call was made. End it with
+    call.record(result), or say call.retryable() if the call took no effect."""
+
+
 class KeyStuck(IdempotencyError):
     """The machine gives up on this request; a person must look. A view may raise it with its reason."""
 
@@ -73,3 +80,10 @@ class DownstreamKeyExpired(KeyStuck):
     work twice. Find out there what happened, then answer the key from the admin."""
 
     code = "downstream_key_expired"
+
+
+class CallInDoubt(KeyStuck):
+    """A call to a service that is not idempotent was begun, and its result was never recorded: calling again could do the work
+    twice. Find out there what happened, then answer the key from the admin."""
+
+    code = "call_in_doubt"

@@ -89,7 +89,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     """
     postgresql = connections[using].vendor == "postgresql"
     text = sql.statements(connections[using].vendor)
-    parameters = _claim_parameters(request, using)
+    parameters = _claim_parameters(request, using) | _lock_parameters(request)
     parameters["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
     for _ in range(_CLAIM_TRIES):
         row, claimed = _fetch(text.claim_phased if postgresql else text.read, parameters, using)
@@ -99,6 +99,8 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
         if not postgresql and (row is None or _refusal(row, request, recovery_points) is None):
             row, claimed = _fetch(text.upsert, parameters, using)
         if row is None:
+            if postgresql and (refusal := _refusal_by_holder(parameters, using)):
+                return refusal
             continue  # Lost the race for a new key: the next look finds the winner.
         if claimed:
             return Claim(Outcome.CLAIMED, row.key)
@@ -124,10 +126,7 @@ def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
         if verdict == "same":
             return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
         if verdict == "other":
-            with own_cursor(using) as cursor:
-                cursor.execute(sql.RUNS_ANOTHER_REQUEST, parameters)
-                another = cursor.fetchone()[0]
-            return Claim(Outcome.MISMATCH if another else Outcome.IN_PROGRESS, lock_seconds=1)
+            return _refusal_by_holder(parameters, using) or Claim(Outcome.IN_PROGRESS, lock_seconds=1)
         if not postgresql:
             row, _ = _fetch(text.read, parameters, using)
         if row is None:
@@ -225,6 +224,16 @@ def _refusal(row: _Row, request: ClaimedRequest, recovery_points: tuple[str, ...
     if key.recovery_point not in recovery_points:
         return Claim(Outcome.UNKNOWN_POINT, key)
     return None
+
+
+def _refusal_by_holder(parameters: dict[str, Any], using: str) -> Claim | None:
+    """Return why this key cannot be claimed while another session holds its lock; None if none does (any more)."""
+    with own_cursor(using) as cursor:
+        cursor.execute(sql.HOLDER, parameters)
+        held, another_request = cursor.fetchone()
+    if not held:
+        return None
+    return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS, lock_seconds=1)
 
 
 def _fenced(statement: str, key: IdempotencyKey, using: str, **parameters: Any) -> None:

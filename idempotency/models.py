@@ -48,7 +48,7 @@ def time_ordered_uuid() -> uuid.UUID:
 
 
 class Run(Protocol):
-    """What a key is bound to while a request or the completer works on it (``idempotency.phases.PhasedRun``)."""
+    """What a key is bound to while a request or the completer works on it (``idempotency.runs.PhasedRun``)."""
 
     def phases(self) -> Iterator[str]: ...
 
@@ -239,11 +239,11 @@ class IdempotencyKey(models.Model):
         return hmac.new(bytes(self.seed), name.encode(), hashlib.sha256).hexdigest()
 
     def phases(self) -> Iterator[str]:
-        """Yield the recovery point to go on from until the key is finished; see ``idempotency.phases``."""
+        """Yield the recovery point to go on from until the key is finished; see ``idempotency.runs``."""
         return self._bound().phases()
 
     def response(self) -> HttpResponseBase:
-        """Return the response that a phase stored, of this run or of an earlier one; see ``idempotency.phases``."""
+        """Return the response that a phase stored, of this run or of an earlier one; see ``idempotency.runs``."""
         return self._bound().response()
 
     def _bound(self) -> Run:
@@ -290,6 +290,7 @@ class ForeignCall(models.Model):
     name = models.CharField(max_length=100)
     token = models.UUIDField(help_text="The claim that wrote the intent: it alone may record the result.")
     started_at = models.DateTimeField(db_default=Now())
+    recorded_at = models.DateTimeField(null=True, blank=True, help_text="Null: nobody knows whether the call took effect.")
     result = models.JSONField(null=True, blank=True)
 
     class Meta:

@@ -1,93 +1,25 @@
-"""Atomic phases: local writes and the new recovery point commit together, or not at all.
+"""Atomic phases: local writes and the new recovery point commit together, or not at all; and what stands between them.
 
 Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" ("atomic phases" and "recovery points").
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal, cast
+from uuid import UUID
 
-from django.http import HttpRequest, HttpResponseBase
+from django.db.models.functions import Now
+from django.http import HttpResponseBase
 
 from idempotency import conf, http, keys, signals
 from idempotency.conf import Isolation
-from idempotency.exceptions import PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
-from idempotency.models import FINISHED, STARTED, IdempotencyKey
+from idempotency.exceptions import CallInDoubt, CallNotRecorded, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
+from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
+from idempotency.runs import PhasedRun, run_of
 from idempotency.transactions import durable_transaction, limit_idle_time
 
 #: Not given: the setting counts. None is a level too (the connection's own).
 ChosenIsolation = Isolation | None | Literal["from settings"]
-
-
-class PhasedRun:
-    """One run of a phased view over a claimed key; ``key.phases()`` and ``key.response()`` lead here."""
-
-    def __init__(self, key: IdempotencyKey, order: tuple[str, ...], sender: HttpRequest | None, *, using: str) -> None:
-        self.key = key
-        #: All recovery points in the order in which they are reached, the first and the last included.
-        self.order = order
-        #: The request that signals carry; None when the completer runs the view.
-        self.sender = sender
-        self.using = using
-        self.started = False
-        self.in_phase = False
-        self._phases_committed = 0
-        self._moved = False
-        self._response: HttpResponseBase | None = None
-        key.run = self
-
-    def again(self, fresh: IdempotencyKey) -> "PhasedRun":
-        """Return the run that goes on for this one inside the process, over a key read anew."""
-        run = PhasedRun(fresh, self.order, self.sender, using=self.using)
-        run._phases_committed = self._phases_committed
-        return run
-
-    @property
-    def finished(self) -> bool:
-        """Whether the key has its response."""
-        return self.key.recovery_point == FINISHED
-
-    @property
-    def untouched(self) -> bool:
-        """Whether neither this run nor an earlier one has committed anything."""
-        return self.key.recovery_point == STARTED and not self._phases_committed
-
-    def phases(self) -> Iterator[str]:
-        """Yield the recovery point to go on from until the key is finished.
-
-        Raises PhaseDidNotAdvance after a pass that moved nothing: it would be made again and again.
-        """
-        while not self.finished:
-            self._moved = False
-            yield self.key.recovery_point
-            if not self._moved:
-                raise PhaseDidNotAdvance(
-                    f"A pass through the phases at {self.key.recovery_point!r} moved nothing, and would be made for ever. "
-                    f"Let the view handle this recovery point, and end its phase with set_recovery_point() or set_response()."
-                )
-
-    def response(self) -> HttpResponseBase:
-        """Return the response that a phase stored: the object of this run, else one rebuilt from the row."""
-        if self._response is not None:
-            return self._response
-        if not self.finished:
-            raise RuntimeError("key.response() was called before a phase stored a response: end a phase with set_response().")
-        return http.rebuild(self.key)
-
-    def stored(self, response: HttpResponseBase) -> bool:
-        """Tell whether this very response is the one that a phase stored."""
-        return response is self._response
-
-    def moved_to(self, recovery_point: str) -> None:
-        """Note what a phase has committed."""
-        self._phases_committed += 1
-        self._moved = self._moved or recovery_point != self.key.recovery_point
-        self.key.recovery_point = recovery_point
-
-    def finished_with(self, response: HttpResponseBase) -> None:
-        """Note the response that was committed."""
-        self._response = response
-        self.moved_to(FINISHED)
 
 
 class AtomicPhase:
@@ -170,15 +102,7 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
     Raises PhaseDidNotAdvance when the block ends without one of the three ends, LockLost when another claim has taken the
     key over, and RuntimeError when it is nested in a phase or in a transaction.
     """
-    run = key.run
-    if not isinstance(run, PhasedRun):
-        raise RuntimeError(
-            "atomic_phase() needs the request.idempotency_key of a view with @idempotent(recovery_points=[...])."
-        )
-    if run.in_phase:
-        raise RuntimeError("An atomic_phase cannot be nested in another: end the first one before.")
-    if key.recovery_point == FINISHED:
-        raise RuntimeError("This key is finished: its response is stored, and no phase can follow.")
+    run = run_of(key)
     phase = AtomicPhase(run)
     run.in_phase = True
     try:
@@ -190,3 +114,56 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
     finally:
         run.in_phase = False
     phase.note()
+
+
+class MadeCall:
+    """What the block of a ``foreign_call`` sees of its call."""
+
+    def __init__(self, row: ForeignCall) -> None:
+        #: Whether to call now; False when an earlier attempt did, and ``result`` is what it recorded.
+        self.due = row.recorded_at is None
+        self.result: Any = row.result
+        self.recorded = False
+        self.may_be_repeated = False
+
+    def record(self, result: Any = None) -> None:
+        """Keep the result, a JSON value, for this run and for all that follow; it is committed when the block is left."""
+        self.result, self.recorded = result, True
+
+    def retryable(self) -> None:
+        """Say that the call took no effect: the intent is taken back when the block is left, and a retry will call again."""
+        self.may_be_repeated = True
+
+
+@contextmanager
+def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
+    """Make a call to a service that is not idempotent, once per key: call it if ``call.due``, then ``call.record(result)``.
+
+    When the block begins, the intent to call is committed and the lock is renewed. When it is left, by an exception too, the
+    recorded result is committed, even if the key was taken over meanwhile: the call was made.
+
+    Raises CallInDoubt when an earlier attempt began this call and recorded nothing, which makes the key stuck; CallNotRecorded
+    when the block recorded nothing; LockLost when another claim has taken the key over; RuntimeError inside a transaction.
+    """
+    run = run_of(key)
+    token = cast(UUID, key.claim_token)
+    rows = ForeignCall.objects.using(run.using)
+    with durable_transaction(None, using=run.using):
+        keys.renew(key, using=run.using)
+        row, created = rows.get_or_create(key_id=key.pk, name=name, defaults={"token": token})
+    call = MadeCall(row)
+    if call.due and not created:
+        raise CallInDoubt(
+            f"The call {name!r} was begun, and its result was never recorded: it may have taken effect, and calling again "
+            f"could do the work twice. Look there for what happened, then answer this request from the admin."
+        )
+    own = rows.filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
+    try:
+        yield call
+        if call.due and not (call.recorded or call.may_be_repeated):
+            raise CallNotRecorded
+    finally:
+        if call.due and call.recorded:
+            own.update(result=call.result, recorded_at=Now())
+        elif call.due and call.may_be_repeated:
+            own.delete()

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from io import BytesIO
 
 from django.contrib.auth import get_user_model
@@ -48,12 +49,23 @@ class _RequestState:
     def __init__(self, request: HttpRequest) -> None:
         self._request = request
         self._attributes = dict(vars(request))
+        self._changing = [
+            (holder, dict(vars(holder)), {name: deepcopy(vars(holder)[name]) for name in names if name in vars(holder)})
+            for holder, names in (
+                (self._attributes.get("session"), ("_session_cache",)),
+                (self._attributes.get("_messages"), ("_queued_messages",)),
+            )
+            if holder is not None
+        ]
 
     def restore(self) -> None:
         """Put the attributes back, rewind what was read, and have the user fetched anew."""
         request, attributes = self._request, self._attributes
         vars(request).clear()
         vars(request).update(attributes)
+        for holder, state, contents in self._changing:
+            vars(holder).clear()
+            vars(holder).update(state | deepcopy(contents))
         if "_body" in attributes:
             vars(request)["_stream"] = BytesIO(attributes["_body"])
         for _, uploads in attributes["_files"].lists() if "_files" in attributes else ():

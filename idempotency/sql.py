@@ -144,7 +144,11 @@ class Statements:
 
         The read comes first so that a replay writes nothing, takes no lock and needs no transaction id.
         """
-        guard = "WHERE NOT EXISTS (SELECT 1 FROM existing WHERE NOT existing.claimable)"
+        # A plain view's row is not visible before COMMIT, and an INSERT would wait for it: its lock tells at once.
+        guard = (
+            "WHERE CASE WHEN EXISTS (SELECT 1 FROM existing) THEN (SELECT existing.claimable FROM existing) "
+            "ELSE pg_try_advisory_xact_lock(%(lock)s) END"
+        )
         return (
             f"WITH existing AS MATERIALIZED (SELECT {self.columns}, {self.claimable} AS claimable FROM {TABLE} AS k "
             f"WHERE {_OF_CLIENT}), "
@@ -275,19 +279,20 @@ PARAMETERS = (
 #: Scopes of retired keys begin with it; a scope callable may not return one that does.
 RETIRED_SCOPE = "expired:"
 
-#: Does the holder of a plain view's lock run another request than the one that this session has marked?
+#: Does another session hold the lock of a key, and does it run another request than this one?
 #: pg_locks is read in one piece: a holder that is just letting go shows no mark, and is no proof of another request.
-RUNS_ANOTHER_REQUEST = """
+HOLDER = """
 WITH held AS MATERIALIZED (
     SELECT pid, classid::bigint, objid::bigint, objsubid FROM pg_locks
     WHERE locktype = 'advisory' AND granted AND pid <> pg_backend_pid()
     AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+), lock AS (
+    SELECT pid FROM held WHERE objsubid = 1 AND (classid << 32 | objid) = %(lock)s
+), mark AS (
+    SELECT pid FROM held WHERE objsubid = 2 AND classid = %(mark_key)s::bigint & 4294967295
+    AND objid <> %(mark_request)s::bigint & 4294967295
 )
-SELECT EXISTS (
-    SELECT 1 FROM held AS lock JOIN held AS mark USING (pid)
-    WHERE lock.objsubid = 1 AND (lock.classid << 32 | lock.objid) = %(lock)s
-    AND mark.objsubid = 2 AND mark.classid = %(mark_key)s::bigint & 4294967295
-)
+SELECT EXISTS (SELECT 1 FROM lock), EXISTS (SELECT 1 FROM lock JOIN mark USING (pid))
 """
 
 

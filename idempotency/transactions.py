@@ -8,7 +8,7 @@ from typing import Literal
 import psycopg
 from django.db import connections, transaction
 from django.db.backends.utils import CursorWrapper
-from django.db.utils import Error
+from django.db.utils import Error, InterfaceError, OperationalError
 from psycopg import IsolationLevel
 from psycopg.pq import TransactionStatus
 
@@ -18,6 +18,11 @@ from idempotency.conf import Isolation
 #: Serialization failure and deadlock: the transaction did nothing, and may do it all on the next try.
 _RETRYABLE_SQLSTATES = frozenset({"40001", "40P01"})
 _UNIQUE_VIOLATION = "23505"
+_LEVELS: dict[Isolation, IsolationLevel] = {
+    "read committed": IsolationLevel.READ_COMMITTED,
+    "repeatable read": IsolationLevel.REPEATABLE_READ,
+    "serializable": IsolationLevel.SERIALIZABLE,
+}
 #: No connection, no resources, shut down by an operator, ended for its silence.
 _LOST_SQLSTATES = ("08", "53", "57P", "25P03", "25P04")
 
@@ -43,7 +48,11 @@ def durable_transaction(isolation: Isolation | None, *, using: str) -> Iterator[
     into BEGIN and costs no statement, and the former one is restored. Inside ``TestCase`` it is a savepoint, at the level of
     the transaction around the test.
     """
+    if isolation not in (None, *_LEVELS):
+        raise ValueError(f"isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not {isolation!r}.")
     refuse_outer_transaction(using)
+    # Django never forgets the error that once broke a transaction of this connection, and names it as the cause of later ones.
+    connections[using].rollback_exc = None  # type: ignore[attr-defined]
     with _isolated(isolation, using), transaction.atomic(using=using, durable=True):
         yield
 
@@ -59,7 +68,7 @@ def _isolated(isolation: Isolation | None, using: str) -> Iterator[None]:
     connection.ensure_connection()
     psycopg_connection = connection.connection
     former = psycopg_connection.isolation_level
-    psycopg_connection.isolation_level = IsolationLevel[isolation.upper().replace(" ", "_")]
+    psycopg_connection.isolation_level = _LEVELS[isolation]
     try:
         yield
     finally:
@@ -129,10 +138,12 @@ def connection_lost(error: BaseException, using: str) -> bool:
     if not isinstance(error, Error):
         return False
     connection = connections[using]
-    sqlstate = getattr(error.__cause__, "sqlstate", None)
     if connection.vendor == "sqlite":
         return any(word in str(error) for word in ("locked", "disk", "unable to open"))
-    lost = connection.connection is None or connection.connection.closed or (sqlstate or "").startswith(_LOST_SQLSTATES)
+    # The error decides: by now Django may have opened a new connection. A cut line has no SQLSTATE to tell.
+    sqlstate = getattr(error.__cause__, "sqlstate", None)
+    cut = sqlstate is None and isinstance(error, OperationalError | InterfaceError)
+    lost = cut or (sqlstate or "").startswith(_LOST_SQLSTATES)
     if lost and not connection.in_atomic_block:
         connection.close()
     return lost

@@ -66,7 +66,6 @@ def test_bad_recovery_points_are_refused_at_decoration(points: list[str]) -> Non
         idempotent(recovery_points=points)
 
 
-@pytest.mark.xfail(strict=True, reason="a string passes as the sequence of its letters")
 def test_a_string_of_recovery_points_is_refused_at_decoration() -> None:
     """A string is a sequence of its letters."""
     with pytest.raises((TypeError, ValueError), match="recovery_points"):
@@ -86,7 +85,6 @@ def test_async_view_is_refused_at_decoration() -> None:
         idempotent(view)
 
 
-@pytest.mark.xfail(strict=True, reason="an unknown isolation is a KeyError at the request")
 def test_unknown_isolation_is_refused_at_decoration() -> None:
     with pytest.raises(ValueError, match="isolation"):
         idempotent(isolation="serialisable")
@@ -174,7 +172,6 @@ def test_rollback_that_the_view_asked_for_is_no_success(kind: Kind, serve: Serve
     assert not IdempotencyKey.objects.finished().exists()
 
 
-@pytest.mark.xfail(strict=True, reason="Django names a serialization failure of an earlier request as the cause")
 @both_kinds
 @pytest.mark.postgres
 def test_rollback_that_the_view_asked_for_is_no_serialization_failure(kind: Kind, serve: Serve, sender: Sender) -> None:
@@ -329,7 +326,6 @@ def test_retry_finds_the_files_rewound(kind: Kind, serve: Serve, sender: Sender)
     assert seen == [("1", b"content")] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="what a failed attempt put into the session stays there")
 @both_kinds
 @pytest.mark.postgres
 def test_retry_finds_the_session_as_it_was(kind: Kind, serve: Serve, sender: Sender) -> None:
@@ -342,7 +338,6 @@ def test_retry_finds_the_session_as_it_was(kind: Kind, serve: Serve, sender: Sen
     assert sender.client.session["visits"] == 1
 
 
-@pytest.mark.xfail(strict=True, reason="messages of a failed attempt are shown as well")
 @both_kinds
 @pytest.mark.postgres
 def test_retry_finds_the_messages_as_they_were(kind: Kind, serve: Serve, sender: Sender) -> None:
@@ -465,10 +460,7 @@ def test_unique_violation_of_its_own_making_is_given_up_soon(kind: Kind, serve: 
     "kind",
     [
         plain,
-        pytest.param(
-            phased,
-            marks=pytest.mark.xfail(strict=True, reason="a response rebuilt from the row counts as one that no phase stored"),
-        ),
+        phased,
     ],
 )
 @pytest.mark.postgres
@@ -533,10 +525,7 @@ def cut_this_connection() -> None:
 
 CUTS = [
     terminate_this_backend,
-    pytest.param(
-        cut_this_connection,
-        marks=pytest.mark.xfail(strict=True, reason="atomic() has reconnected before connection_lost() looks"),
-    ),
+    cut_this_connection,
 ]
 
 
@@ -645,26 +634,6 @@ def test_response_that_no_phase_stored_is_refused(serve: Serve, sender: Sender) 
     assert "ResponseNotCommitted" in IdempotencyKey.objects.first().last_error
     assert not IdempotencyKey.objects.finished().exists()
     assert not IdempotencyKey.objects.in_flight().exists()
-
-
-@pytest.mark.xfail(strict=True, reason="what no_op committed in an earlier request is not known")
-def test_definitive_refusal_after_a_committed_phase_is_refused_in_a_later_request_too(serve: Serve, sender: Sender) -> None:
-    """What ``no_op`` committed in an earlier request counts: the refusal would deny it."""
-
-    @idempotent(recovery_points=["a"])
-    def view(request: HttpRequest) -> HttpResponseBase:
-        key = request.idempotency_key
-        if Entry.objects.exists():
-            return HttpResponse("refused", status=402)
-        with atomic_phase(key) as phase:
-            Entry.objects.create(name="committed")
-            phase.no_op()
-        raise RuntimeError("out of luck")
-
-    serve(view=view)
-    assert sender.send().status_code == 500
-    assert Entry.objects.count() == 1
-    assert sender.send().status_code == 500
 
 
 # What a request costs

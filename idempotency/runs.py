@@ -1,0 +1,93 @@
+"""The run of a phased view over a claimed key: where it stands, what it has committed, what it answers."""
+
+from collections.abc import Iterator
+
+from django.http import HttpRequest, HttpResponseBase
+
+from idempotency import http
+from idempotency.exceptions import PhaseDidNotAdvance
+from idempotency.models import FINISHED, STARTED, IdempotencyKey
+
+
+class PhasedRun:
+    """One run of a phased view over a claimed key; ``key.phases()`` and ``key.response()`` lead here."""
+
+    def __init__(self, key: IdempotencyKey, order: tuple[str, ...], sender: HttpRequest | None, *, using: str) -> None:
+        self.key = key
+        #: All recovery points in the order in which they are reached, the first and the last included.
+        self.order = order
+        #: The request that signals carry; None when the completer runs the view.
+        self.sender = sender
+        self.using = using
+        self.started = False
+        self.in_phase = False
+        self._phases_committed = 0
+        self._moved = False
+        self._response: HttpResponseBase | None = None
+        key.run = self
+
+    def again(self, fresh: IdempotencyKey) -> "PhasedRun":
+        """Return the run that goes on for this one inside the process, over a key read anew."""
+        run = PhasedRun(fresh, self.order, self.sender, using=self.using)
+        run._phases_committed = self._phases_committed
+        return run
+
+    @property
+    def finished(self) -> bool:
+        """Whether the key has its response."""
+        return self.key.recovery_point == FINISHED
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has moved the key yet, and this request has committed nothing."""
+        return self.key.recovery_point == STARTED and not self._phases_committed
+
+    def phases(self) -> Iterator[str]:
+        """Yield the recovery point to go on from until the key is finished.
+
+        Raises PhaseDidNotAdvance after a pass that moved nothing: it would be made again and again.
+        """
+        while not self.finished:
+            self._moved = False
+            yield self.key.recovery_point
+            if not self._moved:
+                raise PhaseDidNotAdvance(
+                    f"A pass through the phases at {self.key.recovery_point!r} moved nothing, and would be made for ever. "
+                    f"Let the view handle this recovery point, and end its phase with set_recovery_point() or set_response()."
+                )
+
+    def response(self) -> HttpResponseBase:
+        """Return the response that a phase stored: the object of this run, else one rebuilt from the row."""
+        if self._response is not None:
+            return self._response
+        if not self.finished:
+            raise RuntimeError("key.response() was called before a phase stored a response: end a phase with set_response().")
+        self._response = http.rebuild(self.key)
+        return self._response
+
+    def stored(self, response: HttpResponseBase) -> bool:
+        """Tell whether this very response is the one that a phase stored."""
+        return response is self._response
+
+    def moved_to(self, recovery_point: str) -> None:
+        """Note what a phase has committed."""
+        self._phases_committed += 1
+        self._moved = self._moved or recovery_point != self.key.recovery_point
+        self.key.recovery_point = recovery_point
+
+    def finished_with(self, response: HttpResponseBase) -> None:
+        """Note the response that was committed."""
+        self._response = response
+        self.moved_to(FINISHED)
+
+
+def run_of(key: IdempotencyKey) -> PhasedRun:
+    """Return the run that may go on with the key at this place. Raises RuntimeError if there is none."""
+    run = key.run
+    if not isinstance(run, PhasedRun):
+        raise RuntimeError("This needs the request.idempotency_key of a view with @idempotent(recovery_points=[...]).")
+    if run.in_phase:
+        raise RuntimeError("An atomic_phase holds no other and no foreign_call: they cannot be nested. End it before.")
+    if run.finished:
+        raise RuntimeError("This key is finished: its response is stored, and nothing can follow.")
+    return run
