@@ -49,6 +49,7 @@ class Options:
     scope: Callable[[HttpRequest], str] | None
     isolation: ChosenIsolation
     using: str | Callable[[HttpRequest], str] | None
+    on_abandon: Callable[[IdempotencyKey], HttpResponseBase] | None
 
     def every_point(self) -> tuple[str, ...]:
         """Return the recovery points in their order, the first and the last included; a plain view has no others."""
@@ -83,6 +84,7 @@ def idempotent(
     scope: Callable[[HttpRequest], str] | None = None,
     isolation: ChosenIsolation = "from settings",
     using: str | Callable[[HttpRequest], str] | None = None,
+    on_abandon: Callable[[IdempotencyKey], HttpResponseBase] | None = None,
 ) -> Callable[[AnyView], AnyView]: ...
 def idempotent(
     view: View | None = None,
@@ -93,6 +95,7 @@ def idempotent(
     scope: Callable[[HttpRequest], str] | None = None,
     isolation: ChosenIsolation = "from settings",
     using: str | Callable[[HttpRequest], str] | None = None,
+    on_abandon: Callable[[IdempotencyKey], HttpResponseBase] | None = None,
 ) -> Any:
     """Let a view run once per idempotency key, and answer each retry with the same response.
 
@@ -106,6 +109,8 @@ def idempotent(
     ``required``: False lets a request without a key run unprotected. ``validate(request)``: a response refuses the request
     before it spends a key. ``scope(request)``: whose key it is, at most 200 characters; by default the user, else the session.
     ``isolation``: level of a plain view's transaction; PLAIN_ISOLATION by default. ``using``: alias of the key's database.
+    ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS: it runs once, outside any
+    transaction, and its response finishes the key.
 
     Stand below the decorators that authenticate: a stored response is for those only who pass them. Decorated views are left
     out of ATOMIC_REQUESTS. Raises RuntimeError at the request when a transaction is already open.
@@ -123,7 +128,13 @@ def idempotent(
         if not required:
             raise ValueError("A phased view needs a key for each request: drop required=False, or recovery_points.")
     options = Options(
-        recovery_points=points, required=required, validate=validate, scope=scope, isolation=isolation, using=using
+        recovery_points=points,
+        required=required,
+        validate=validate,
+        scope=scope,
+        isolation=isolation,
+        using=using,
+        on_abandon=on_abandon,
     )
 
     def decorate(view: View) -> View:

@@ -1,0 +1,77 @@
+"""The end of a request that nobody could finish: the view's ``on_abandon`` settles it, once, or a person does."""
+
+import logging
+from collections.abc import Callable
+
+from django.http import HttpResponseBase
+from django.urls import Resolver404, resolve
+
+from idempotency import conf, http, keys, signals
+from idempotency.exceptions import LockLost
+from idempotency.models import IdempotencyKey
+
+logger = logging.getLogger("idempotency")
+
+OnAbandon = Callable[[IdempotencyKey], HttpResponseBase]
+
+#: The stuck code of a key that was not finished within the retention, and has nobody but a person to settle it.
+RETENTION_PASSED = "retention_passed"
+#: The stuck code while ``on_abandon`` is at work, and for good when it does not come to its end.
+ON_ABANDON = "on_abandon"
+
+
+def settle(pk: int, *, using: str) -> bool | None:
+    """Settle an unfinished key past its retention; several processes may try, one does it.
+
+    On return the key is finished with the response of its view's ``on_abandon`` (True), or stuck (False); None when a run or
+    another process has it. ``on_abandon`` runs once and outside any transaction: the key is marked stuck before, so that a
+    death in the middle leaves it to a person.
+    """
+    key = keys.read(pk, using=using)
+    on_abandon = _on_abandon(key) if key is not None else None
+    if on_abandon is None:
+        reason = (
+            f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation. Its last error and its "
+            f"history say where it stopped; whether to run it again or to answer it by hand is for a person to decide."
+        )
+        if not keys.give_up(pk, RETENTION_PASSED, reason, using=using):
+            return None
+    else:
+        key = keys.claim_by_id(pk, delay_seconds=0, using=using)
+        if key is None:
+            return None
+        begun = (
+            "on_abandon was begun and did not come to its end: what it did elsewhere may be done. Look there, then settle it."
+        )
+        keys.mark_stuck(key, ON_ABANDON, begun, using=using)
+        if _run(on_abandon, key, using):
+            keys.emit(signals.key_finished, keys.read(pk, using=using), None)
+            return True
+    keys.emit(signals.key_stuck, keys.read(pk, using=using), None)
+    return False
+
+
+def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
+    """Run it and store its response; return whether that settled the key."""
+    try:
+        response = http.render(on_abandon(key))
+        if http.is_stored(response):
+            keys.finish(key, *http.stored_parts(response), using=using)
+            return True
+        failure = f"on_abandon returned status {response.status_code}, which is never stored."
+    except LockLost:
+        return False  # Somebody has settled it from the admin meanwhile.
+    except Exception as error:
+        logger.exception("on_abandon of key %s failed", key.key_hash)
+        failure = f"on_abandon failed: {type(error).__name__}: {error}"
+    keys.mark_stuck(key, ON_ABANDON, failure, using=using)
+    return False
+
+
+def _on_abandon(key: IdempotencyKey) -> OnAbandon | None:
+    try:
+        view = resolve(key.request_path.partition("?")[0]).func
+    except Resolver404:
+        return None
+    found: OnAbandon | None = getattr(getattr(view, "idempotency", None), "on_abandon", None)
+    return found

@@ -1,0 +1,107 @@
+"""What nobody could finish is settled once by the view's ``on_abandon``, or handed to a person."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.db.models.functions import Now
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+
+from idempotency.abandonment import settle
+from idempotency.decorators import idempotent
+from idempotency.models import IdempotencyKey
+from tests.concurrency import all_at_once
+from tests.serving import Sender
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def abandoned(serve: Any, sender: Sender) -> Callable[..., IdempotencyKey]:
+    """Return a function that leaves a key unfinished for 73 hours behind a view with this ``on_abandon``."""
+
+    def leave(on_abandon: Any = None) -> IdempotencyKey:
+        @idempotent(recovery_points=["charged"], on_abandon=on_abandon)
+        def view(request: HttpRequest) -> HttpResponseBase:
+            return HttpResponse(status=503)
+
+        serve(view=view)
+        sender.send()
+        IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=73), last_run_at=Now() - timedelta(hours=72))
+        return IdempotencyKey.objects.get()
+
+    return leave
+
+
+def test_its_response_finishes_the_key(abandoned: Any, sender: Sender) -> None:
+    refunds: list[str] = []
+
+    def refund(key: IdempotencyKey) -> HttpResponseBase:
+        assert not connection.in_atomic_block
+        refunds.append(key.derive("refund"))
+        return JsonResponse({"refunded": key.recovery_point}, status=410)
+
+    key = abandoned(refund)
+    assert settle(key.pk, using="default") is True
+    assert settle(key.pk, using="default") is None
+    answer = sender.send()
+    assert (answer.status_code, answer.json()) == (410, {"refunded": "started"})
+    assert len(refunds) == 1
+    key.refresh_from_db()
+    assert (key.stuck_at, key.locked_at) == (None, None)
+
+
+def test_without_one_a_person_hears_of_it(abandoned: Any, sender: Sender) -> None:
+    key = abandoned()
+    assert settle(key.pk, using="default") is False
+    key.refresh_from_db()
+    assert key.stuck_code == "retention_passed"
+    assert "72 hours" in key.stuck_reason
+    assert sender.send().status_code == 409
+
+
+@pytest.mark.parametrize("answer", [OSError("Stripe is down"), HttpResponse(status=503)], ids=["raises", "503"])
+def test_one_that_fails_leaves_the_key_to_a_person(abandoned: Any, answer: Any) -> None:
+    calls: list[int] = []
+
+    def on_abandon(key: IdempotencyKey) -> HttpResponseBase:
+        calls.append(1)
+        if isinstance(answer, Exception):
+            raise answer
+        found: HttpResponse = answer
+        return found
+
+    key = abandoned(on_abandon)
+    assert [settle(key.pk, using="default") for _ in range(2)] == [False, None]
+    assert len(calls) == 1
+    key.refresh_from_db()
+    assert key.stuck_code == "on_abandon"
+    assert "Stripe is down" in key.stuck_reason or "503" in key.stuck_reason
+
+
+def test_a_death_in_the_middle_leaves_the_key_to_a_person(abandoned: Any) -> None:
+    def die(key: IdempotencyKey) -> HttpResponseBase:
+        raise KeyboardInterrupt  # nothing of this app catches it, as nothing would a death
+
+    key = abandoned(die)
+    with pytest.raises(KeyboardInterrupt):
+        settle(key.pk, using="default")
+    key.refresh_from_db()
+    assert key.stuck_code == "on_abandon"
+    assert "did not come to its end" in key.stuck_reason
+    assert settle(key.pk, using="default") is None
+
+
+@pytest.mark.postgres
+def test_of_several_processes_one_settles_it(abandoned: Any) -> None:
+    calls: list[int] = []
+
+    def on_abandon(key: IdempotencyKey) -> HttpResponseBase:
+        calls.append(1)
+        return HttpResponse(status=410)
+
+    key = abandoned(on_abandon)
+    assert sorted(all_at_once(lambda number: settle(key.pk, using="default"), 4), key=str) == [None, None, None, True]
+    assert len(calls) == 1
