@@ -97,6 +97,11 @@ def find_charge(ride: Ride) -> str | None:
     return None
 
 
+def refund_charge(charge_id: str, downstream_key: str) -> None:
+    """Give the whole charge back, once for the same key. Raises stripe.StripeError when Stripe does not take it."""
+    stripe_client().v1.refunds.create({"charge": charge_id}, {"idempotency_key": downstream_key})
+
+
 def ride_id_of(charge: stripe.Charge) -> str:
     """Return the id of the ride that the charge names in its metadata, or nothing."""
     return str((charge.metadata or {})["ride_id"]) if "ride_id" in (charge.metadata or {}) else ""

@@ -12,6 +12,7 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 
 from idempotency.decorators import idempotent
 from idempotency.jobs import stage_job
+from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from rides_demo import payments
 from rides_demo.auth import token_required
@@ -30,9 +31,19 @@ logger = logging.getLogger("rides_demo.views")
 ACCEPTED = "Payment accepted. Your pilot is on their way!"
 
 
+def give_back(key: IdempotencyKey) -> HttpResponse:
+    """Settle a ride that was not finished within the retention: whatever Stripe has charged for it is refunded."""
+    ride = Ride.objects.select_related("user").filter(idempotency_key=key).first()
+    charge_id = (ride.stripe_charge_id or payments.find_charge(ride)) if ride else None
+    if charge_id:
+        payments.refund_charge(charge_id, key.derive("refund"))
+    message = "The ride could not be booked in time. Nothing was charged, or the charge was given back."
+    return error_response(HTTPStatus.GONE, "ride_abandoned", message)
+
+
 @require_POST
 @token_required
-@idempotent(recovery_points=["ride_created", "charge_created"], validate=ride_parameters_problem)
+@idempotent(recovery_points=["ride_created", "charge_created"], validate=ride_parameters_problem, on_abandon=give_back)
 def create_ride(request: HttpRequest) -> HttpResponse:
     """Book a ride and charge it: two local transactions around a call to Stripe, which is outside any transaction."""
     key = request.idempotency_key
