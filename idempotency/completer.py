@@ -6,8 +6,10 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (
 """
 
 import logging
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -16,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.core.handlers.wsgi import WSGIRequest
-from django.db import router
+from django.db import connections, router
 from django.http import HttpRequest
 from django.urls import Resolver404, resolve
 from django.utils import timezone, translation
@@ -51,27 +53,61 @@ class _CannotRun(Exception):
 
 
 def complete_once(
-    *, batch_size: int = 100, dry_run: bool = False, using: str | None = None, stop: Callable[[], bool] = lambda: False
+    *,
+    batch_size: int = 100,
+    concurrency: int = 1,
+    dry_run: bool = False,
+    using: str | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> CompletePass:
     """Run each abandoned key on from its recovery point, as its own user; several completers may run at once.
 
     On return each key that was taken is finished, stuck, or released and due again after a wait that doubles with each run.
-    What a view raises is logged and kept on its key. ``stop`` is asked before each key. ``dry_run`` only counts, as failed,
-    those that would be run.
+    What a view raises is logged and kept on its key. ``batch_size``: how many keys are read at a time. ``concurrency``: how
+    many run at once, each in a thread with connections of its own, which are closed on return; a single one runs in the
+    caller's thread. ``stop`` is asked before each key. ``dry_run`` only counts, as failed, those that would be run.
     """
     alias = using or router.db_for_write(IdempotencyKey)
-    abandoned = IdempotencyKeyQuerySet(IdempotencyKey, using=alias).abandoned()
     if dry_run:
-        return CompletePass(failed=abandoned.count())
-    counts: Counter[str] = Counter()
-    last = 0
-    while batch := list(abandoned.filter(pk__gt=last).order_by("pk").values_list("pk", "completer_attempts")[:batch_size]):
-        for last, attempts in batch:
-            if stop():
-                return CompletePass(**counts)
-            if outcome := _complete(last, attempts, alias):
+        return CompletePass(failed=_abandoned(alias).count())
+    waiting, one_at_a_time = _waiting(alias, batch_size), threading.Lock()
+
+    def run_keys() -> Counter[str]:
+        counts: Counter[str] = Counter()
+        while not stop():
+            with one_at_a_time:
+                key = next(waiting, None)
+            if key is None:
+                break
+            if outcome := _complete(*key, alias):
                 counts[outcome] += 1
-    return CompletePass(**counts)
+        return counts
+
+    def run_keys_and_disconnect() -> Counter[str]:
+        try:
+            return run_keys()
+        finally:
+            connections.close_all()
+
+    if concurrency == 1:
+        return CompletePass(**run_keys())
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="completer") as pool:
+        runs = [pool.submit(run_keys_and_disconnect) for _ in range(concurrency)]
+    return CompletePass(**sum((run.result() for run in runs), Counter()))
+
+
+def _abandoned(alias: str) -> IdempotencyKeyQuerySet:
+    return IdempotencyKeyQuerySet(IdempotencyKey, using=alias).abandoned()
+
+
+def _waiting(alias: str, batch_size: int) -> Iterator[tuple[int, int]]:
+    """Yield the id of each abandoned key and the number of its runs, each key once."""
+    last = 0
+    while batch := list(
+        _abandoned(alias).filter(pk__gt=last).order_by("pk").values_list("pk", "completer_attempts")[:batch_size]
+    ):
+        yield from batch
+        last, _ = batch[-1]
 
 
 def _complete(pk: int, attempts: int, alias: str) -> str | None:
@@ -158,6 +194,8 @@ def _request(key: IdempotencyKey) -> HttpRequest:
         environ["HTTP_HOST"] = host
     environ |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in headers.items()}
     request = WSGIRequest(environ)
+    # As if it had been read: a run that meets a serialization failure is made again, and the stream can be read only once.
+    request._body = body  # type: ignore[attr-defined]
     # Cross-site forgery is a matter of the request that came in; it passed, or there would be no key.
     request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
     request.user = _user(key)

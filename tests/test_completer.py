@@ -23,6 +23,7 @@ from tests.concurrency import Gate, all_at_once, background
 from tests.factories import IdempotencyKeyFactory
 from tests.models import Entry
 from tests.serving import Sender
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -232,6 +233,57 @@ def test_completers_at_once_run_each_key_once(shop: Shop, sender: Sender) -> Non
     passes = all_at_once(lambda number: complete_once(), 4)
     assert sum(one.finished for one in passes) == 10
     assert len(shop.seen) == 10
+
+
+@pytest.mark.postgres
+def test_a_run_that_meets_a_serialization_failure_is_made_again_with_the_whole_request(shop: Shop, sender: Sender) -> None:
+    sender.send(body={"a": 1})
+    abandon()
+    failures = iter(["DO $$ BEGIN RAISE SQLSTATE '40001'; END $$"])
+
+    class Failure(Gate):
+        def wait_here(self) -> None:
+            for statement in failures:
+                with connection.cursor() as cursor:
+                    cursor.execute(statement)
+
+    shop.broken, shop.gate = False, Failure()
+    assert complete_once() == CompletePass(finished=1)
+    assert [run["body"] for run in shop.seen] == [{"a": 1}] * 3
+
+
+@pytest.mark.postgres
+def test_several_keys_run_at_once_and_their_counts_are_summed(shop: Shop, sender: Sender) -> None:
+    for number in range(3):
+        sender.send(key=f"key-{number}")
+    sender.send("/view/?later", key="later")
+    abandon()
+    shop.broken, shop.gate = False, Gate()
+    with background(lambda: complete_once(concurrency=2, batch_size=1)) as run:
+        shop.gate.wait_until_reached()
+        eventually(lambda: IdempotencyKey.objects.finished().count() == 3)
+        assert not run.done(), "the first key holds up its own thread alone"
+        shop.gate.open()
+    assert run.result() == CompletePass(finished=4)
+    assert len(shop.seen) == 8
+
+
+@pytest.mark.postgres
+def test_threads_stop_between_keys_and_leave_no_connection(shop: Shop, sender: Sender) -> None:
+    for number in range(6):
+        sender.send(key=f"key-{number}")
+    abandon()
+    shop.broken = False
+    assert complete_once(concurrency=3, stop=lambda: len(shop.seen) > 6).finished <= 4
+    assert IdempotencyKey.objects.unfinished().count() >= 2
+    with connection.cursor() as cursor:
+        others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+
+        def alone() -> bool:
+            cursor.execute(others + " AND backend_type = 'client backend'")
+            return cursor.fetchone() == (0,)
+
+        eventually(alone)
 
 
 @pytest.mark.postgres
