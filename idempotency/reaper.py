@@ -38,29 +38,42 @@ class ReapPass:
 
 
 def reap_once(
-    *, batch_size: int = 1000, dry_run: bool = False, using: str | None = None, stop: Callable[[], bool] = lambda: False
+    *,
+    batch_size: int = 1000,
+    older_than_hours: float | None = None,
+    dry_run: bool = False,
+    using: str | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[ReapPass], None] = lambda so_far: None,
 ) -> ReapPass:
     """Delete what is past its retention, batch by batch, each in a transaction of its own; several may run at once.
 
     Deleted are finished keys that have expired, and messages of the inbox after 30 days. Foreign keys to a deleted key are
     honoured; one that a row of the user protects is kept. Unfinished keys past the retention, counted from their creation,
-    are marked stuck unless a run holds them; ``key_stuck`` is sent for each. ``stop`` is asked before each batch.
+    are marked stuck unless a run holds them; ``key_stuck`` is sent for each.
+
+    ``older_than_hours`` replaces RETENTION_HOURS for the finished keys of this pass, and for nothing else: a retry that comes
+    after its key was deleted runs anew. ``stop`` is asked before each batch, ``progress`` is told the counts after each.
     ``dry_run`` only counts.
     """
     alias = using or router.db_for_write(IdempotencyKey)
+    expired = partial(_expired, alias, timedelta(hours=older_than_hours or conf.get().RETENTION_HOURS))
     if dry_run:
-        return ReapPass(deleted=_expired(alias).count(), stuck=_overdue(alias).count(), messages=_old_messages(alias).count())
+        return ReapPass(deleted=expired().count(), stuck=_overdue(alias).count(), messages=_old_messages(alias).count())
     counts: Counter[str] = Counter()
-    batches = chain(_reap_expired(alias, batch_size), _mark_overdue(alias, batch_size), _reap_messages(alias, batch_size))
+    batches = chain(
+        _reap_expired(alias, expired, batch_size), _mark_overdue(alias, batch_size), _reap_messages(alias, batch_size)
+    )
     while not stop() and (batch := next(batches, None)) is not None:
         counts.update(batch)
+        progress(ReapPass(**counts))
     return ReapPass(**counts)
 
 
-def _expired(alias: str) -> IdempotencyKeyQuerySet:
+def _expired(alias: str, retention: timedelta) -> IdempotencyKeyQuerySet:
     # A finished key is not locked; should one be, its request is at work at this moment, whatever the clock said.
     recently = Now() - timedelta(seconds=conf.get().LOCK_TIMEOUT_SECONDS)
-    return IdempotencyKeyQuerySet(IdempotencyKey, using=alias).expired().exclude(locked_at__gte=recently)
+    return IdempotencyKeyQuerySet(IdempotencyKey, using=alias).expired(retention).exclude(locked_at__gte=recently)
 
 
 def _overdue(alias: str) -> IdempotencyKeyQuerySet:
@@ -71,11 +84,11 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
     return ProcessedMessage.objects.using(alias).filter(processed_at__lt=Now() - MESSAGE_RETENTION)
 
 
-def _reap_expired(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
+def _reap_expired(alias: str, expired: Callable[[], IdempotencyKeyQuerySet], batch_size: int) -> Iterator[dict[str, int]]:
     last = None
     while True:
         with transaction.atomic(using=alias, durable=True):
-            page = _page(_expired(alias).select_for_update(skip_locked=True), last, batch_size)
+            page = _page(expired().select_for_update(skip_locked=True), last, batch_size)
             deleted = _delete(alias, [pk for _, pk in page])
         if not page:
             return

@@ -1,6 +1,7 @@
 """The three commands: their exit status, their output, and how they stop and go on."""
 
 import os
+import pty
 import re
 import signal
 import threading
@@ -21,6 +22,7 @@ from tests.test_reaper import expired_keys
 from tests.waiting import eventually
 
 COMMANDS = ["enqueue_jobs", "complete_keys", "reap_keys"]
+REST = "0 stuck, 0 messages\n"
 NOBODY = "postgresql://postgres@127.0.0.1:{}/rides"
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
@@ -188,6 +190,27 @@ def test_a_dry_run_says_so_and_changes_nothing(broker, capsys):
     assert "reap_keys: would be: 2 deleted" in output
     assert StagedJob.objects.count() == 1
     assert IdempotencyKey.objects.count() == 2
+
+
+def test_the_reaper_counts_on_a_terminal_and_nowhere_else(broker):
+    """A real terminal, and a pipe."""
+    expired_keys(30)
+    assert run("reap_keys", "--batch-size", "10", "--older-than", "73.5").stdout == "reap_keys: 0 deleted, 0 protected, " + REST
+    terminal, its_end = pty.openpty()
+    with start("reap_keys", "--batch-size", "10", "--older-than", "72.5", stdout=its_end) as process:
+        os.close(its_end)
+        assert process.wait(30) == 0
+        output = os.read(terminal, 10_000).decode()
+        os.close(terminal)
+    counter, line = output.split("\r\x1b[K")
+    assert counter == "\r10 of 30\r20 of 30\r30 of 30"
+    assert line.strip() == f"reap_keys: 30 deleted, 0 protected, {REST}".strip()
+
+
+def test_the_completer_takes_a_number_of_threads(broker):
+    done = run("complete_keys", "--concurrency", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run("complete_keys", "--concurrency", "0").returncode == 2
 
 
 def test_it_can_be_called_from_code(broker, capsys):

@@ -152,6 +152,25 @@ def test_old_messages_go_and_younger_ones_stay():
     assert ProcessedMessage.objects.get().message_id == "29"
 
 
+def test_another_age_is_that_of_finished_keys_alone():
+    expired_key(finished_at=ago(hours=23))
+    for hours in (25, 71, 73):
+        expired_key(finished_at=ago(hours=hours))
+    IdempotencyKeyFactory(created_at=ago(hours=71))
+    ProcessedMessage.objects.create(source="s", message_id="1", processed_at=ago(days=29))
+    assert reap_once(older_than_hours=24, dry_run=True) == ReapPass(deleted=3)
+    assert reap_once(older_than_hours=72.5) == ReapPass(deleted=1)
+    assert reap_once(older_than_hours=24) == ReapPass(deleted=2)
+    assert IdempotencyKey.objects.count() == 2
+
+
+def test_progress_is_told_after_each_batch():
+    expired_keys(5)
+    told = []
+    reap_once(batch_size=2, progress=told.append)
+    assert told == [ReapPass(deleted=2), ReapPass(deleted=4), ReapPass(deleted=5)]
+
+
 def test_a_dry_run_only_counts():
     expired_key()
     IdempotencyKeyFactory(created_at=ago(hours=73))

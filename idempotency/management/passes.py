@@ -1,4 +1,4 @@
-"""What the three commands share: one pass and exit, or pass after pass until SIGTERM."""
+"""What the commands share: one pass and exit, or pass after pass until SIGTERM."""
 
 import argparse
 import contextlib
@@ -7,23 +7,28 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any, ClassVar
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connections
+from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, close_old_connections, connections
 
 from idempotency.enqueuer import BrokerUnavailable
 
 logger = logging.getLogger("idempotency")
 
-#: What ends a single pass with exit status 1, and what a loop waits out.
+#: What ends a single pass with exit status 1, and what a loop waits out without a traceback.
 _UNREACHABLE = (OperationalError, InterfaceError, BrokerUnavailable)
+
+#: A loop that waits gives a sign of life this often.
+BEAT_SECONDS = 5.0
 
 
 class StopSignal:
-    """SIGTERM and SIGINT, as something to ask and to wait for.
+    """SIGTERM and SIGINT, as something to ask and to wait for, in any thread.
 
     A pipe, not a threading.Event: setting an Event in a signal handler can deadlock with the wait that it interrupts.
     """
@@ -53,6 +58,74 @@ class StopSignal:
         os.write(self._writer, b"x")
 
 
+class Loop:
+    """Passes of one kind, one after the other, until a signal comes; each loop of a process has a thread of its own.
+
+    A pass that fails ends neither the loop nor its process: the next one tries again, on a new connection. The log gets a line
+    when that begins and when it is over. ``say`` is given the counts of each pass that did something. ``beat`` is called every
+    few seconds and between the batches of a pass, but not while the last pass failed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run_pass: Callable[..., Any],
+        *,
+        interval: float,
+        stop: StopSignal,
+        say: Callable[[Any], None],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name = name
+        self._run_pass, self._interval, self._stop, self._say, self._beat = run_pass, interval, stop, say, beat
+        self._failure: object = None
+
+    def run(self) -> None:
+        """Return when a signal asks to stop, with this thread's connections closed."""
+        try:
+            while not self._stop_requested():
+                self._turn()
+                due = time.monotonic() + self._interval
+                while (left := due - time.monotonic()) > 0 and not self._stop_requested(min(left, BEAT_SECONDS)):
+                    pass
+        finally:
+            connections.close_all()
+
+    def _stop_requested(self, wait_seconds: float = 0) -> bool:
+        if self._failure is None:
+            self._beat()
+        return self._stop.requested(wait_seconds)
+
+    def _turn(self) -> None:
+        try:
+            close_old_connections()
+            counts = self._run_pass(stop=self._stop_requested)
+        except (Exception, SystemExit) as error:  # A view or a backend may call sys.exit().
+            self._note_failure(error)
+            connections.close_all()
+            return
+        if self._failure is not None:
+            logger.warning("%s: goes on again", self.name)
+        self._failure = None
+        if any(asdict(counts).values()):
+            self._say(counts)
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Log the first of several failures of one kind; what cannot be reached needs no traceback."""
+        unreachable = isinstance(error, _UNREACHABLE)
+        failure = _UNREACHABLE if unreachable else type(error)
+        if failure != self._failure:
+            logger.log(
+                logging.WARNING if unreachable else logging.ERROR,
+                "%s: cannot go on, will try every %g s: %s",
+                self.name,
+                self._interval,
+                _one_line(error),
+                exc_info=not unreachable,
+            )
+        self._failure = failure
+
+
 class PassCommand(BaseCommand):
     """A command whose work is a ``*_once()`` function: it parses, loops, prints counts, and decides on the exit status.
 
@@ -64,91 +137,92 @@ class PassCommand(BaseCommand):
     default_batch_size: ClassVar[int] = 1000
 
     #: The work: a function that does one pass, asks ``stop`` between batches, and returns its counts, a dataclass.
-    run_pass: ClassVar[Callable[..., Any]]
+    run_pass: Callable[..., Any]
+    #: Names of the options of this command alone, which its pass is given too.
+    own_options: ClassVar[tuple[str, ...]] = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--loop", action="store_true", help="Stay, and do a pass every --interval seconds until SIGTERM.")
         parser.add_argument(
             "--interval",
-            type=_seconds,
+            type=seconds,
             default=self.default_interval,
             metavar="SECONDS",
             help="With --loop: how long to wait between two passes (default: %(default)s).",
         )
         parser.add_argument(
             "--batch-size",
-            type=_count,
+            type=count,
             default=self.default_batch_size,
             metavar="N",
             help="How many rows one transaction takes at most (default: %(default)s).",
         )
         parser.add_argument("--dry-run", action="store_true", help="Say what would be done, and change nothing.")
-        parser.add_argument(
-            "--database",
-            default=DEFAULT_DB_ALIAS,
-            choices=tuple(connections),
-            help="The database whose rows to work on (default: %(default)s).",
-        )
+        add_database_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        self._options = {name: options[name] for name in ("batch_size", "dry_run")} | {"using": options["database"]}
-        self._quiet = options["verbosity"] == 0
+        name = type(self).__module__.rpartition(".")[2]
+        given = {option: options[option] for option in ("batch_size", "dry_run", *self.own_options)}
+        run_pass = partial(self.run_pass, using=options["database"], **given)
+
+        def say(counts: Any) -> None:
+            if options["verbosity"]:
+                self.stdout.write(in_words(name, counts, dry_run=options["dry_run"]))
+                self.stdout.flush()
+
         stop = StopSignal()
         with stop.installed():
             if options["loop"]:
-                self._loop(stop, options["interval"])
-            else:
-                try:
-                    self._pass(stop)
-                except _UNREACHABLE as error:
-                    raise CommandError(f"{self._name}: {_one_line(error)}", returncode=1) from error
-
-    @property
-    def _name(self) -> str:
-        return type(self).__module__.rpartition(".")[2]
-
-    def _loop(self, stop: StopSignal, interval: float) -> None:
-        """Do passes until a signal comes. What cannot be reached is waited for; the log gets a line when that changes."""
-        reachable = True
-        while not stop.requested():
+                Loop(name, run_pass, interval=options["interval"], stop=stop, say=say).run()
+                return
             try:
-                connections[self._options["using"]].close_if_unusable_or_obsolete()
-                self._pass(stop, quiet_when_idle=True)
+                say(run_pass(stop=stop.requested))
             except _UNREACHABLE as error:
-                if reachable:
-                    logger.warning("%s: cannot go on, will try every %g s: %s", self._name, interval, _one_line(error))
-                reachable = False
-                connections[self._options["using"]].close()
-            else:
-                if not reachable:
-                    logger.warning("%s: goes on again", self._name)
-                reachable = True
-            stop.requested(wait_seconds=interval)
-
-    def _pass(self, stop: StopSignal, *, quiet_when_idle: bool = False) -> None:
-        counts = asdict(self.run_pass(stop=stop.requested, **self._options))
-        if self._quiet or (quiet_when_idle and not any(counts.values())):
-            return
-        prefix = "would be: " if self._options["dry_run"] else ""
-        self.stdout.write(
-            f"{self._name}: {prefix}" + ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
-        )
-        self.stdout.flush()
+                raise CommandError(f"{name}: {_one_line(error)}", returncode=1) from error
 
 
-def _seconds(text: str) -> float:
+def in_words(name: str, counts: Any, *, dry_run: bool = False) -> str:
+    """Return the line that says what a pass did."""
+    parts = (f"{number} {what.replace('_', ' ')}" for what, number in asdict(counts).items())
+    return f"{name}: {'would be: ' if dry_run else ''}{', '.join(parts)}"
+
+
+def add_database_argument(parser: CommandParser) -> None:
+    """Let the user choose among the configured databases."""
+    parser.add_argument(
+        "--database",
+        default=DEFAULT_DB_ALIAS,
+        choices=tuple(connections),
+        help="The database whose rows to work on (default: %(default)s).",
+    )
+
+
+def add_concurrency_argument(parser: CommandParser) -> None:
+    """Let the user choose how many keys the completer runs at once."""
+    parser.add_argument(
+        "--concurrency",
+        type=count,
+        default=1,
+        metavar="N",
+        help="How many keys are run at once, each in a thread with connections of its own (default: %(default)s).",
+    )
+
+
+def seconds(text: str) -> float:
+    """Parse a duration in seconds, up to a day."""
     value = float(text)
     if not 0 < value <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400 seconds")
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Parse a number of rows."""
     value = int(text)
     if not 0 < value <= 100_000:
         raise argparse.ArgumentTypeError(f"{text} is not between 1 and 100000")
     return value
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__

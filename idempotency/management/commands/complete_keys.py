@@ -1,7 +1,9 @@
 """``manage.py complete_keys``: finish the requests whose clients have gone away."""
 
+from django.core.management.base import CommandParser
+
 from idempotency.completer import complete_once
-from idempotency.management.passes import PassCommand
+from idempotency.management.passes import PassCommand, add_concurrency_argument
 
 
 class Command(PassCommand):
@@ -13,5 +15,10 @@ class Command(PassCommand):
     )
     default_interval = 5.0
     default_batch_size = 100
+    own_options = ("concurrency",)
 
     run_pass = staticmethod(complete_once)
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        super().add_arguments(parser)
+        add_concurrency_argument(parser)
