@@ -195,7 +195,7 @@ def _request(key: IdempotencyKey) -> HttpRequest:
     environ |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in headers.items()}
     request = WSGIRequest(environ)
     # As if it had been read: a run that meets a serialization failure is made again, and the stream can be read only once.
-    request._body = body  # type: ignore[attr-defined]
+    request._body = body
     # Cross-site forgery is a matter of the request that came in; it passed, or there would be no key.
     request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
     request.user = _user(key)

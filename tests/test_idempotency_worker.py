@@ -1,0 +1,126 @@
+"""The three loops in one process: each does its work, none ends another, and a health check sees how they are."""
+
+import signal
+from contextlib import contextmanager
+
+import pytest
+from django.db import connection
+
+from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
+from tests.factories import IdempotencyKeyFactory, StagedJobFactory
+from tests.managing import run, start
+from tests.test_reaper import ago, expired_key
+from tests.waiting import eventually
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+
+INTERVALS = [f"--{loop}-interval=0.1" for loop in ("enqueue", "complete", "reap")]
+LOOPS = {"enqueue_jobs", "complete_keys", "reap_keys"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "heartbeats"
+
+
+@contextmanager
+def worker(*arguments, **changes):
+    with start("idempotency_worker", *INTERVALS, *arguments, **changes) as process:
+        yield process
+
+
+def check(folder, max_age="180"):
+    return run("idempotency_worker", "--check", "--heartbeat", str(folder), "--max-age", max_age)
+
+
+def give_work():
+    """Leave a job, a key to reap, and one that the completer has to give up, since no view answers its path."""
+    StagedJobFactory()
+    expired_key()
+    abandoned_key()
+
+
+def abandoned_key():
+    IdempotencyKeyFactory(request_path="/nowhere", created_at=ago(seconds=301), last_run_at=ago(seconds=301))
+
+
+def all_done():
+    keys = IdempotencyKey.objects
+    return not StagedJob.objects.exists() and not keys.finished().exists() and keys.unfinished().count() == keys.stuck().count()
+
+
+def test_it_does_the_work_of_all_three_and_says_so(broker, folder):
+    give_work()
+    with worker("--heartbeat", str(folder), "--concurrency", "2") as process:
+        eventually(all_done, 20)
+        assert {path.name for path in folder.iterdir()} == LOOPS
+        healthy = check(folder)
+        assert (healthy.returncode, healthy.stdout) == (0, "All loops are at work.\n")
+        give_work()
+        eventually(all_done, 20)
+        process.terminate()
+        output, errors = process.communicate(timeout=10)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+    assert {line.partition(":")[0] for line in output.splitlines()} == LOOPS
+    assert not list(folder.iterdir()), "what was healthy is over"
+    assert check(folder).returncode == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_at_once_while_all_loops_wait(number, broker, folder):
+    with start("idempotency_worker", "--heartbeat", str(folder)) as process:
+        eventually(lambda: folder.exists() and {path.name for path in folder.iterdir()} == LOOPS, 20)
+        process.send_signal(number)
+        assert process.wait(10) == 0
+
+
+def test_a_loop_that_fails_ends_no_other_and_the_check_names_it(broker, folder):
+    def rename(old, new):
+        with connection.cursor() as cursor:
+            cursor.execute(f"ALTER TABLE {old} RENAME TO {new}")
+
+    StagedJobFactory()
+    rename("idempotency_stagedjob", "mislaid")
+    try:
+        with worker("--heartbeat", str(folder)) as process:
+            eventually(lambda: check(folder, "2").stderr.count("enqueue_jobs (") == 1, 30)
+            sick = check(folder, "2")
+            ProcessedMessage.objects.create(source="s", message_id="1", processed_at=ago(days=31))
+            abandoned_key()
+            eventually(lambda: not ProcessedMessage.objects.exists() and IdempotencyKey.objects.stuck().exists())
+            rename("mislaid", "idempotency_stagedjob")
+            eventually(lambda: check(folder, "2").returncode == 0, 20)
+            eventually(lambda: not StagedJob.objects.exists())
+            process.terminate()
+            _, errors = process.communicate(timeout=10)
+    finally:
+        if "mislaid" in connection.introspection.table_names():
+            rename("mislaid", "idempotency_stagedjob")
+    assert sick.returncode == 1
+    assert "complete_keys" not in sick.stderr
+    assert process.returncode == 0
+    assert errors.count("enqueue_jobs: cannot go on") == errors.count("enqueue_jobs: goes on again") == 1
+    assert errors.count("Traceback") == 2, "one error, and the database's own that caused it"
+
+
+def test_without_a_database_all_three_stay_and_give_no_sign_of_life(broker, folder):
+    with worker("--heartbeat", str(folder), DATABASE_URL="postgresql://postgres@127.0.0.1:1/rides") as process:
+        eventually(lambda: all(check(folder, "1").stderr.count(f"{name} (") for name in LOOPS), 30)
+        process.terminate()
+        _, errors = process.communicate(timeout=10)
+    assert process.returncode == 0
+    assert errors.count("cannot go on") == 3, "a line for each"
+    assert "Traceback" not in errors
+
+
+def test_wrong_options_exit_2(folder):
+    folder.write_text("a file")
+    for arguments, words in {
+        ("--check",): "--check needs --heartbeat",
+        ("--heartbeat", str(folder)): "cannot be used: File exists",
+        ("--reap-interval", "0"): "usage:",
+    }.items():
+        done = run("idempotency_worker", *arguments)
+        assert done.returncode == 2
+        assert words in done.stderr
