@@ -130,6 +130,7 @@ def _body(request: HttpRequest) -> tuple[bytes | None, str]:
     """Return the body to keep and its content type. Of a multipart request the fields are kept; with files, nothing is."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
     if request.content_type != "multipart/form-data" or request.method != "POST":
+        _refuse_cut_body(request, len(request.body))
         return request.body, content_type
     if request._read_started and not hasattr(request, "_post"):  # type: ignore[attr-defined]
         raise RawPostDataException("The body was read before @idempotent could compare it. Read request.body, or request.POST.")
@@ -138,7 +139,16 @@ def _body(request: HttpRequest) -> tuple[bytes | None, str]:
         fields = urlencode(list(request.POST.lists()), doseq=True).encode()
     except LookupError as error:
         raise BadRequest(f"The charset {request.encoding} is not one of text.") from error
+    whole = getattr(request, "_body", None)
+    _refuse_cut_body(request, len(whole) if whole is not None else getattr(request._stream, "_pos", None))
     return (None, content_type) if request.FILES else (fields, "application/x-www-form-urlencoded")
+
+
+def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
+    """Raise Problem when the connection broke in the body: its beginning would spend the key on another request."""
+    announced = request.META.get("CONTENT_LENGTH") or "0"
+    if arrived is not None and announced.isdecimal() and arrived < int(announced):
+        raise problems.body_incomplete()
 
 
 def _printable(text: str) -> str:

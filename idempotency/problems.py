@@ -16,6 +16,7 @@ LOOK_AGAIN_SECONDS = 2
 _TITLES = {
     "key_missing": "The idempotency key is missing",
     "key_invalid": "The idempotency key is not valid",
+    "body_incomplete": "The body of the request ended too early",
     "scope_missing": "The request does not say whose key this is",
     "key_reused": "The idempotency key was used for another request",
     "key_in_use": "A request with this idempotency key is in progress",
@@ -68,6 +69,11 @@ def key_missing() -> Problem:
 def key_invalid(detail: str) -> Problem:
     """The header does not carry one valid key."""
     return Problem(400, "key_invalid", detail)
+
+
+def body_incomplete() -> Problem:
+    """The connection broke before the whole body was there. No key was spent."""
+    return Problem(400, "body_incomplete", "Send the whole request again, with the same key.", retryable=True)
 
 
 def scope_missing() -> Problem:
