@@ -22,6 +22,8 @@ class Books:
     double_charges: int = 0
     lost_rides: int = 0
     missing_receipts: int = 0
+    #: Charged rides that no webhook has marked as paid.
+    unpaid_rides: int = 0
     unfinished_keys: int = 0
     #: Charges that no ride knows, and charge ids of rides that Stripe does not know.
     unmatched_charges: int = 0
@@ -43,7 +45,7 @@ class Books:
     findings: list[str] = field(default_factory=list)
 
     #: How many of the fields above must be 0.
-    MUST_BE_ZERO = 8
+    MUST_BE_ZERO = 9
 
     @property
     def right(self) -> bool:
@@ -59,9 +61,13 @@ class Books:
 
 
 class Ledger:
-    """Reads the part of database and Stripe that belongs to one simulation: the keys that begin with ``prefix``."""
+    """Reads the part of database and Stripe that belongs to one simulation: the keys that begin with ``prefix``.
 
-    def __init__(self, prefix: str, tokens: Iterable[str]) -> None:
+    ``webhooks`` says that Stripe tells the service of each charge, so that each charged ride must be paid in the end.
+    """
+
+    def __init__(self, prefix: str, tokens: Iterable[str], *, webhooks: bool = False) -> None:
+        self.webhooks = webhooks
         self.keys = IdempotencyKey.objects.filter(idempotency_key__startswith=prefix)
         self.rides = Ride.objects.filter(idempotency_key__in=self.keys)
         self.riders = User.objects.filter(api_token_hash__in=[User.hash_token(token) for token in tokens])
@@ -83,6 +89,7 @@ class Ledger:
             self.keys.unfinished().filter(stuck_at__isnull=True).exists()
             or StagedJob.objects.filter(failed_at__isnull=True).exists()
             or self._without_receipt().exists()
+            or self._unpaid().exists()
         )
 
     def wait_at_rest(self, seconds: float) -> bool:
@@ -96,6 +103,10 @@ class Ledger:
         booked = self.rides.filter(idempotency_key__in=self.keys.finished().filter(response_code=201))
         return booked.filter(receipt__isnull=True)
 
+    def _unpaid(self):
+        charged = self.rides.filter(stripe_charge_id__isnull=False)
+        return charged.filter(paid_at__isnull=True) if self.webhooks else charged.none()
+
     def check(self, booked: dict[str, int], wrong_answers: list[str]) -> Books:
         """Return the books; ``booked`` are the rides of the 201s that clients saw, by key."""
         books = Books(wrong_answers=len(wrong_answers), findings=list(wrong_answers))
@@ -107,6 +118,7 @@ class Ledger:
         books.staged_jobs = StagedJob.objects.count()
         books.receipts = Receipt.objects.filter(ride__in=self.rides).count()
         books.missing_receipts = self._without_receipt().count()
+        books.unpaid_rides = self._unpaid().count()
         self._check_rides(books, booked)
         self._check_charges(books)
         return books

@@ -217,9 +217,12 @@ class Postgres(_Service):
     def wait_ready(self, seconds: float) -> None:
         """Wait until it takes connections and the database ``rides`` exists."""
         super().wait_ready(seconds)
-        with psycopg.connect(postgres_url(self.data, "postgres"), autocommit=True) as connection:
-            if not connection.execute("SELECT 1 FROM pg_database WHERE datname = 'rides'").fetchone():
-                connection.execute("CREATE DATABASE rides")
+        try:
+            with psycopg.connect(postgres_url(self.data, "postgres"), autocommit=True) as connection:
+                if not connection.execute("SELECT 1 FROM pg_database WHERE datname = 'rides'").fetchone():
+                    connection.execute("CREATE DATABASE rides")
+        except psycopg.OperationalError as error:
+            raise ServiceError(f"PostgreSQL was stopped as it started: {' '.join(str(error).split())}") from None
 
     def crash(self) -> None:
         """Shut down at once without a checkpoint; committed work is recovered by the next start."""

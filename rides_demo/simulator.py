@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 
 from rides_demo.simulated_clients import Booking, CannotSimulate, Outcome, Phones, Tally
+from rides_demo.simulated_crashes import KILL_WEB, KILL_WORKER, VICTIMS, Crashes
 
 #: What may go wrong with a client, by fault: the kinds of booking, and how many of a hundred bookings are of each.
 CLIENT_FAULTS = {
@@ -29,8 +29,20 @@ CLIENT_FAULTS = {
     "decline": {"declined": 10},
 }
 KINDS = ("plain", *(kind for kinds in CLIENT_FAULTS.values() for kind in kinds))
-STRIPE_FAULTS, STRIPE_DOWN, KILL_WEB = "stripe-faults", "stripe-down", "kill-web"
-FAULTS = (*CLIENT_FAULTS, STRIPE_FAULTS, STRIPE_DOWN, KILL_WEB)
+STRIPE_FAULTS, STRIPE_DOWN = "stripe-faults", "stripe-down"
+#: What strikes around the clients, by fault: how many times in a run.
+EVENTS = {
+    STRIPE_DOWN: 2,
+    KILL_WEB: 6,
+    "kill-enqueuer": 2,
+    KILL_WORKER: 2,
+    "kill-completer": 2,
+    "restart-postgres": 2,
+    "restart-redis": 2,
+}
+FAULTS = (*CLIENT_FAULTS, STRIPE_FAULTS, *EVENTS)
+#: More web workers in a longer run.
+KILLS_PER_BOOKING = 1 / 80
 
 #: What Stripe does under "stripe-faults", to so many of its requests. A stored 500 after the charge is found by the charge's
 #: metadata; one without a charge (``500_begun``) needs a person, so it is not here.
@@ -44,10 +56,6 @@ WEATHER = [
 ]
 DOWN = [{"fault": "down", "path": "/"}]
 DOWN_SECONDS = 2.0
-OUTAGES = 2
-#: At least so many web workers are killed; more in a longer run.
-KILLS = 6
-KILLS_PER_BOOKING = 1 / 80
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,8 @@ class Plan:
 
     prefix: str
     bookings: tuple[Booking, ...]
-    kills: tuple[int, ...]
-    outages: tuple[int, ...]
+    #: The faults that strike around them, each when so many bookings have begun; in their order.
+    events: tuple[tuple[int, str], ...]
     weather: list[dict[str, object]]
 
     @classmethod
@@ -80,99 +88,60 @@ class Plan:
             )
             for number, kind in enumerate(drawn)
         )
-        kills = max(KILLS, int(requests * KILLS_PER_BOOKING)) if KILL_WEB in faults else 0
-        outages = OUTAGES if STRIPE_DOWN in faults else 0
-        weather = WEATHER if STRIPE_FAULTS in faults else []
-        return cls(prefix, bookings, _positions(chance, requests, kills), _positions(chance, requests, outages), weather)
+        counts = EVENTS | {KILL_WEB: max(EVENTS[KILL_WEB], int(requests * KILLS_PER_BOOKING))}
+        chosen = {fault: count for fault, count in counts.items() if fault in faults}
+        events = sorted((at, fault) for fault, count in chosen.items() for at in _positions(chance, requests, count))
+        return cls(prefix, bookings, tuple(events), WEATHER if STRIPE_FAULTS in faults else [])
+
+    @property
+    def crashes(self) -> set[str]:
+        """The faults among the events that end a process."""
+        return {fault for _, fault in self.events if fault in VICTIMS}
 
     @property
     def needs_sandbox(self) -> bool:
         """Whether Stripe is to fail on demand."""
-        return bool(self.weather or self.outages)
+        return bool(self.weather) or any(fault == STRIPE_DOWN for _, fault in self.events)
 
 
 def _positions(chance: random.Random, requests: int, count: int) -> tuple[int, ...]:
     """Spread ``count`` events over the first nine tenths of the run."""
-    step = 0.9 * requests / count if count else 0
+    step = 0.9 * requests / count
     return tuple(int(step * (number + chance.uniform(0.2, 1))) for number in range(count))
-
-
-class WebWorkers:
-    """The web workers of the server under test: the children of the process that the supervisor names in ``run_dir``."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-
-    def kill_one(self, chance: random.Random) -> bool:
-        """End one with SIGKILL; return whether one really died of it."""
-        workers = self.workers()
-        if not workers:
-            return False
-        worker = chance.choice(workers)
-        with suppress(psutil.NoSuchProcess):
-            worker.kill()
-            return not _is_alive(worker, within_seconds=3)
-        return False
-
-    def workers(self) -> list[psutil.Process]:
-        """Return the workers that live; raise CannotSimulate when the supervisor's file names no web process."""
-        path = self.run_dir / "pids.json"
-        try:
-            pid = json.loads(path.read_text())["web"]
-        except (OSError, ValueError, KeyError) as error:
-            raise CannotSimulate(
-                f"{path} does not name the web process ({error}): start the service with `make serve`."
-            ) from None
-        with suppress(psutil.NoSuchProcess):
-            return [child for child in psutil.Process(pid).children() if _is_alive(child, within_seconds=0)]
-        return []
-
-
-def _is_alive(process: psutil.Process, *, within_seconds: float) -> bool:
-    """Tell whether the process still lives after up to so many seconds; a zombie does not."""
-    deadline = time.monotonic() + within_seconds
-    with suppress(psutil.NoSuchProcess):
-        while process.status() != psutil.STATUS_ZOMBIE:
-            if time.monotonic() >= deadline:
-                return True
-            time.sleep(0.01)
-    return False
 
 
 class Simulation:
     """One run of a plan."""
 
     def __init__(self, plan: Plan, base_url: str, *, stripe_url: str | None, run_dir: Path, seed: int) -> None:
-        self.plan, self.stripe_url, self.web = plan, stripe_url, WebWorkers(run_dir)
+        self.plan, self.stripe_url = plan, stripe_url
+        self._chance = random.Random(seed)
+        self.crashes = Crashes(run_dir, self._chance)
         self.tally = Tally()
         self.phones = Phones(base_url, self.tally)
         self.outcomes: list[Outcome] = []
-        self._chance = random.Random(seed)
         self._started = 0
         self._moved = threading.Condition()
         self._control = httpx.Client(timeout=10, trust_env=False)
 
     def run(self, concurrency: int, progress: Callable[[int], None]) -> None:
         """Play every booking with ``concurrency`` clients at once; ``progress`` is told how many are done."""
-        events = sorted(
-            [(at, self._kill) for at in self.plan.kills] + [(at, self._outage) for at in self.plan.outages], key=_position
-        )
         self.phones.check_service()
-        if self.plan.kills:
-            self.web.workers()
+        self.crashes.check(self.plan.crashes)
         struck_before = self._set_weather(self.plan.weather)
-        director = threading.Thread(target=self._direct, args=(events,))
-        director.start()
         try:
-            with ThreadPoolExecutor(concurrency) as pool:
-                for done, outcome in enumerate(pool.map(self._play, self.plan.bookings), start=1):
-                    self.outcomes.append(outcome)
-                    progress(done)
+            with ThreadPoolExecutor(concurrency) as pool, ThreadPoolExecutor(1) as stage:
+                directed = stage.submit(self._direct)
+                try:
+                    for done, outcome in enumerate(pool.map(self._play, self.plan.bookings), start=1):
+                        self.outcomes.append(outcome)
+                        progress(done)
+                finally:
+                    with self._moved:
+                        self._started = len(self.plan.bookings)
+                        self._moved.notify_all()
+                directed.result()
         finally:
-            with self._moved:
-                self._started = len(self.plan.bookings)
-                self._moved.notify_all()
-            director.join()
             struck = self._set_weather([]) - struck_before
         for kind, count in struck.items():
             self.tally.counts[f"fault stripe {kind}"] += count
@@ -207,22 +176,28 @@ class Simulation:
             self._moved.notify_all()
         return self.phones.play(booking)
 
-    def _direct(self, events: list[tuple[int, Callable[[], None]]]) -> None:
-        for position, strike in events:
+    def _direct(self) -> None:
+        for position, fault in self.plan.events:
             with self._moved:
                 self._moved.wait_for(lambda at=position: self._started > at)
             # Not at the moment at which a request begins, but in the midst of some.
             time.sleep(self._chance.uniform(0, 0.1))
-            strike()
-
-    def _kill(self) -> None:
-        if self.web.kill_one(self._chance):
-            self.tally.count("fault kill-web")
+            if fault == STRIPE_DOWN:
+                self._outage()
+                continue
+            for struck in self.crashes.strike(fault):
+                self.tally.count(f"fault {struck}")
 
     def _outage(self) -> None:
         self._set_weather(DOWN)
         time.sleep(DOWN_SECONDS)
         self._set_weather(self.plan.weather)
+
+    def webhooks(self) -> dict[str, int]:
+        """Return what the sandbox has counted of its webhooks; nothing when it sends none, or is not ours."""
+        with suppress(httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+            return dict(self._control.get(f"{self.stripe_url}/_state").raise_for_status().json()["webhooks"])
+        return {}
 
     def _set_weather(self, faults: list[dict[str, object]]) -> Counter[str]:
         """Put ``faults`` in force at the sandbox, and return how often each kind has struck so far."""
@@ -235,7 +210,3 @@ class Simulation:
                 f"{self.stripe_url} takes no faults ({error}): faults of Stripe need the sandbox of this project."
             ) from None
         return Counter(answer.json()["fired"])
-
-
-def _position(event: tuple[int, Callable[[], None]]) -> int:
-    return event[0]

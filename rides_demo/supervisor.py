@@ -20,8 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from django.urls import Resolver404, resolve
-
 from rides_demo.processes import Process, ProcessError
 from rides_demo.services import Postgres, Redis, free_port, port_is_free, sandbox_port
 
@@ -87,7 +85,7 @@ class Supervisor:
         self._launch("web", [sys.executable, "-m", *web])
         for name, arguments in {
             "enqueuer": ("enqueue_jobs", "--loop", "--interval", "0.5"),
-            "worker": ("rqworker", "default", "--with-scheduler"),
+            "worker": ("rqworker", "default", "--with-scheduler", "--worker-class", "rides_demo.worker.OnlyWorker"),
             "completer": ("complete_keys", "--loop", "--interval", self.environment.get("COMPLETER_INTERVAL_SECONDS") or "5"),
             "reaper": ("reap_keys", "--loop", "--interval", "60"),
         }.items():
@@ -114,20 +112,11 @@ class Supervisor:
             port = port if port_is_free(port) else free_port()
             given["STRIPE_API_BASE"] = f"http://127.0.0.1:{port}"
             given.setdefault("STRIPE_WEBHOOK_SECRET", "whsec_rocket_rides_demo_only")
-            command = [
-                sys.executable,
-                "-m",
-                "rides_demo.sandbox",
-                "--port",
-                str(port),
-                "--seed",
-                given.get("SANDBOX_SEED") or "1",
-            ]
-            with suppress(Resolver404):
-                # A route that is not there yet would be asked again and again.
-                resolve("/webhooks/stripe", urlconf="rides_demo.urls")
-                command += ["--webhook-url", f"{self.url}/webhooks/stripe"]
-            self._launch("sandbox", command)
+            sandbox = [
+                "rides_demo.sandbox", "--port", str(port), "--seed", given.get("SANDBOX_SEED") or "1",
+                "--webhook-url", f"{self.url}/webhooks/stripe",
+            ]  # fmt: skip
+            self._launch("sandbox", [sys.executable, "-m", *sandbox])
             self._await("sandbox", lambda: not port_is_free(port))
 
     def _launch(self, name: str, command: list[str]) -> None:

@@ -2,14 +2,17 @@
 
 # ruff: noqa: F811 (fixtures are imported, and named by the tests that use them)
 
+from collections import Counter
+
 import pytest
+from django.db.models.functions import Now
 
 from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo import payments
 from rides_demo.books import Ledger
 from rides_demo.jobs import send_ride_receipt
 from rides_demo.models import Receipt, Ride
-from rides_demo.simulator import FAULTS, KILLS, Plan
+from rides_demo.simulator import EVENTS, FAULTS, Plan
 from tests.rides_fixtures import jane, joe, sandbox  # noqa: F401
 
 pytestmark = pytest.mark.django_db
@@ -85,6 +88,18 @@ def test_a_ride_without_a_receipt_misses_it(ledger, booked):
     assert (books.missing_receipts, books.right) == (1, False)
 
 
+def test_a_charged_ride_that_no_webhook_has_marked_as_paid_is_unpaid(ledger, booked):
+    ledger.webhooks = True
+    assert not ledger.at_rest()
+    books = ledger.check(booked, [])
+    assert (books.unpaid_rides, books.right) == (1, False)
+
+    Ride.objects.filter(pk=booked["sim-1"]).update(paid_at=Now())
+
+    assert ledger.at_rest()
+    assert ledger.check(booked, []).right
+
+
 def test_an_unfinished_key_is_one_and_a_stuck_one_is_listed(ledger, jane, sandbox):
     sandbox.faults.replace([{"fault": "down", "path": "/v1/charges", "count": 1}])
     jane.book(key="sim-2")
@@ -126,16 +141,21 @@ def test_the_same_seed_is_the_same_plan_under_new_keys():
     one, two, other = Plan.draw(300, FAULTS, 7), Plan.draw(300, FAULTS, 7), Plan.draw(300, FAULTS, 8)
 
     assert [(b.kind, b.token, b.body) for b in one.bookings] == [(b.kind, b.token, b.body) for b in two.bookings]
-    assert (one.kills, one.outages) == (two.kills, two.outages)
+    assert one.events == two.events != other.events
     assert [b.kind for b in one.bookings] != [b.kind for b in other.bookings]
     assert not {b.key for b in one.bookings} & {b.key for b in two.bookings}
-    assert len(one.kills) == KILLS
-    assert all(0 <= at < 300 for at in (*one.kills, *one.outages))
+    assert Counter(fault for _, fault in one.events) == EVENTS
+    assert list(one.events) == sorted(one.events)
+    assert all(0 <= at < 300 for at, _ in one.events)
+
+
+def test_a_longer_run_loses_more_web_workers():
+    assert len(Plan.draw(800, ["kill-web"], 7).events) == 10
 
 
 def test_without_faults_every_booking_is_plain():
     plan = Plan.draw(50, (), 1)
 
     assert {booking.kind for booking in plan.bookings} == {"plain"}
-    assert (plan.kills, plan.outages, plan.needs_sandbox) == ((), (), False)
+    assert (plan.events, plan.crashes, plan.needs_sandbox) == ((), set(), False)
     assert not IdempotencyKey.objects.exists()

@@ -13,6 +13,7 @@ from idempotency.models import IdempotencyKey
 from rides_demo.models import Ride
 from rides_demo.services import free_port
 from rides_demo.simulated_clients import Booking, Outcome, Phones, Tally
+from rides_demo.simulated_crashes import VICTIMS
 from rides_demo.simulator import KINDS, Plan, Simulation
 from tests.rides_fixtures import RIDE, jane, joe, sandbox  # noqa: F401
 from tests.waiting import eventually
@@ -64,7 +65,7 @@ def test_a_run_under_the_weather_ends_with_every_ride_booked_and_replayed(jane, 
     plan = Plan.draw(30, ("duplicates", "cut", "mismatch", "decline", "stripe-faults"), seed=4)
     # There is only one rider with a good card here.
     bookings = tuple(Booking(b.key, b.kind, b.token.replace("max", "jane"), b.body) for b in plan.bookings)
-    plan = Plan(plan.prefix, bookings, plan.kills, plan.outages, plan.weather)
+    plan = Plan(plan.prefix, bookings, plan.events, plan.weather)
     simulation = Simulation(plan, live_server.url, stripe_url=sandbox.url, run_dir=tmp_path, seed=4)
 
     simulation.run(4, lambda done: None)
@@ -118,7 +119,7 @@ def test_a_wrong_answer_is_noticed(forgetful, kind):
 
 
 def test_a_retry_with_other_bytes_is_noticed(forgetful, tmp_path):
-    simulation = Simulation(Plan("sim-", (), (), (), []), forgetful, stripe_url=None, run_dir=tmp_path, seed=1)
+    simulation = Simulation(Plan("sim-", (), (), []), forgetful, stripe_url=None, run_dir=tmp_path, seed=1)
     booking = Booking("sim-1", "plain", "demo-jane", RIDE)
     simulation.outcomes.append(Outcome(booking, simulation.phones.again(booking)))
 
@@ -135,6 +136,7 @@ def test_without_a_service_the_command_says_so_at_once(sandbox, tmp_path):
         call_command("simulate", base_url=url, run_dir=tmp_path, faults=(), requests=5)
 
 
-def test_without_the_processes_of_the_service_none_is_killed(sandbox, live_server, tmp_path):
-    with pytest.raises(CommandError, match=r"pids\.json does not name the web process"):
-        call_command("simulate", base_url=live_server.url, run_dir=tmp_path, faults=("kill-web",), requests=5)
+@pytest.mark.parametrize(("fault", "victim"), VICTIMS.items())
+def test_without_the_processes_of_the_service_none_is_killed(sandbox, live_server, tmp_path, fault, victim):
+    with pytest.raises(CommandError, match=rf"pids\.json does not name the {victim} process"):
+        call_command("simulate", base_url=live_server.url, run_dir=tmp_path, faults=(fault,), requests=5)

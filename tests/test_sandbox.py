@@ -287,6 +287,11 @@ def test_a_webhook_is_signed_and_comes_again_until_it_is_taken():
             made = [charge(client, customer, ride_id=str(n)).id for n in range(20)]
             eventually(lambda: {event.data.object.id for event in listener.taken} == set(made))
             eventually(lambda: len(listener.taken) > len(made))  # some come twice, with the same id of the event
+            twice = state(sandbox)["webhooks"]["sent_twice"]
+            eventually(lambda: state(sandbox)["webhooks"]["taken"] == len(made) + twice)
+            assert state(sandbox)["webhooks"] == {
+                "sent_twice": twice, "taken": len(made) + twice, "refused": 2, "given_up": 0
+            }  # fmt: skip
         listener.shutdown()
     assert len(listener.refused) == 2
     assert {event.type for event in listener.taken} == {"charge.succeeded"}

@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import psutil
 import pytest
 
 from rides_demo.services import free_port
+from rides_demo.simulated_crashes import VICTIMS, Crashes
 from rides_demo.supervisor import BASE_FOLDER
 from tests.waiting import eventually
 
@@ -54,12 +57,19 @@ class Served:
     def pids(self) -> dict[str, int]:
         return json.loads((self.folder / "pids.json").read_text())
 
-    def healthy(self) -> bool:
+    def status(self) -> int:
+        """What /healthz answers, 0 when nothing does."""
         try:
             with urllib.request.urlopen(f"{self.url}healthz", timeout=2) as answer:
-                return answer.status == 200
+                return answer.status
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code
         except OSError:
-            return False
+            return 0
+
+    def healthy(self) -> bool:
+        return self.status() == 200
 
 
 def everything(pids: dict[str, int]) -> list[psutil.Process]:
@@ -115,6 +125,34 @@ def test_what_is_killed_runs_again_within_two_seconds(served, name):
     assert time.monotonic() - began < 2
     eventually(served.healthy)
     eventually(lambda: gone(children))
+
+
+@pytest.mark.parametrize("fault", VICTIMS)
+def test_each_crash_of_the_simulator_strikes_and_the_service_is_back_afterwards(served, fault):
+    crashes = Crashes(served.folder, random.Random(1))
+
+    assert crashes.strike(fault) == [fault]
+
+    assert crashes.slowest_restart_seconds < 2
+    eventually(served.healthy)
+
+
+def test_without_the_database_it_is_not_healthy_and_says_so_in_a_line(served):
+    os.kill(served.pids()["supervisor"], signal.SIGSTOP)  # or it would have started it again
+    try:
+        os.kill(served.pids()["postgres"], signal.SIGQUIT)
+        eventually(lambda: served.status() == 503)
+        request = urllib.request.Request(f"{served.url}rides", b"{}", {"Authorization": "Bearer demo-jane"}, method="POST")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=10)
+        assert (refused.value.code, refused.value.headers["Retry-After"]) == (503, "1")
+        refused.value.close()
+    finally:
+        os.kill(served.pids()["supervisor"], signal.SIGCONT)
+    eventually(served.healthy)
+    printed = served.read_until("the database cannot be reached")
+    assert "django.db.utils.OperationalError: connection" in printed.splitlines()[-1]
+    assert "Traceback" not in printed
 
 
 def test_a_second_one_on_the_same_port_names_the_cure(served):

@@ -67,7 +67,8 @@ class Command(BaseCommand):
                 with suppress(OSError, ValueError):
                     log.write(line + "\n")
 
-            supervisor = Supervisor(folder, free_port(), say=say, environment={**SHORT, **os.environ})
+            environment = SHORT | {"SANDBOX_SEED": str(options["seed"])} | os.environ
+            supervisor = Supervisor(folder, free_port(), say=say, environment=environment)
             self.stdout.write("starting PostgreSQL, Redis, the Stripe sandbox, web, enqueuer, worker, completer, reaper")
             with supervisor:
                 self.stdout.write(f"ready: {supervisor.url}/")

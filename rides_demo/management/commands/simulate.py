@@ -6,12 +6,14 @@ import os
 import random
 import time
 from argparse import ArgumentParser, ArgumentTypeError
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
+from django.db import connections
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -64,20 +66,28 @@ class Command(BaseCommand):
         console.print(f"simulate: {len(plan.bookings)} bookings, {options['concurrency']} clients at once, seed {seed}")
         started = time.monotonic()
         try:
-            ledger = Ledger(plan.prefix, TOKENS)
+            webhooks_before = Counter(simulation.webhooks())
+            ledger = Ledger(plan.prefix, TOKENS, webhooks=bool(webhooks_before))
             with _progress(console) as progress:
                 bar = progress.add_task("booking", total=len(plan.bookings))
                 simulation.run(options["concurrency"], lambda done: progress.update(bar, completed=done))
             booked_seconds = time.monotonic() - started
+            connections.close_all()  # the database may have been restarted
             if not ledger.wait_at_rest(options["drain_seconds"]):
                 console.print(f"Not all was done within {options['drain_seconds']} seconds after the last booking.")
             simulation.replay(options["concurrency"])
             books = ledger.check(simulation.booked(), simulation.tally.wrong)
+            webhooks = Counter(simulation.webhooks()) - webhooks_before
+            simulation.tally.counts.update({f"fault webhook {name}": webhooks[name] for name in ("sent_twice", "refused")})
         except CannotSimulate as error:
             raise CommandError(str(error)) from None
         finally:
             simulation.close()
-        seconds = {"booking": round(booked_seconds, 1), "all": round(time.monotonic() - started, 1)}
+        seconds = {
+            "booking": round(booked_seconds, 1),
+            "all": round(time.monotonic() - started, 1),
+            "slowest restart": round(simulation.crashes.slowest_restart_seconds, 1),
+        }
         self._print(console, simulation, books, seconds)
         if options["json"]:
             options["json"].write_text(json.dumps(_report(simulation, books, seconds, seed), indent=2) + os.linesep)
@@ -104,9 +114,9 @@ class Command(BaseCommand):
             f"rides {books.rides}, charges {books.charges}, receipts {books.receipts}, keys {books.keys}, "
             f"kill -9 of web workers {_struck(simulation).get('kill-web', 0)}",
             f"resumed keys {books.resumed_keys}, by the completer {books.completer_keys}, stuck keys {books.stuck_keys}; "
-            f"booking took {seconds['booking']} s, all {seconds['all']} s",
+            f"booking took {seconds['booking']} s, all {seconds['all']} s, the slowest restart {seconds['slowest restart']} s",
             f"unmatched charges {books.unmatched_charges}, surplus rides {books.surplus_rides}, staged jobs "
-            f"{books.staged_jobs}, wrong answers {books.wrong_answers}",
+            f"{books.staged_jobs}, wrong answers {books.wrong_answers}, unpaid rides {books.unpaid_rides}",
             books.line(),
         ):
             console.print(line, highlight=False, soft_wrap=True)
@@ -120,7 +130,7 @@ def _progress(console: Console) -> Progress:
 def _struck(simulation: Simulation) -> dict[str, int]:
     counts = sorted(simulation.tally.counts.items())
     declined = sum(count for (_, label), count in simulation.table().items() if label == "402")
-    struck = {name.removeprefix("fault "): count for name, count in counts if name.startswith("fault ")}
+    struck = {name.removeprefix("fault "): count for name, count in counts if name.startswith("fault ") and count}
     return struck | ({"declined": declined} if declined else {})
 
 

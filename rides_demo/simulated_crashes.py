@@ -1,0 +1,139 @@
+"""Crashes of the service's processes, by signals from outside: the victims are those that the supervisor names.
+
+A crash counts only when the process really died of it; a process that is not started again ends the simulation.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from rides_demo.simulated_clients import CannotSimulate
+
+KILL_WEB, KILL_WORKER = "kill-web", "kill-worker"
+#: Who dies under which fault. The server "web" stays: one of its workers, its children, dies.
+VICTIMS = {
+    KILL_WEB: "web",
+    "kill-enqueuer": "enqueuer",
+    KILL_WORKER: "worker",
+    "kill-completer": "completer",
+    "restart-postgres": "postgres",
+    "restart-redis": "redis",
+}
+#: PostgreSQL's immediate shutdown: nothing is written any more, and the next start recovers. All others get SIGKILL.
+SIGNALS = {"postgres": signal.SIGQUIT}
+DEATH_SECONDS = 5.0
+#: Far more than the supervisor promises.
+RESTART_SECONDS = 15.0
+#: How long to wait for a moment at which the worker has a job in hand.
+HORSE_SECONDS = 3.0
+POLL_SECONDS = 0.005
+
+Found = TypeVar("Found")
+
+
+class Crashes:
+    """Strikes what the supervisor of ``run_dir`` looks after."""
+
+    def __init__(self, run_dir: Path, chance: random.Random) -> None:
+        self.pids_file, self._chance = run_dir / "pids.json", chance
+        #: The longest time from a death until another process was there.
+        self.slowest_restart_seconds = 0.0
+
+    def check(self, faults: Iterable[str]) -> None:
+        """Raise CannotSimulate unless the supervisor names all that these faults strike."""
+        for fault in faults:
+            self._pid(VICTIMS[fault])
+
+    def strike(self, fault: str) -> list[str]:
+        """Let the victim of ``fault`` die, wait until it has been replaced, and return all that struck, for the report."""
+        name = VICTIMS[fault]
+        process = self._running(name)
+        if fault == KILL_WEB:
+            workers = _living(process.children())
+            return [fault] if workers and _end(self._chance.choice(workers)) else []
+        horses = _soon(lambda: _horses(process), HORSE_SECONDS) or [] if fault == KILL_WORKER else []
+        children = [child for child in _children(process) if child not in horses] if fault == KILL_WORKER else []
+        # The worker first: it would see its horse die, and put the job back in good order.
+        died = [_end(victim, SIGNALS.get(name, signal.SIGKILL)) for victim in (process, *horses, *children)]
+        self._await_successor(name, process.pid)
+        return [fault] * died[0] + ["kill-work-horse"] * sum(died[1 : 1 + len(horses)])
+
+    def _running(self, name: str) -> psutil.Process:
+        """Return the process; between a death and the next start it is waited for."""
+
+        def process() -> psutil.Process | None:
+            with suppress(psutil.NoSuchProcess):
+                return next(iter(_living([psutil.Process(self._pid(name))])), None)
+            return None
+
+        if found := _soon(process, RESTART_SECONDS):
+            return found
+        raise CannotSimulate(f"{name} was not started again within {RESTART_SECONDS:g} seconds.")
+
+    def _await_successor(self, name: str, pid: int) -> None:
+        began = time.monotonic()
+        if not _soon(lambda: self._pid(name) not in (0, pid), RESTART_SECONDS):
+            raise CannotSimulate(f"{name} was not started again within {RESTART_SECONDS:g} seconds.")
+        self.slowest_restart_seconds = max(self.slowest_restart_seconds, time.monotonic() - began)
+
+    def _pid(self, name: str) -> int:
+        try:
+            return int(json.loads(self.pids_file.read_text())[name])
+        except (OSError, ValueError, KeyError) as error:
+            raise CannotSimulate(
+                f"{self.pids_file} does not name the {name} process ({error}): start the service with `make serve`, or leave "
+                f"the fault out that strikes it."
+            ) from None
+
+
+def _horses(worker: psutil.Process) -> list[psutil.Process]:
+    """Return the work horses: children in a group of their own, as the scheduler is not."""
+    horses = []
+    for child in _children(worker):
+        with suppress(ProcessLookupError):
+            if os.getpgid(child.pid) == child.pid:
+                horses.append(child)
+    return horses
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return _living(process.children())
+    return []
+
+
+def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if not _is_dead(process)]
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    """Tell whether it has ended; a zombie has."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def _end(process: psutil.Process, number: signal.Signals = signal.SIGKILL) -> bool:
+    """Send the signal; return whether the process died of it, and not before."""
+    if _is_dead(process):
+        return False
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+        return bool(_soon(lambda: _is_dead(process), DEATH_SECONDS))
+    return False
+
+
+def _soon(condition: Callable[[], Found], seconds: float) -> Found:
+    """Return what ``condition`` returns as soon as it is true, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return found
