@@ -1,0 +1,846 @@
+"""What a sceptic tried: proven faults of the core are marked as expected failures, each with its cause."""
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from io import BytesIO
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+import pytest
+from django.conf import settings as settings_of_django
+from django.core.handlers.wsgi import WSGIRequest
+from django.core.wsgi import get_wsgi_application
+from django.db import Error, IntegrityError, connection, transaction
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.test import Client
+from django.urls import path
+from django.utils.decorators import method_decorator
+from django.views import View as ClassBasedView
+from django.views.decorators.csrf import csrf_exempt
+from pytest_django import Settings
+
+from idempotency.completer import complete_once
+from idempotency.contrib import rq as rq_backend
+from idempotency.decorators import idempotent
+from idempotency.inbox import process_once
+from idempotency.models import IdempotencyKey, ProcessedMessage
+from idempotency.phases import atomic_phase
+from tests.conformance.threads import Gate, at_once, elsewhere, in_background
+from tests.conformance.views import another_client, both_kinds, create, make_older, phased, plain, two_phases
+from tests.factories import IdempotencyKeyFactory
+from tests.models import Account, Entry
+from tests.serving import Sender
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+Serve = Callable[..., None]
+proven = partial(pytest.mark.xfail, strict=True)
+JOB_ID = "00000000-0000-7000-8000-00000000000a"
+
+
+def abandon() -> None:
+    """Let each key be old and idle enough for the completer."""
+    make_older(1000, "created_at", "last_run_at", "locked_at", "next_run_at")
+
+
+def conflict() -> None:
+    """Let the open transaction fail as a serialization failure does."""
+    connection.cursor().execute("DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$")
+
+
+# Jobs and messages that are lost in silence
+
+
+def job_that_catches_its_error() -> str:
+    """Write, then try what may be there already, as jobs do."""
+    Entry.objects.create(name="work of the job")
+    with suppress(IntegrityError):
+        Account.objects.create(name="taken")
+    return "done"
+
+
+def job_that_catches_a_raw_error() -> str:
+    """Write, then try a statement that fails."""
+    Entry.objects.create(name="work of the job")
+    with suppress(Error):
+        connection.cursor().execute("SELECT 1 / 0")
+    return "done"
+
+
+def job_that_closes_its_connection() -> str:
+    """Write, then leave no connection behind, as long-lived workers are told to."""
+    Entry.objects.create(name="work of the job")
+    connection.close()
+    return "done"
+
+
+@proven(reason="a job that breaks its transaction and returns is rolled back without an error: RQ counts it as done")
+@pytest.mark.postgres
+@pytest.mark.parametrize("job", [job_that_catches_its_error, job_that_catches_a_raw_error, job_that_closes_its_connection])
+def test_a_job_that_reports_success_has_taken_effect(job: Callable[[], str]) -> None:
+    Account.objects.create(name="taken")
+    try:
+        rq_backend.run_once(f"tests.test_sceptic.{job.__name__}", {}, JOB_ID)
+    except Exception:
+        return  # Said so: RQ will try it again.
+    assert Entry.objects.count() == 1
+    assert ProcessedMessage.objects.count() == 1
+
+
+@proven(reason="process_once() leaves a broken transaction without an error, and rolls it back")
+@pytest.mark.postgres
+def test_a_webhook_that_was_acknowledged_has_taken_effect() -> None:
+    Account.objects.create(name="taken")
+    try:
+        with process_once("stripe", "evt_1") as first:
+            assert first
+            job_that_catches_its_error()
+    except Exception:
+        return
+    assert Entry.objects.count() == 1
+
+
+def job_that_asks_to_be_run_again() -> Any:
+    """Do what RQ's documentation says: return a Retry when the time has not come."""
+    from rq import Retry
+
+    if Entry.objects.exists():
+        Account.objects.create(name="done at last")
+        return None
+    return Retry(max=3)
+
+
+@proven(reason="the run that asked to be repeated is committed as processed")
+def test_a_job_that_returns_a_retry_is_run_again() -> None:
+    from rq import Retry
+
+    name = "tests.test_sceptic.job_that_asks_to_be_run_again"
+    assert isinstance(rq_backend.run_once(name, {}, JOB_ID), Retry)
+    Entry.objects.create(name="the time has come")
+    rq_backend.run_once(name, {}, JOB_ID)
+    assert Account.objects.filter(name="done at last").exists()
+
+
+# Money doubled by a retry inside the process
+
+
+def _pay(account: Account, failures: list[int]) -> HttpResponse:
+    account.balance -= 10
+    account.save()
+    if failures:
+        failures.pop()
+        conflict()
+    return JsonResponse({"balance": account.balance}, status=201)
+
+
+def _on_the_request(kind: Any, failures: list[int]) -> Any:
+    protected = kind(lambda request: _pay(request.account, failures))
+
+    def middleware(request: HttpRequest) -> HttpResponseBase:
+        request.account = Account.objects.get(name="purse")
+        return protected(request)
+
+    return middleware
+
+
+def _keyword_argument(kind: Any, failures: list[int]) -> Any:
+    @idempotent(isolation="serializable")
+    def protected(request: HttpRequest, account: Account) -> HttpResponse:
+        return _pay(account, failures)
+
+    return lambda request: protected(request, account=Account.objects.get(name="purse"))
+
+
+def _on_the_class_based_view(kind: Any, failures: list[int]) -> Any:
+    class Pay(ClassBasedView):
+        def setup(self, request: HttpRequest, *args: Any, **kwargs: Any) -> None:
+            super().setup(request, *args, **kwargs)
+            self.account = Account.objects.get(name="purse")
+
+        @method_decorator(idempotent)
+        def post(self, request: HttpRequest) -> HttpResponse:
+            return _pay(self.account, failures)
+
+    return Pay.as_view()
+
+
+@proven(reason="rows that were loaded before the view keep what the failed run did to them")
+@pytest.mark.postgres
+@pytest.mark.parametrize("make", [_on_the_request, _keyword_argument, _on_the_class_based_view])
+def test_a_retry_inside_the_process_pays_once(make: Any, serve: Serve, sender: Sender) -> None:
+    Account.objects.create(name="purse", balance=100)
+    serve(view=make(plain, [1]))
+    assert sender.send().status_code == 201
+    assert Account.objects.get().balance == 90
+
+
+# A part of a request
+
+
+@pytest.mark.postgres
+def test_a_request_that_was_cut_short_does_not_run(serve: Serve, sender: Sender) -> None:
+    """gunicorn and wsgiref hand over what came; Django reads it without a word."""
+
+    def pay(request: HttpRequest) -> HttpResponse:
+        Entry.objects.create(name=f"paid {request.POST['amount']}")
+        return HttpResponse(status=201)
+
+    serve(view=idempotent(csrf_exempt(pay)))
+    body, name = b"to=bob&amount=1000", settings_of_django.SESSION_COOKIE_NAME
+    head = (
+        "POST /view/ HTTP/1.0\r\nHost: localhost\r\nIdempotency-Key: key-1\r\n"
+        f"Cookie: {name}={sender.client.cookies[name].value}\r\n"
+        f"Content-Type: application/x-www-form-urlencoded\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    with make_server("127.0.0.1", 0, get_wsgi_application(), handler_class=QuietHandler) as server:
+
+        def arrive(part: bytes) -> bytes:
+            with socket.create_connection(server.server_address) as line:
+                line.sendall(head + part)
+                line.shutdown(socket.SHUT_WR)
+                elsewhere(server.handle_request)
+                return b"".join(iter(partial(line.recv, 65536), b"")).partition(b"\r\n")[0]
+
+        arrive(body[:-2])
+        assert [entry.name for entry in Entry.objects.all()] == []
+        assert b" 201 " in arrive(body)
+    assert [entry.name for entry in Entry.objects.all()] == ["paid 1000"]
+
+
+class QuietHandler(WSGIRequestHandler):
+    """A server that keeps its log to itself."""
+
+    def log_message(self, *arguments: Any) -> None:
+        """Say nothing."""
+
+
+# The fence
+
+
+@proven(reason="the token of the fence is a field of the key, which refresh_from_db() overwrites")
+@pytest.mark.postgres
+def test_reading_the_key_again_does_not_pass_the_fence(serve: Serve, sender: Sender) -> None:
+    """A late run that refreshes its key takes the winner's token, and commits beside the winner."""
+    gate = Gate()
+    runs = []
+
+    @idempotent(recovery_points=["unused"])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for _ in key.phases():
+            runs.append(key.pk)
+            if len(runs) == 1:
+                make_older(91, "locked_at")
+                winner.append(in_background(another_client(sender).send))
+                gate.wait_for_visitor()
+                key.refresh_from_db()  # the late one wakes up, and looks how far it is
+            else:
+                gate.stop_here()
+            with atomic_phase(key) as phase:
+                Entry.objects.create(name="paid")
+                phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    winner: list[Any] = []
+    serve(view=view)
+    late = sender.send()
+    gate.open()
+    assert winner[0].result(30).status_code == 201
+    assert late.status_code in (201, 409)
+    assert Entry.objects.count() == 1
+
+
+# The stored response
+
+
+def _broken_hook() -> None:
+    raise ConnectionError("the broker is down")
+
+
+@proven(reason="the phase was committed and the run does not know it; finish overwrites a finished key")
+@pytest.mark.postgres
+def test_a_hook_that_fails_after_commit_does_not_replace_the_stored_answer(
+    serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    settings.IDEMPOTENCY = {"STORE_5XX": True}
+
+    def work(request: HttpRequest) -> HttpResponse:
+        transaction.on_commit(_broken_hook)
+        return create(request)
+
+    serve(view=phased(work))
+    sender.send()
+    assert Entry.objects.count() == 1
+    assert IdempotencyKey.objects.get().response_code == 201
+
+
+@proven(reason="the phase was committed and the run does not know it")
+@pytest.mark.postgres
+def test_a_hook_that_fails_after_the_first_phase_does_not_finish_the_key(
+    serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    """404 instead of 500 here: nothing of this needs STORE_5XX."""
+
+    def lost() -> None:
+        raise Http404
+
+    def first(request: HttpRequest) -> None:
+        Entry.objects.create(name="charged")
+        transaction.on_commit(lost)
+
+    serve(view=two_phases(first, lambda request: HttpResponse(status=201)))
+    sender.send()
+    assert sender.send().status_code == 201
+
+
+@proven(reason="the phase was committed and the run does not know it; finish overwrites a finished key")
+@pytest.mark.postgres
+def test_an_error_after_commit_that_the_view_turns_into_an_answer_does_not_replace_the_stored_one(
+    serve: Serve, sender: Sender
+) -> None:
+    """A connection that is cut between COMMIT and its acknowledgement looks the same to the view."""
+
+    @idempotent(recovery_points=["unused"])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for _ in key.phases():
+            try:
+                with atomic_phase(key) as phase:
+                    Entry.objects.create(name="paid")
+                    transaction.on_commit(_broken_hook)
+                    phase.set_response(HttpResponse(status=201))
+            except Exception:
+                return JsonResponse({"error": "could not be booked"}, status=422)
+        return key.response()
+
+    serve(view=view)
+    sender.send()
+    assert Entry.objects.count() == 1
+    assert sender.send().status_code == 201
+
+
+# The completer
+
+
+@proven(reason="runs that met an unknown point use up the completer's attempts")
+@pytest.mark.postgres
+def test_a_deploy_that_takes_long_to_be_mended_leaves_keys_that_the_completer_finishes(serve: Serve, sender: Sender) -> None:
+    """25 runs of code that does not know the point take 20 hours; then the mended code comes."""
+    broken = [1]
+
+    def call() -> None:
+        if broken:
+            raise OSError("down")
+
+    good = two_phases(lambda request: None, lambda request: HttpResponse(status=201), call=call)
+    serve(view=good)
+    assert sender.send().status_code == 500
+    serve(view=idempotent(recovery_points=["other"])(lambda request: request.idempotency_key.response()))
+    for _ in range(26):
+        abandon()
+        complete_once()
+    key = IdempotencyKey.objects.get()
+    assert key.stuck_code == "unknown_recovery_point", (key.stuck_code, key.completer_attempts)
+    broken.clear()
+    serve(view=good)
+    abandon()
+    complete_once()
+    assert IdempotencyKey.objects.get().response_code == 201
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize(
+    "query",
+    [
+        pytest.param("name=é", marks=proven(reason="raw bytes of the query are kept as if they were text")),
+        "name=%C3%A9",
+    ],
+)
+def test_the_completer_sees_the_query_that_the_client_sent(query: str, serve: Serve, sender: Sender) -> None:
+    seen = []
+
+    def second(request: HttpRequest) -> HttpResponse:
+        seen.append(request.GET["name"])
+        if len(seen) == 1:
+            raise OSError("down")
+        return HttpResponse(status=201)
+
+    serve(view=two_phases(lambda request: None, second))
+    sender.send(f"/view/?{query}")
+    abandon()
+    complete_once()
+    assert seen == ["é", "é"]
+
+
+@proven(reason="urlsplit() takes what follows // for a host")
+@pytest.mark.postgres
+def test_the_completer_runs_the_path_that_the_client_sent(sender: Sender, settings: Settings) -> None:
+    seen = []
+
+    def view(request: HttpRequest, rest: str) -> HttpResponseBase:
+        key = request.idempotency_key
+        for _ in key.phases():
+            seen.append(rest)
+            if len(seen) == 1:
+                raise OSError("down")
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    protected = idempotent(recovery_points=["unused"])(view)
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("<path:rest>", protected)]})
+    sender.send("/x", PATH_INFO="//alice/pay")
+    abandon()
+    complete_once()
+    assert seen == ["/alice/pay"] * 2
+
+
+@proven(reason="the completer does not know the method's decorator, and makes the key stuck for its client too")
+@pytest.mark.postgres
+def test_the_completer_finishes_what_a_method_of_a_class_has_begun(serve: Serve, sender: Sender) -> None:
+    broken = [1]
+
+    class Pay(ClassBasedView):
+        @method_decorator(idempotent(recovery_points=["unused"]))
+        def post(self, request: HttpRequest) -> HttpResponseBase:
+            key = request.idempotency_key
+            for _ in key.phases():
+                if broken:
+                    raise OSError("down")
+                with atomic_phase(key) as phase:
+                    phase.set_response(HttpResponse(status=201))
+            return key.response()
+
+    serve(view=Pay.as_view())
+    assert sender.send().status_code == 500
+    abandon()
+    complete_once()
+    broken.clear()
+    assert sender.send().status_code == 201
+
+
+@pytest.mark.postgres
+def test_a_large_form_is_the_same_for_the_completer(serve: Serve, sender: Sender) -> None:
+    broken = [1]
+
+    def first(request: HttpRequest) -> None:
+        if broken:
+            raise OSError("down")
+        assert len(request.POST["text"]) == 1_000_000
+
+    serve(view=two_phases(first, lambda request: HttpResponse(status=201)))
+    text = "é" * 1_000_000
+    body = f'--x\r\nContent-Disposition: form-data; name="text"\r\n\r\n{text}\r\n--x--\r\n'.encode()
+    assert sender.send(body=body, content_type="multipart/form-data; boundary=x").status_code == 500
+    broken.clear()
+    abandon()
+    complete_once()
+    key = IdempotencyKey.objects.get()
+    assert key.response_code in (None, 201), key.response_code
+
+
+# Requests
+
+
+@proven(reason="request.body was read, so request.POST can be; the check does not know it")
+def test_a_multipart_body_that_a_middleware_has_read(serve: Serve, sender: Sender) -> None:
+    protected = idempotent(create)
+
+    def signed(request: HttpRequest) -> HttpResponseBase:
+        assert request.body  # as one does who checks its signature
+        return protected(request)
+
+    serve(view=signed)
+    body = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--x--\r\n'
+    assert sender.send(body=body, content_type="multipart/form-data; boundary=x").status_code == 201
+
+
+@proven(reason="without Content-Length Django parses no multipart body, so all of them look alike")
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_two_chunked_multipart_bodies_under_asgi_are_two_requests(method: str, sender: Sender) -> None:
+    from django.core.handlers.asgi import ASGIRequest
+
+    seen = []
+
+    @idempotent
+    def view(request: HttpRequest) -> HttpResponse:
+        seen.append(request.body)
+        return HttpResponse(status=201)
+
+    for amount in (b"10", b"1000"):
+        body = b'--x\r\nContent-Disposition: form-data; name="amount"\r\n\r\n' + amount + b"\r\n--x--\r\n"
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": "/view/",
+            "query_string": b"",
+            "headers": [
+                (b"content-type", b"multipart/form-data; boundary=x"),
+                (b"transfer-encoding", b"chunked"),
+                (b"idempotency-key", b"key-1"),
+            ],
+        }
+        request = ASGIRequest(scope, BytesIO(body))
+        request.user = sender.user
+        answer = view(request)
+    assert answer.status_code == 422, (answer.status_code, dict(answer.items()), len(seen))
+
+
+@proven(reason="iri_to_uri() maps a raw byte to the escape of another text")
+@pytest.mark.postgres
+def test_two_queries_are_two_requests(serve: Serve, sender: Sender) -> None:
+    serve(view=idempotent(create))
+    assert sender.send("/view/", QUERY_STRING="name=\xe9").status_code == 201
+    assert sender.send("/view/", QUERY_STRING="name=%C3%A9").status_code == 422
+
+
+# The admin
+
+
+@proven(reason="a lone surrogate in JSON cannot be encoded into the page")
+@pytest.mark.postgres
+@pytest.mark.parametrize("body", [b'{"name": "\\ud800"}'])
+def test_a_key_of_any_body_can_be_looked_at(body: bytes, admin_client: Client) -> None:
+    key = IdempotencyKeyFactory(request_body=body)
+    admin_client.raise_request_exception = False
+    assert admin_client.get(f"/admin/idempotency/idempotencykey/{key.pk}/change/").status_code == 200
+
+
+@pytest.mark.postgres
+def test_a_key_of_any_depth_can_be_looked_at(admin_client: Client) -> None:
+    admin_client.raise_request_exception = False
+    broken = []
+    for depth in range(700, 1000, 3):
+        key = IdempotencyKeyFactory(request_body=b"[" * depth + b"]" * depth)
+        if admin_client.get(f"/admin/idempotency/idempotencykey/{key.pk}/change/").status_code != 200:
+            broken.append(depth)
+    assert broken == []
+
+
+# Connections
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(plain, marks=proven(reason="nothing is committed where Django's autocommit is off")), phased]
+)
+@pytest.mark.postgres
+def test_what_was_answered_201_is_committed_without_autocommit(kind: Any, serve: Serve, sender: Sender) -> None:
+    serve(view=kind(create))
+    sender.client.session  # noqa: B018
+    connection.set_autocommit(False)
+    try:
+        answer = sender.send()
+    finally:
+        connection.close()
+    if answer.status_code == 201:
+        assert Entry.objects.count() == 1
+
+
+# Scopes
+
+
+@proven(reason="scope= shares one name space with user:<pk> and session:<id>")
+def test_a_scope_of_ones_own_is_not_the_scope_of_a_user(serve: Serve, sender: Sender) -> None:
+    serve(view=idempotent(create), open=idempotent(scope=lambda request: request.headers["X-Account"])(create))
+    stranger = Client(raise_request_exception=False)
+    headers = {"Idempotency-Key": "key-1", "X-Account": f"user:{sender.user.pk}"}
+    assert stranger.post("/open/", b"{}", content_type="application/json", headers=headers).status_code == 201
+    assert sender.send().status_code == 201
+
+
+# Answers
+
+
+@pytest.mark.parametrize(
+    "kind", [plain, pytest.param(phased, marks=proven(reason="the response can change after a phase stored it"))]
+)
+@pytest.mark.postgres
+def test_a_replay_has_the_headers_of_the_first_answer(kind: Any, serve: Serve, sender: Sender) -> None:
+    """A decorator below @idempotent changes the response after a phase has stored it."""
+    inner = kind(create).__wrapped__
+
+    def marked(request: HttpRequest) -> HttpResponseBase:
+        response = inner(request)
+        response["X-Total"] = "7"
+        return response
+
+    serve(view=idempotent(recovery_points=["unused"] if kind is phased else None)(marked))
+    assert sender.send()["X-Total"] == "7"
+    assert sender.send().get("X-Total") == "7"
+
+
+@proven(reason="the view's answer to a broken transaction is thrown away with it")
+@pytest.mark.postgres
+def test_a_conflict_that_a_plain_view_answers_itself_is_stored(serve: Serve, sender: Sender) -> None:
+    Account.objects.create(name="taken")
+
+    def view(request: HttpRequest) -> HttpResponse:
+        try:
+            Account.objects.create(name="taken")
+        except IntegrityError:
+            return HttpResponse(status=409)
+        return HttpResponse(status=201)
+
+    serve(view=idempotent(view))
+    assert sender.send().status_code == 409
+
+
+# What held, or only shows a limit
+
+
+@pytest.mark.postgres
+def test_a_storm_of_plain_requests_with_rollbacks_and_mismatches(serve: Serve, sender: Sender) -> None:
+    import random
+
+    def work(request: HttpRequest) -> HttpResponse:
+        if random.random() < 0.4:
+            return HttpResponse(status=503)
+        Entry.objects.create(name=request.headers["Idempotency-Key"])
+        return HttpResponse(request.body, status=201)
+
+    serve(
+        view=idempotent(work),
+        strict=idempotent(isolation="serializable")(work),
+        again=idempotent(isolation="repeatable read")(work),
+    )
+    seen: dict[str, set[bytes]] = {}
+
+    def client(number: int) -> list[tuple[str, int]]:
+        own = another_client(sender)
+        out = []
+        for turn in range(60):
+            key = f"key-{turn // 4}"
+            url = ["/view/", "/strict/", "/again/"][(turn // 4) % 3]
+            answer = own.send(url, key=key, body={"other": True} if number == 7 else {"a": 1})
+            if answer.status_code == 201:
+                seen.setdefault(key, set()).add(answer.content)
+            out.append((key, answer.status_code))
+        return out
+
+    answers = [answer for of_client in at_once([partial(client, number) for number in range(8)]) for answer in of_client]
+    assert {status for _, status in answers} <= {201, 409, 422, 503}, {status for _, status in answers}
+    assert all(len(bodies) == 1 for bodies in seen.values()), seen
+    names = [entry.name for entry in Entry.objects.all()]
+    assert len(names) == len(set(names))
+    assert set(seen) == set(names)
+
+
+@pytest.mark.postgres
+def test_a_storm_over_expired_keys_with_reapers(serve: Serve, sender: Sender) -> None:
+    from idempotency.reaper import reap_once
+
+    serve(view=idempotent(create), phased=phased(create))
+    for number in range(20):
+        for url in ("/view/", "/phased/"):
+            assert sender.send(url, key=f"{url}{number}").status_code == 201
+    make_older(80 * 3600, "created_at", "finished_at")
+    before = Entry.objects.count()
+
+    def client(number: int) -> set[int]:
+        own = another_client(sender)
+        out = set()
+        for turn in range(20):
+            for url in ("/view/", "/phased/"):
+                out.add(own.send(url, key=f"{url}{turn}").status_code)
+        return out
+
+    def reaper() -> set[int]:
+        for _ in range(10):
+            reap_once(batch_size=5)
+        return set()
+
+    seen = set().union(*at_once([partial(client, number) for number in range(5)] + [reaper]))
+    assert seen <= {201, 409}, seen
+    assert Entry.objects.count() == before + 40
+
+
+@proven(reason="vars() of a session that has no __dict__")
+@both_kinds
+def test_a_session_that_is_a_plain_dict(kind: Any, rf: Any, sender: Sender) -> None:
+    request = rf.post("/view/", b"{}", content_type="application/json", headers={"Idempotency-Key": "key-1"})
+    request.user, request.session = sender.user, {}
+    assert kind(create)(request).status_code == 201
+
+
+@both_kinds
+@pytest.mark.postgres
+def test_hooks_of_what_was_rolled_back_do_not_run(kind: Any, serve: Serve, sender: Sender) -> None:
+    ran = []
+
+    def work(request: HttpRequest) -> HttpResponse:
+        transaction.on_commit(lambda: ran.append(1))
+        from idempotency.http import not_stored
+
+        if kind is phased:
+            raise OSError
+        return not_stored(HttpResponse(status=201))
+
+    serve(view=kind(work))
+    sender.send()
+    assert ran == []
+
+
+@proven(reason="the path is resolved with its percent signs")
+@pytest.mark.postgres
+def test_on_abandon_of_a_path_with_an_accent(sender: Sender, settings: Settings) -> None:
+    from idempotency.reaper import reap_once
+
+    def view(request: HttpRequest) -> HttpResponseBase:
+        raise OSError("down")
+
+    protected = idempotent(recovery_points=["unused"], on_abandon=lambda key: HttpResponse(status=410))(view)
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("café/", protected)]})
+    assert sender.send("/café/").status_code == 500
+    make_older(80 * 3600, "created_at", "last_run_at")
+    reap_once()
+    assert IdempotencyKey.objects.get().response_code == 410
+
+
+@proven(reason="a closed upload cannot be rewound")
+@both_kinds
+@pytest.mark.postgres
+def test_upload_that_the_view_closed(kind: Any, serve: Serve, sender: Sender) -> None:
+    runs = []
+
+    def work(request: HttpRequest) -> HttpResponse:
+        runs.append(1)
+        with request.FILES["f"] as upload:
+            upload.read()
+        if len(runs) == 1:
+            conflict()
+        return HttpResponse(status=201)
+
+    serve(view=kind(work))
+    body = b'--x\r\nContent-Disposition: form-data; name="f"; filename="a"\r\n\r\n1\r\n--x--\r\n'
+    assert sender.send(body=body, content_type="multipart/form-data; boundary=x").status_code == 201
+
+
+delivered: list[str] = []
+
+
+def broker_with_a_database(job: Any) -> None:
+    """Take a job, as a queue that lives in the same database does."""
+    delivered.append(job.job_args["name"])
+    if job.job_args["name"] == "poison":
+        Account.objects.create(name="taken")
+
+
+@proven(reason="a backend's failed statement breaks the enqueuer's transaction: the batch goes out again and again")
+@pytest.mark.postgres
+def test_a_refusal_by_the_database_stops_no_other_job(settings: Settings) -> None:
+    from idempotency.enqueuer import enqueue_once
+    from tests.factories import StagedJobFactory
+
+    delivered.clear()
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.test_sceptic.broker_with_a_database"}}
+    Account.objects.create(name="taken")
+    for name in ("good", "poison", "later"):
+        StagedJobFactory(job_args={"name": name})
+    for _ in range(3):
+        with suppress(Error):
+            enqueue_once()
+    assert delivered.count("good") == 1, delivered
+    assert "later" in delivered
+
+
+@proven(reason="any lost database is taken for the one with the keys")
+@pytest.mark.postgres
+def test_a_view_whose_other_database_is_down_stops_no_other_key(serve: Serve, sender: Sender) -> None:
+    from django.db.utils import ConnectionHandler
+
+    down = ConnectionHandler({"default": connection.settings_dict | {"HOST": "127.0.0.1", "PORT": "1", "OPTIONS": {}}})
+    broken = [1]
+
+    def asks_elsewhere(request: HttpRequest) -> HttpResponse:
+        if broken:
+            raise OSError("not yet")
+        down["default"].cursor()
+        return HttpResponse(status=201)
+
+    def healthy(request: HttpRequest) -> HttpResponse:
+        if broken:
+            raise OSError("not yet")
+        return HttpResponse(status=201)
+
+    serve(view=phased(asks_elsewhere), healthy=phased(healthy))
+    for number in range(3):
+        sender.send(key=f"bad-{number}")
+    sender.send("/healthy/", key="good")
+    broken.clear()
+    abandon()
+    with suppress(Error):
+        complete_once()
+    assert IdempotencyKey.objects.get(idempotency_key="good").response_code == 201
+
+
+@proven(reason="a claim that fails with 40001 is not tried again")
+@pytest.mark.postgres
+def test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default() -> None:
+    from idempotency import keys
+    from tests.test_keys import POINTS, request
+
+    for turn in range(40):
+        keys.claim_phased(request(f"key-{turn}"), POINTS, using="default")
+    make_older(91, "locked_at")
+
+    def client(number: int) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SET default_transaction_isolation = 'repeatable read'")
+        for turn in range(40):
+            keys.claim_phased(request(f"key-{turn}"), POINTS, using="default")
+
+    at_once([partial(client, number) for number in range(8)])
+
+
+@pytest.mark.postgres
+def test_storm_of_both_kinds(serve: Serve, sender: Sender, settings: Settings) -> None:
+    """A rolling deploy: some processes run the view as a plain one, some as a phased one."""
+    old, new = idempotent(create), phased(create)
+    import random
+
+    serve(view=lambda request: random.choice([old, new])(request))
+
+    def client(number: int) -> set[int]:
+        own = another_client(sender)
+        return {own.send(key=f"key-{turn // 3}").status_code for turn in range(60)}
+
+    seen = set().union(*at_once([partial(client, number) for number in range(8)]))
+    assert seen <= {201, 409, 503}
+    assert Entry.objects.count() == IdempotencyKey.objects.finished().count()
+    assert IdempotencyKey.objects.stuck().count() == 0, IdempotencyKey.objects.stuck().values("stuck_code").first()
+
+
+@pytest.mark.postgres
+def test_a_multipart_request_that_was_cut_between_its_parts_does_not_run(serve: Serve, sender: Sender) -> None:
+    """What the parser has seen is whole, and the rest is missing."""
+    part = b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+    body = part % (b"to", b"bob") + part % (b"amount", b"1000") + part % (b"currency", b"JPY") + b"--x--\r\n"
+
+    def pay(request: HttpRequest) -> HttpResponse:
+        Entry.objects.create(name=f"paid {request.POST['amount']} {request.POST.get('currency', 'USD')}")
+        return HttpResponse(status=201)
+
+    protected = idempotent(pay)
+
+    def arrive(part: bytes) -> HttpResponseBase:
+        request = WSGIRequest(
+            {
+                "REQUEST_METHOD": "POST",
+                "PATH_INFO": "/view/",
+                "CONTENT_TYPE": "multipart/form-data; boundary=x",
+                "CONTENT_LENGTH": str(len(body)),
+                "HTTP_IDEMPOTENCY_KEY": "key-1",
+                "SERVER_NAME": "localhost",
+                "SERVER_PORT": "80",
+                "wsgi.input": BytesIO(part),
+            }
+        )
+        request.user = sender.user
+        return protected(request)
+
+    with suppress(Exception):
+        arrive(body[: body.index(b'--x\r\nContent-Disposition: form-data; name="currency"')])
+    assert [entry.name for entry in Entry.objects.all()] == []
+    assert arrive(body).status_code == 201
