@@ -4,12 +4,12 @@ from django.apps import AppConfig
 
 
 class IdempotencyConfig(AppConfig):
-    """Register the models and the system checks."""
+    """Register the models, the system checks, and the hand-over after COMMIT."""
 
     name = "idempotency"
     verbose_name = "Idempotency"
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Import the checks, which register themselves."""
-        from idempotency import checks  # noqa: F401
+        """Import what registers itself."""
+        from idempotency import checks, prompt  # noqa: F401

@@ -62,14 +62,16 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     found: list[CheckMessage] = []
     for queue, path in values.get("ENQUEUERS", {}).items():
         try:
-            problem = None if hasattr(import_string(path), "hand_over") else "it has no method hand_over()"
+            named = import_string(path)
+            right = hasattr(named, "hand_over") if isinstance(named, type) else callable(named)
+            problem = None if right else "it is neither a class with a method hand_over() nor a function"
         except Exception as error:  # Whatever a module may raise on import.
             problem = f"{type(error).__name__}: {error}"
         if problem:
             found.append(
                 Error(
                     f"IDEMPOTENCY['ENQUEUERS'][{queue!r}] is {path!r}, which is not a backend: {problem}.",
-                    hint="Name a class with a method hand_over(queue, jobs), such as 'idempotency.contrib.rq.RQBackend'.",
+                    hint="Name a function, or a class with hand_over(queue, jobs) such as 'idempotency.contrib.rq.RQBackend'.",
                     id="idempotency.E003",
                 )
             )

@@ -52,8 +52,10 @@ class Settings:
     ERROR_RENDERER: str | Callable[..., Any] | None = None
     #: What stands before the code in a problem's ``type``.
     PROBLEM_TYPE_BASE: str = "urn:django-idempotency:error:"
-    #: Queue name to the dotted path of a backend; "*" is every other queue.
+    #: Queue name to the dotted path of a backend or of a function that takes a StagedJob; "*" is every other queue.
     ENQUEUERS: Mapping[str, str] = field(default_factory=lambda: {"*": "idempotency.contrib.rq.RQBackend"})
+    #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that staged them.
+    HAND_OVER_AFTER_COMMIT: bool = False
     #: ``callable(request, key)``, or its dotted path: adds to the completer's request what a middleware would have.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
 

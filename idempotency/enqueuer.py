@@ -15,7 +15,7 @@ from typing import Protocol
 from uuid import UUID
 
 from django.db import connections, router, transaction
-from django.db.models import F, QuerySet
+from django.db.models import Count, DurationField, ExpressionWrapper, F, Max, Q, QuerySet
 from django.db.models.functions import Now
 from django.utils.module_loading import import_string
 
@@ -33,6 +33,8 @@ BACKOFF_SECONDS = 10
 BATCH_SECONDS = 30
 #: While a batch waits for a broker, the database must not end its transaction, or the same jobs would go out again and again.
 IDLE_SECONDS = 4 * BATCH_SECONDS
+#: A broker that is slower than this is down. Below all the limits above.
+BROKER_TIMEOUT_SECONDS = 10
 MAX_ERROR_LENGTH = 2000
 
 
@@ -47,10 +49,45 @@ class Backend(Protocol):
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
         """Give ``jobs`` to the broker and return the refused ones by their id; the others are its own from here on.
 
-        Raises BrokerUnavailable when the broker cannot be reached or takes nothing at all. Any other error makes the enqueuer
-        try the jobs one by one. It must return within the timeouts of the database: no call without a socket timeout.
+        A job refused with BrokerUnavailable was not looked at: it burns no attempt. Raises BrokerUnavailable when that is so of
+        all of them. Any other error makes the enqueuer try the jobs one by one. It must return within the timeouts of the
+        database: no call without a timeout of BROKER_TIMEOUT_SECONDS or less, and no more after BATCH_SECONDS.
         """
         ...
+
+
+class OneByOne:
+    """The base of a backend whose broker takes one job at a time."""
+
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
+        """Hand over one job after the other, for BATCH_SECONDS at most; what one raises refuses that one alone."""
+        refusals: dict[UUID, Exception] = {}
+        deadline = time.monotonic() + BATCH_SECONDS
+        for position, job in enumerate(jobs):
+            try:
+                if time.monotonic() > deadline:
+                    raise BrokerUnavailable(f"The broker took {position} of {len(jobs)} jobs in {BATCH_SECONDS} s.")
+                self.hand_over_one(queue, job)
+            except BrokerUnavailable as error:  # Those before it are the broker's: they must not go out again.
+                return refusals | dict.fromkeys((left.pk for left in jobs[position:]), error)
+            except Exception as error:
+                refusals[job.pk] = error
+        return refusals
+
+    def hand_over_one(self, queue: str, job: StagedJob) -> None:
+        """Give one job to the broker; raise what it is refused with, or BrokerUnavailable."""
+        raise NotImplementedError
+
+
+class CallableBackend(OneByOne):
+    """What a dotted path to a function becomes: ``function(job)`` takes the job, or raises."""
+
+    def __init__(self, function: Callable[[StagedJob], object]) -> None:
+        self._function = function
+
+    def hand_over_one(self, queue: str, job: StagedJob) -> None:
+        """Call the function."""
+        self._function(job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +97,29 @@ class EnqueuePass:
     handed_over: int = 0
     refused: int = 0
     failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What waits: the age of the oldest job that is due in seconds, 0.0 without one; how many are due, how many have failed."""
+
+    oldest_seconds: float
+    depth: int
+    failed: int
+
+
+def backlog(*, using: str | None = None) -> Backlog:
+    """Measure what waits for the enqueuer, by the database's clock; nothing is written. For metrics and health checks.
+
+    A job that is due is counted from its ``run_at``: an age above a few passes means that no enqueuer runs, or that a broker
+    takes nothing.
+    """
+    due = Q(failed_at__isnull=True, run_at__lte=Now())
+    age = ExpressionWrapper(Now() - F("run_at"), output_field=DurationField())
+    counts = StagedJob.objects.using(using or router.db_for_write(StagedJob)).aggregate(
+        oldest=Max(age, filter=due), depth=Count("pk", filter=due), failed=Count("pk", filter=Q(failed_at__isnull=False))
+    )
+    return Backlog(max(0.0, (counts["oldest"] or timedelta()).total_seconds()), counts["depth"], counts["failed"])
 
 
 def enqueue_once(
@@ -103,10 +163,14 @@ def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: 
         for queue, of_queue in by_queue.items():
             try:
                 for part, refusals in _hand_over(queue, of_queue, deadline):
-                    taken.extend(job.pk for job in part if job.pk not in refusals)
                     for job in part:
-                        if job.pk in refusals:
-                            counts[_record_refusal(alias, job, refusals[job.pk])] += 1
+                        match refusals.get(job.pk):
+                            case None:
+                                taken.append(job.pk)
+                            case BrokerUnavailable() as error:
+                                unreachable[queue] = error
+                            case error:
+                                counts[_record_refusal(alias, job, error)] += 1
             except BrokerUnavailable as error:
                 unreachable[queue] = error
             if time.monotonic() > deadline:
@@ -121,7 +185,10 @@ def _hold_transaction(alias: str) -> None:
     connection = connections[alias]
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
-            cursor.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, true)", [f"{IDLE_SECONDS}s"])
+            cursor.execute(
+                "SELECT set_config('idle_in_transaction_session_timeout', %s, true), set_config('lock_timeout', %s, true)",
+                [f"{IDLE_SECONDS}s", f"{BROKER_TIMEOUT_SECONDS}s"],
+            )
     else:  # No row is locked there: an UPDATE of nothing takes the file, so that others read after this one's DELETE.
         StagedJob.objects.using(alias).filter(job_name="").update(attempts=F("attempts"))
 
@@ -157,7 +224,8 @@ def _hand_over(
 
 @lru_cache(maxsize=32)
 def _backend(path: str) -> Backend:
-    backend: Backend = import_string(path)()
+    named = import_string(path)
+    backend: Backend = named() if isinstance(named, type) else CallableBackend(named)
     return backend
 
 

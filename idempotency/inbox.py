@@ -5,15 +5,20 @@ The row that says "processed" and the effects commit together; so a failure leav
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from django.db import OperationalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.module_loading import import_string
 
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
 
 #: How long a delivery waits for another delivery of the same message. Below the patience of those who send webhooks.
 WAIT_SECONDS = 5
+
+#: The source of the messages that staged jobs are, whatever broker delivers them.
+STAGED_JOBS = "staged-job"
 
 _LOCK_NOT_AVAILABLE = "55P03"  # PostgreSQL: lock_timeout ran out
 _BUSY_OR_LOCKED = (5, 6)  # SQLite: another connection, or another one of the shared cache, writes
@@ -48,6 +53,20 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
                 raise MessageInProgress from error
             raise
         yield first
+
+
+def run_staged_job(name: str, args: dict[str, Any] | list[Any], job_id: str) -> Any:
+    """Run a delivered job in one transaction with the row that says that it ran; return what it returns, None the second time.
+
+    ``name`` is the dotted path of a function, or of a task of Django Tasks. When it raises, nothing is kept, and the next
+    delivery runs it. Raises MessageInProgress while another delivery runs: let it be delivered again.
+    """
+    job = import_string(name)
+    with process_once(STAGED_JOBS, job_id) as first:
+        if not first:
+            return None
+        call = getattr(job, "call", job)
+        return call(**args) if isinstance(args, dict) else call(*args)
 
 
 def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str) -> bool:

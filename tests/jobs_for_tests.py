@@ -1,11 +1,14 @@
 """Jobs and backends that the tests of the enqueuer name by their dotted path."""
 
+import os
 import signal
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from uuid import UUID
 
 from idempotency.contrib.rq import RQBackend
+from idempotency.enqueuer import BrokerUnavailable
 from idempotency.models import StagedJob
 from rides_demo.models import AuditRecord
 
@@ -19,6 +22,34 @@ def record_and_fail(user: int) -> None:
     """Leave a row in a transaction that does not commit."""
     record(user)
     raise RuntimeError("on purpose")
+
+
+def record_after_a_failure(user: int, mark: str) -> None:
+    """Raise the first time, when there is no file ``mark`` yet."""
+    record(user)
+    if not Path(mark).exists():
+        Path(mark).touch()
+        raise RuntimeError("on purpose")
+
+
+def record_after_a_kill(user: int, mark: str) -> None:
+    """Kill the process that runs it the first time, when there is no file ``mark`` yet."""
+    record(user)
+    if not Path(mark).exists():
+        Path(mark).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def take(job: StagedJob) -> None:
+    """Take a staged job, as a queue of the project's own would, unless it is named ``poison``."""
+    if job.job_name.endswith("poison"):
+        raise ValueError("it cannot be serialised")
+    record(*job.job_args)
+
+
+def nobody_takes(job: StagedJob) -> None:
+    """Take no job, as a queue that is down."""
+    raise BrokerUnavailable("nobody is there")
 
 
 class PickyBackend(RQBackend):

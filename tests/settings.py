@@ -17,7 +17,8 @@ if "DATABASE_URL" not in os.environ:
 from rides_demo.settings import *  # noqa: E402, F403
 from rides_demo.settings import DATABASES, INSTALLED_APPS, LOGGING  # noqa: E402
 
-INSTALLED_APPS = [*INSTALLED_APPS, "tests"]
+INSTALLED_APPS = [*INSTALLED_APPS, "django_tasks_db", "tests"]
+TASKS = {"default": {"BACKEND": "django_tasks_db.DatabaseBackend"}}
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 # A connection of a thread must end with it, or the test database cannot be dropped.
 DATABASES["default"]["CONN_MAX_AGE"] = 0

@@ -17,7 +17,7 @@ from idempotency.contrib import rq as rq_backend
 from idempotency.contrib.rq import RQBackend, run_once
 from idempotency.enqueuer import BrokerUnavailable, EnqueuePass, enqueue_once
 from idempotency.exceptions import MessageInProgress
-from idempotency.inbox import process_once
+from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.jobs import stage_job
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
@@ -279,7 +279,7 @@ def test_a_job_that_meets_its_own_first_delivery_comes_back(broker, monkeypatch)
 
     def other_delivery():
         try:
-            with process_once(rq_backend.SOURCE, str(job.pk)):
+            with process_once(STAGED_JOBS, str(job.pk)):
                 entered.set()
                 assert leave.wait(20)
                 raise RuntimeError("on purpose")

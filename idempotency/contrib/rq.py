@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 from uuid import UUID
 
-from django.utils.module_loading import import_string
 from django_rq import settings as django_rq_settings
 from django_rq.connection_utils import get_connection
 from django_rq.queues import get_queue, get_result_ttl
@@ -17,17 +16,14 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry as RedisRetry
 from rq import Queue, Retry
 
-from idempotency.enqueuer import BrokerUnavailable
+from idempotency.enqueuer import BROKER_TIMEOUT_SECONDS, BrokerUnavailable
 from idempotency.exceptions import MessageInProgress
-from idempotency.inbox import process_once
+from idempotency.inbox import run_staged_job
 from idempotency.jobs import JobArgs
 from idempotency.models import StagedJob
 
-#: The source of the messages that staged jobs are, in the inbox.
-SOURCE = "staged-job"
-
 #: One hand-over stays far below the time the database grants to the enqueuer's transaction; the next pass tries again.
-_BOUNDS = {"socket_connect_timeout": 5, "socket_timeout": 10, "retry": RedisRetry(NoBackoff(), 0)}
+_BOUNDS = {"socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS, "retry": RedisRetry(NoBackoff(), 0)}
 
 #: What no other job would fare better with: down, loading, full, read-only, or without permission.
 _TAKES_NOTHING = (
@@ -81,16 +77,11 @@ def _queue(name: str) -> Queue:
 
 
 def run_once(job_name: str, job_args: JobArgs, job_id: str) -> Any:
-    """Run a job in the worker, in one transaction with the row that says that it ran; return what it returns.
+    """Run a job in the worker through the inbox: a second hand-over of it does nothing; return what it returns.
 
-    A second hand-over of the same job does nothing. While the first one is still at work, RQ is told to bring it back. When the
-    job raises, nothing of it is kept, and RQ tries it again.
+    While the first one is still at work, RQ is told to bring this one back. When the job raises, RQ tries it again.
     """
-    job = import_string(job_name)
     try:
-        with process_once(SOURCE, job_id) as first:
-            if not first:
-                return None
-            return job(**job_args) if isinstance(job_args, dict) else job(*job_args)
+        return run_staged_job(job_name, job_args, job_id)
     except MessageInProgress:
         return _COME_BACK

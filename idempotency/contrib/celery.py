@@ -1,0 +1,129 @@
+"""Staged jobs to Celery, by the name of the task; and ``OnceTask``, the base of the tasks that take effect once.
+
+The protection is a base class and not a wrapper task: each job stays the Celery task that it is, with its own name in the
+monitoring, its own time limits, routes and retries. What is not protected so is refused by the backend, with the cure in
+the error: nothing runs unprotected because somebody forgot a line.
+"""
+
+import threading
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from celery import Celery, Task, current_app
+from celery.exceptions import Reject
+from kombu.exceptions import OperationalError
+
+from idempotency.enqueuer import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
+from idempotency.exceptions import MessageInProgress
+from idempotency.inbox import STAGED_JOBS, process_once
+from idempotency.models import StagedJob
+
+#: No call to the broker without an end, and no tries of its own: the next pass is the next try.
+_BOUNDS = {
+    "redis": {"max_retries": 0, "socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS},
+    # RabbitMQ confirms that it has a message before the staged row is deleted.
+    "amqp": {
+        "max_retries": 0,
+        "confirm_publish": True,
+        "read_timeout": BROKER_TIMEOUT_SECONDS,
+        "write_timeout": BROKER_TIMEOUT_SECONDS,
+    },
+}
+
+
+class OnceTask(Task):  # type: ignore[misc]
+    """A Celery task that takes effect once, however often it is delivered: ``@shared_task(base=OnceTask)``.
+
+    It runs in one transaction with the row of the inbox that has its task id. When it raises, nothing is kept, and it is tried
+    again, a dozen times over a few hours; ``autoretry_for``, ``max_retries`` and ``self.retry()`` work as they do in any task.
+    A delivery that meets another one at work goes back to the broker.
+
+    The broker keeps the message until the task has run (``acks_late``), and gets it back when the worker process dies
+    (``reject_on_worker_lost``). Both must stay on, or a crash loses the job.
+    """
+
+    abstract = True
+    acks_late = True
+    reject_on_worker_lost = True
+    autoretry_for = (Exception,)
+    max_retries = 12
+    retry_backoff = True
+    retry_backoff_max = 3600
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the task once for its id; a direct call, which has no id, just runs it."""
+        if self.request.id is None:
+            return super().__call__(*args, **kwargs)
+        try:
+            with process_once(STAGED_JOBS, self.request.id) as first:
+                return self.run(*args, **kwargs) if first else None
+        except MessageInProgress as error:
+            # Not retry(): that would use up the tries that the task has for its own failures.
+            raise Reject(error, requeue=True) from error
+
+
+class CeleryBackend(OneByOne):
+    """Hand staged jobs to Celery: ``name`` is that of a task with the base ``OnceTask``, the staged id becomes the task id.
+
+    The queue "default" leaves the choice to Celery's routes; any other name is that of a Celery queue. Results are not kept:
+    nobody waits for them. A backend for another app than the current one, or for tasks that are idempotent in themselves, is
+    a subclass.
+    """
+
+    #: False hands over tasks without the base OnceTask too: a second delivery then runs them again.
+    protected = True
+
+    def __init__(self) -> None:
+        self.app: Celery = current_app._get_current_object()
+        self._kept = threading.local()
+
+    def hand_over_one(self, queue: str, job: StagedJob) -> None:
+        """Publish one message. Raises BrokerUnavailable, LookupError for an unknown task, TypeError for an unprotected one."""
+        self._refuse_unsafe(job.job_name)
+        by_name = isinstance(job.job_args, dict)
+        try:
+            self.app.send_task(
+                job.job_name,
+                args=[] if by_name else job.job_args,
+                kwargs=job.job_args if by_name else {},
+                task_id=str(job.pk),
+                producer=self._producer(),
+                retry=False,
+                ignore_result=True,
+                add_to_parent=False,
+                **({} if queue == "default" else {"queue": queue}),
+            )
+        except OperationalError as error:
+            self._drop_producer()
+            if isinstance(error.__cause__, KeyError):  # kombu counts it among the lost connections.
+                raise error.__cause__ from None
+            raise BrokerUnavailable(f"Celery's broker takes no jobs at the moment: {error}") from error
+
+    def _refuse_unsafe(self, name: str) -> None:
+        """Raise for a task that a worker would throw away as unknown, or that a second delivery would run again."""
+        if name not in self.app.tasks:
+            with suppress(ImportError):  # Tasks register themselves when their module is imported.
+                import_module(name.rpartition(".")[0])
+        task = self.app.tasks.get(name)
+        if task is None:
+            raise LookupError(f"No Celery task is named {name!r}: decorate it with @shared_task(base=OnceTask).")
+        if self.protected and not (isinstance(task, OnceTask) and task.acks_late):
+            raise TypeError(
+                f"The Celery task {name!r} could be lost, or take effect twice: give it base=OnceTask, and leave acks_late on."
+            )
+
+    def _producer(self) -> Any:
+        """Return this thread's producer: connecting for each job would take longer than the hand-over."""
+        if not hasattr(self._kept, "producer"):
+            connection = self.app.connection_for_write()
+            bounds = _BOUNDS.get(connection.transport.driver_type, {})
+            connection = self.app.connection_for_write(connect_timeout=5, transport_options=bounds)
+            self._kept.producer = self.app.amqp.Producer(connection, auto_declare=False)
+        return self._kept.producer
+
+    def _drop_producer(self) -> None:
+        connection = self._kept.producer.connection
+        del self._kept.producer
+        with suppress(Exception):  # It is broken already.
+            connection.close()

@@ -1,0 +1,92 @@
+"""``manage.py staged_jobs``: look at the jobs that wait for the enqueuer, and settle those that it gave up on."""
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+from uuid import UUID
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connections
+from django.db.models import F, QuerySet
+from django.db.models.functions import Now
+
+from idempotency.enqueuer import backlog
+from idempotency.models import StagedJob
+
+
+class Command(BaseCommand):
+    """Parse, and do one of four things."""
+
+    help = (
+        "list: the staged jobs, failed ones first. retry: hand failed ones over again. purge: delete failed ones for good. "
+        "stats: how many wait, how long, and how many have failed. Exit status: 0 done, 1 database not reachable or a job not "
+        "found among the failed, 2 usage."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        database = argparse.ArgumentParser(add_help=False)
+        database.add_argument(
+            "--database",
+            default=DEFAULT_DB_ALIAS,
+            choices=tuple(connections),
+            help="The database whose jobs to work on (default: %(default)s).",
+        )
+        actions = parser.add_subparsers(dest="action", required=True, parser_class=argparse.ArgumentParser)
+        listing = actions.add_parser(
+            "list", parents=[database], help="A line for each job: state, id, attempts, queue, name, error."
+        )
+        listing.add_argument("--failed", action="store_true", help="Only those that were given up on.")
+        listing.add_argument(
+            "--limit", type=int, default=100, metavar="N", help="At most so many lines (default: %(default)s)."
+        )
+        for name, text in (("retry", "Make failed jobs due again, with all their attempts."), ("purge", "Delete failed jobs.")):
+            action = actions.add_parser(name, parents=[database], help=text)
+            which = action.add_mutually_exclusive_group(required=True)
+            which.add_argument("ids", nargs="*", default=[], type=UUID, metavar="ID", help="The ids of the jobs.")
+            which.add_argument("--all", action="store_true", help="All failed jobs.")
+        stats = actions.add_parser("stats", parents=[database], help="The backlog in one line.")
+        stats.add_argument("--json", action="store_true", help="As a JSON object, for monitoring.")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            getattr(self, options["action"])(options["database"], options)
+        except (OperationalError, InterfaceError) as error:
+            raise CommandError(f"staged_jobs: {' '.join(str(error).split())}", returncode=1) from error
+
+    def list(self, using: str, options: dict[str, Any]) -> None:
+        jobs = StagedJob.objects.using(using).order_by(F("failed_at").asc(nulls_last=True), "run_at", "pk")
+        if options["failed"]:
+            jobs = jobs.filter(failed_at__isnull=False)
+        for job in jobs[: options["limit"]]:
+            state = "failed" if job.failed_at else f"due {job.run_at.isoformat(timespec='seconds')}"
+            error = " ".join(job.last_error.split())[:120]
+            self.stdout.write(f"{state}  {job.pk}  {job.attempts} refusals  {job.queue}  {job.job_name}  {error}".rstrip())
+
+    def retry(self, using: str, options: dict[str, Any]) -> None:
+        count = self._failed(using, options).update(failed_at=None, attempts=0, run_at=Now())
+        self._conclude("made due again", count, options)
+
+    def purge(self, using: str, options: dict[str, Any]) -> None:
+        _, deleted = self._failed(using, options).delete()
+        self._conclude("deleted", deleted.get(StagedJob._meta.label, 0), options)
+
+    def stats(self, using: str, options: dict[str, Any]) -> None:
+        waiting = backlog(using=using)
+        if options["json"]:
+            self.stdout.write(json.dumps(asdict(waiting)))
+        else:
+            oldest = f"{waiting.oldest_seconds:.1f} s"
+            self.stdout.write(f"staged_jobs: {waiting.depth} due, the oldest for {oldest}, {waiting.failed} failed")
+
+    def _failed(self, using: str, options: dict[str, Any]) -> QuerySet[StagedJob]:
+        failed = StagedJob.objects.using(using).filter(failed_at__isnull=False)
+        return failed if options["all"] else failed.filter(pk__in=options["ids"])
+
+    def _conclude(self, done: str, count: int, options: dict[str, Any]) -> None:
+        """Say how many; an id that is not that of a failed job is an error."""
+        self.stdout.write(f"staged_jobs: {count} {done}")
+        if missing := len(set(options["ids"])) - count if not options["all"] else 0:
+            raise CommandError(
+                f"staged_jobs: {missing} of the ids are not those of failed jobs (see staged_jobs list --failed).", returncode=1
+            )

@@ -1,0 +1,217 @@
+"""The queues of the suite in ``test_backends.py``: RQ, Celery, Django Tasks, each with real worker processes."""
+
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from django.conf import settings
+from django.db import connection, transaction
+from django.db.models import Q
+from django.utils import timezone
+from django_tasks_db.models import DBTaskResult
+
+from idempotency import enqueuer
+from idempotency.contrib import celery as celery_backend
+from idempotency.contrib import rq as rq_backend
+from tests.celery_for_tests import app, broker_url
+from tests.managing import start
+from tests.waiting import eventually
+
+_WORKER = """
+import django; django.setup()
+from idempotency import inbox; inbox.WAIT_SECONDS = 1
+"""
+
+
+class SlowLine:
+    """A TCP line to the Redis of the tests whose answers can be held back."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self.listener.getsockname()[1]}/0"
+        self.open = threading.Event()
+        self.open.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self.listener.accept()
+                threading.Thread(target=self._relay, args=(client,), daemon=True).start()
+
+    def _relay(self, client: socket.socket) -> None:
+        target = urlsplit(settings.REDIS_URL)
+        if target.scheme == "unix":
+            server = socket.socket(socket.AF_UNIX)
+            server.connect(unquote(target.path))
+        else:
+            server = socket.create_connection((target.hostname, target.port or 6379))
+        with client, server, suppress(OSError):
+            while True:
+                for ready in select.select([client, server], [], [])[0]:
+                    if not (received := ready.recv(65536)):
+                        return
+                    if ready is server:
+                        assert self.open.wait(30)
+                    (client if ready is server else server).sendall(received)
+
+
+class Broker:
+    """One kind of queue, on the database and the Redis of the test."""
+
+    backend: str
+    worker: str
+    #: The values of a staged job that is refused, and a word of the reason.
+    poison: tuple[dict[str, Any], str]
+
+    def __init__(self, redis: Any) -> None:
+        self.redis = redis
+
+    def waiting(self) -> int:
+        """Return the number of messages that a worker could take now."""
+        raise NotImplementedError
+
+    def idle(self) -> bool:
+        """Whether no message waits and none is being worked on."""
+        raise NotImplementedError
+
+    @contextmanager
+    def through(self, url: str, monkeypatch: Any) -> Iterator[None]:
+        """Let the enqueuer reach Redis at ``url`` alone, with timeouts of half a second."""
+        raise NotImplementedError
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Keep a worker running in the block: one that dies is replaced, as a process manager does."""
+        ended = threading.Event()
+
+        def supervise() -> None:
+            while not ended.is_set():
+                with start(python=_WORKER + self.worker) as process:
+                    while process.poll() is None and not ended.wait(0.05):
+                        pass
+                    process.terminate()
+                    process.communicate(timeout=20)
+
+        supervisor = threading.Thread(target=supervise)
+        supervisor.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            supervisor.join()
+
+    def work(self, until: Callable[[], Any]) -> None:
+        """Let workers run until ``until`` is true and nothing is left to do, at most 40 seconds."""
+        with self.working():
+            eventually(lambda: until() and self.idle(), 40)
+
+
+class Rq(Broker):
+    """RQ."""
+
+    backend = "idempotency.contrib.rq.RQBackend"
+    worker = "from django.core.management import call_command; call_command('rqworker', 'default', '--with-scheduler')"
+    poison = ({"queue": "nowhere"}, "RQ_QUEUES has no queue 'nowhere'")
+
+    def waiting(self) -> int:
+        return self.redis.llen("rq:queue:default")
+
+    def idle(self) -> bool:
+        return not self.waiting() and not self.redis.zcard("rq:wip:default")
+
+    @contextmanager
+    def through(self, url: str, monkeypatch: Any) -> Iterator[None]:
+        monkeypatch.setitem(settings.RQ_QUEUES, "default", {"URL": url})
+        for name in ("socket_timeout", "socket_connect_timeout"):
+            monkeypatch.setitem(rq_backend._BOUNDS, name, 0.5)
+        rq_backend._queue.cache_clear()
+        yield
+        rq_backend._queue.cache_clear()
+        monkeypatch.undo()
+
+
+class Celery(Broker):
+    """Celery, with Redis as its broker."""
+
+    backend = "idempotency.contrib.celery.CeleryBackend"
+    worker = (
+        "from tests.celery_for_tests import app\n"
+        "app.worker_main(['worker', '--pool=prefork', '--concurrency=1', '--loglevel=CRITICAL', '--without-gossip', "
+        "'--without-mingle', '--without-heartbeat'])"
+    )
+    poison = ({"job_name": "shop.jobs.unknown"}, "No Celery task is named 'shop.jobs.unknown'")
+
+    def waiting(self) -> int:
+        return self.redis.llen("celery")
+
+    def idle(self) -> bool:
+        return not self.waiting() and not self.redis.hlen("unacked")
+
+    @contextmanager
+    def through(self, url: str, monkeypatch: Any) -> Iterator[None]:
+        for name in ("socket_timeout", "socket_connect_timeout"):
+            monkeypatch.setitem(celery_backend._BOUNDS["redis"], name, 0.5)
+        former, app.conf.broker_write_url = app.conf.broker_write_url, broker_url(url)
+        enqueuer._backend.cache_clear()
+        yield
+        app.conf.broker_write_url = former
+        enqueuer._backend.cache_clear()
+        monkeypatch.undo()
+
+
+class Tasks(Broker):
+    """Django Tasks, in the database of the app."""
+
+    backend = "idempotency.contrib.tasks.TasksBackend"
+    worker = (
+        "from idempotency.contrib import tasks; tasks.AGAIN_SECONDS = (1,) * 30\n"
+        "from django.core.management import call_command\n"
+        "call_command('db_worker', '--interval', '0.1', '--no-startup-delay', verbosity=0)"
+    )
+    poison = ({"queue": "nowhere"}, "Queue 'nowhere' is not valid for backend")
+
+    def waiting(self) -> int:
+        later = Q(run_after__gt=timezone.now(), run_after__year__lt=9999)
+        return DBTaskResult.objects.filter(status="READY").exclude(later).count()
+
+    def idle(self) -> bool:
+        return not self.waiting()
+
+    @contextmanager
+    def through(self, url: str, monkeypatch: Any) -> Iterator[None]:
+        """Nothing goes through Redis; that the tasks' table does not answer is the case of ``locked``."""
+        monkeypatch.setattr(enqueuer, "BROKER_TIMEOUT_SECONDS", 0.5)
+        yield
+        monkeypatch.undo()
+
+
+@contextmanager
+def tasks_table_locked() -> Iterator[None]:
+    """Keep everybody else from the table of Django Tasks."""
+    locked, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        try:
+            with transaction.atomic(), connection.cursor() as cursor:
+                cursor.execute(f"LOCK TABLE {DBTaskResult._meta.db_table} IN ACCESS EXCLUSIVE MODE")
+                locked.set()
+                leave.wait(30)
+        finally:
+            connection.close()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert locked.wait(10)
+        yield
+    finally:
+        leave.set()
+        holder.join()
+
+
+KINDS = [Rq, Celery, Tasks]

@@ -1,0 +1,153 @@
+"""The backends of the enqueuer, one suite for all: with real brokers and real workers a staged job takes effect once."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import pytest
+from django.db import connection
+from django.utils import timezone
+
+from idempotency.enqueuer import BrokerUnavailable, EnqueuePass, enqueue_once
+from idempotency.inbox import STAGED_JOBS, process_once
+from idempotency.models import ProcessedMessage, StagedJob
+from rides_demo.models import AuditRecord
+from rides_demo.services import free_port
+from tests.brokers import KINDS, SlowLine, Tasks, tasks_table_locked
+from tests.factories import StagedJobFactory, UserFactory
+from tests.test_inbox import waits_for_a_lock
+from tests.waiting import eventually
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__.lower())
+def queue(request, broker, settings):
+    """Return the queue, empty, with the enqueuer handing over to it."""
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": request.param.backend}}
+    return request.param(broker)
+
+
+@pytest.fixture
+def user():
+    return UserFactory()
+
+
+def stage(function, *args, **values):
+    return StagedJobFactory(job_name=f"tests.jobs_for_tests.{function}", job_args=list(args), **values)
+
+
+def effects():
+    return AuditRecord.objects.count()
+
+
+def test_a_worker_runs_the_job_with_its_arguments(queue, user):
+    stage("record", user.pk, "by position")
+    StagedJobFactory(job_name="tests.jobs_for_tests.record", job_args={"user": user.pk, "label": "by name"})
+    assert enqueue_once() == EnqueuePass(handed_over=2)
+    assert not StagedJob.objects.exists()
+    queue.work(until=lambda: effects() == 2)
+    assert set(AuditRecord.objects.values_list("action", flat=True)) == {"by position", "by name"}
+
+
+def test_a_job_that_is_handed_over_twice_takes_effect_once(queue, user):
+    for _ in range(2):
+        stage("record", user.pk, pk="01900000-0000-7000-8000-000000000001")
+        assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert queue.waiting() == 2
+    queue.work(until=effects)
+    assert effects() == 1
+
+
+def test_a_job_that_raises_leaves_nothing_and_is_tried_again(queue, user, tmp_path):
+    stage("record_after_a_failure", user.pk, str(tmp_path / "mark"))
+    enqueue_once()
+    queue.work(until=effects)
+    assert (tmp_path / "mark").exists()
+    assert effects() == 1
+
+
+def test_a_job_whose_worker_is_killed_is_run_by_another(queue, user, tmp_path):
+    stage("record_after_a_kill", user.pk, str(tmp_path / "mark"))
+    enqueue_once()
+    queue.work(until=effects)
+    assert (tmp_path / "mark").exists()
+    assert effects() == 1
+
+
+def test_a_delivery_that_meets_another_one_comes_back(queue, user):
+    job = stage("record", user.pk)
+    enqueue_once()
+    entered, leave = threading.Event(), threading.Event()
+
+    def other_delivery():
+        try:
+            with process_once(STAGED_JOBS, str(job.pk)):
+                entered.set()
+                assert leave.wait(60)
+                raise RuntimeError("on purpose")
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(1) as pool, queue.working():
+        other = pool.submit(other_delivery)
+        try:
+            assert entered.wait(10)
+            for _ in range(2):  # It was refused, and came back.
+                eventually(waits_for_a_lock, 30)
+                eventually(lambda: not waits_for_a_lock(), 30)
+        finally:
+            leave.set()
+        assert isinstance(other.exception(), RuntimeError)
+        eventually(effects, 30)
+        eventually(queue.idle, 30)
+    assert effects() == 1
+    assert ProcessedMessage.objects.count() == 1
+
+
+def test_a_poison_job_fails_alone_with_its_error(queue, user):
+    values, reason = queue.poison
+    poison = StagedJobFactory(**values)
+    for _ in range(3):
+        stage("record", user.pk)
+    assert enqueue_once() == EnqueuePass(handed_over=3, refused=1)
+    assert queue.waiting() == 3
+    poison.refresh_from_db()
+    assert (poison.attempts, poison.failed_at) == (1, None)
+    assert reason in poison.last_error
+    assert poison.run_at > timezone.now(), "it waits before it is offered again"
+
+
+def test_a_broker_that_is_down_burns_nothing_and_gets_the_jobs_when_it_is_back(queue, user, monkeypatch):
+    for _ in range(3):
+        stage("record", user.pk)
+    down = f"redis://127.0.0.1:{free_port()}/0"
+    with queue.through(down, monkeypatch), tasks_table_locked() if isinstance(queue, Tasks) else nullcontext():
+        for _ in range(2):
+            with pytest.raises(BrokerUnavailable, match="0 jobs were handed over, no attempt was burnt"):
+                enqueue_once()
+    assert set(StagedJob.objects.values_list("attempts", "last_error", "failed_at")) == {(0, "", None)}
+    assert enqueue_once() == EnqueuePass(handed_over=3)
+    queue.work(until=lambda: effects() == 3)
+    assert effects() == 3
+
+
+def test_a_broker_that_is_slower_than_every_timeout_does_not_get_the_jobs_again_and_again(queue, user, monkeypatch):
+    """It takes what was under way when it became slow, once; then it gets nothing until it answers."""
+    line = SlowLine()
+    with line.listener, queue.through(line.url, monkeypatch):
+        stage("record", user.pk)
+        assert enqueue_once() == EnqueuePass(handed_over=1)
+        for _ in range(3):
+            stage("record", user.pk)
+        line.open.clear()
+        with tasks_table_locked() if isinstance(queue, Tasks) else nullcontext():
+            for _ in range(4):
+                with pytest.raises(BrokerUnavailable):
+                    enqueue_once()
+        assert set(StagedJob.objects.values_list("attempts", flat=True)) == {0}
+        line.open.set()
+        assert queue.waiting() <= 4, "what was there, and at most one copy of the rest"
+        assert enqueue_once() == EnqueuePass(handed_over=3)
+    queue.work(until=lambda: effects() == 4)
+    assert effects() == 4
