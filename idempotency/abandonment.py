@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from urllib.parse import unquote
 
 from django.http import HttpResponseBase
 from django.urls import Resolver404, resolve
@@ -70,7 +71,7 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
 
 def _on_abandon(key: IdempotencyKey) -> OnAbandon | None:
     try:
-        view = resolve(key.request_path.partition("?")[0]).func
+        view = resolve(unquote(key.request_path.partition("?")[0])).func
     except Resolver404:
         return None
     found: OnAbandon | None = getattr(getattr(view, "idempotency", None), "on_abandon", None)

@@ -22,7 +22,7 @@ from idempotency.keys import Claim, ClaimedRequest, Outcome
 from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.phases import ChosenIsolation
 from idempotency.problems import Problem
-from idempotency.retries import retried
+from idempotency.retries import Call, retried
 from idempotency.runs import PhasedRun
 from idempotency.transactions import connection_lost, durable_transaction, refuse_outer_transaction
 
@@ -143,7 +143,7 @@ def idempotent(
 
         @wraps(view)
         def protected(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-            return _answer(lambda: view(request, *args, **kwargs), request, options)
+            return _answer(Call(view, request, args, kwargs), options)
 
         protected.idempotency = options  # type: ignore[attr-defined]
         protected._non_atomic_requests = _EveryAlias()  # type: ignore[attr-defined]
@@ -159,20 +159,21 @@ class _EveryAlias(set[str]):
         return True
 
 
-def _answer(view: Run, request: HttpRequest, options: Options) -> HttpResponseBase:
+def _answer(call: Call, options: Options) -> HttpResponseBase:
     """Answer one request: parse its key, refuse what can be refused without it, then claim and run."""
+    request = call.request
     request.idempotency_key = None  # type: ignore[attr-defined]
     if request.method in http.SAFE_METHODS:
-        return view()
+        return call()
     try:
         claimed: IdempotencyKey | None = getattr(request, CLAIMED_KEY_ATTRIBUTE, None)
         if claimed is not None:
-            return _run_phased(view, None, request, options, claimed, using=claimed._state.db or options.alias(request))
+            return _run_phased(call, None, options, claimed, using=claimed._state.db or options.alias(request))
         value = http.key_of(request)
         if value is None:
             if options.required:
                 raise problems.key_missing()
-            return view()
+            return call()
         using = options.alias(request)
         with _reachable(using):
             scope = http.scope_of(request, options.scope)
@@ -180,7 +181,7 @@ def _answer(view: Run, request: HttpRequest, options: Options) -> HttpResponseBa
                 return refusal
             described = http.describe(request, scope, value)
             protect = _plain if options.recovery_points is None else _phased
-            return protect(view, request, options, described, using=using)
+            return protect(call, options, described, using=using)
     except Problem as problem:
         return problem.response()
 
@@ -197,8 +198,9 @@ def _reachable(using: str) -> Iterator[None]:
         raise problems.database_unavailable() from error
 
 
-def _plain(view: Run, request: HttpRequest, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
+def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
     """Run a plain view: one transaction holds the claim, the view's writes and the stored response."""
+    request = call.request
     level = options.level()
 
     def attempt(run: Run) -> HttpResponseBase:
@@ -219,7 +221,7 @@ def _plain(view: Run, request: HttpRequest, options: Options, described: Claimed
         return response
 
     try:
-        return retried(lambda: attempt(view), request, level)
+        return retried(lambda: attempt(call), call, level)
     except Exception as error:
         answer = _stored_answer(error, request)
         if answer is None:
@@ -230,23 +232,23 @@ def _plain(view: Run, request: HttpRequest, options: Options, described: Claimed
         answer = response_for_exception(request, error)
         if not http.is_stored(answer):
             raise
-        return retried(lambda: attempt(lambda: answer), request, level)
+        return retried(lambda: attempt(lambda: answer), call, level)
 
 
-def _phased(view: Run, request: HttpRequest, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
+def _phased(call: Call, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
     """Claim the key of a phased view, then run the view from the key's recovery point."""
     refuse_outer_transaction(using)
     claim = keys.claim_phased(described, options.every_point()[:-1], using=using)
     if claim.outcome is not Outcome.CLAIMED:
-        return _refuse_or_replay(claim, request, using=using)
+        return _refuse_or_replay(claim, call.request, using=using)
     if claim.key.attempts > 1:
         logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point)
-    keys.emit(signals.key_claimed, claim.key, request)
-    return _run_phased(view, request, request, options, claim.key, using=using)
+    keys.emit(signals.key_claimed, claim.key, call.request)
+    return _run_phased(call, call.request, options, claim.key, using=using)
 
 
 def _run_phased(
-    view: Run, sender: HttpRequest | None, request: HttpRequest, options: Options, key: IdempotencyKey, *, using: str
+    call: Call, sender: HttpRequest | None, options: Options, key: IdempotencyKey, *, using: str
 ) -> HttpResponseBase:
     """Run a phased view over a claimed key, and leave the key finished, stuck or released. ``sender`` is what signals carry."""
     run = PhasedRun(key, options.every_point(), sender, using=using)
@@ -256,16 +258,17 @@ def _run_phased(
         if run.started:
             run = run.again(keys.read_own(key, using=using))
         run.started = True
-        with _bound(request, run.key):
-            return _settled(view, run, request)
+        with _bound(call.request, run.key):
+            return _settled(call, run)
 
     try:
         if key.recovery_point not in run.order:
             raise _UnknownPoint(_unknown_point(key))
-        return retried(attempt, request, conf.get().PHASE_ISOLATION)
+        return retried(attempt, call, conf.get().PHASE_ISOLATION)
     except LockLost:
         # Another claim took over. What this run committed before is the other's to build on; it has the say now.
-        return _answer_of_other(keys.read(key.pk, using=using), request)
+        _release(key, "This run lost its key, or does not know how far it came.", using=using)
+        return _answer_of_other(keys.read(key.pk, using=using), call.request)
     except KeyStuck as stuck:
         _hand_over(key, stuck, sender, using=using)
         raise problems.key_stuck(stuck.code) from stuck
@@ -274,12 +277,12 @@ def _run_phased(
         raise
 
 
-def _settled(view: Run, run: PhasedRun, request: HttpRequest) -> HttpResponseBase:
+def _settled(call: Call, run: PhasedRun) -> HttpResponseBase:
     """Run the view once. Its response is stored, or releases the key, or is refused: no client gets what a retry would not."""
     try:
-        response = http.render(view())
+        response = http.render(call())
     except Exception as error:
-        answer = _stored_answer(error, request) if run.untouched else None
+        answer = _stored_answer(error, call.request) if run.untouched else None
         if answer is None:
             raise
         response = answer

@@ -12,6 +12,7 @@ from decimal import Decimal
 from io import BytesIO
 from operator import itemgetter
 from typing import Any
+from urllib.parse import quote
 
 from django.conf import settings
 from django.core.files.uploadedfile import UploadedFile
@@ -19,11 +20,16 @@ from django.core.files.uploadhandler import load_handler
 from django.http import HttpRequest, QueryDict
 from django.http.multipartparser import MultiPartParser
 from django.utils.datastructures import MultiValueDict
+from django.utils.encoding import escape_uri_path
 
 #: Stands before each fingerprint; another way to compute it gets another number.
 VERSION = "v1"
 #: The digits of the largest double: integers up to there are compared as integers, however they are written.
 _DOUBLE_DIGITS = 310
+
+
+#: What may stand in a query as it is.
+_AS_SENT = "%/?:@!$&'()*+,;=~-._#[]"
 
 
 class _NotByValue(ValueError):
@@ -34,14 +40,29 @@ def fingerprint(request: HttpRequest, body: bytes | None) -> str:
     """Return the fingerprint of a request with this body; a multipart request is compared by what was parsed of it."""
     kind, content = _content(request, body)
     digest = hashlib.sha256()
-    for part in ((request.method or "").encode(), request.get_full_path_info().encode(), kind, content):
+    for part in ((request.method or "").encode(), target(request).encode(), kind, content):
         digest.update(b"%d:" % len(part))
         digest.update(part)
     return f"{VERSION}:{digest.hexdigest()}"
 
 
+def target(request: HttpRequest) -> str:
+    """Return path and query in ASCII: what the client sent, byte for byte, percent-encoded where it was not."""
+    query = request.META.get("QUERY_STRING", "")
+    try:
+        sent = query.encode("latin-1")  # WSGI
+    except UnicodeEncodeError:
+        sent = query.encode()
+    return escape_uri_path(request.path_info) + (f"?{quote(sent, safe=_AS_SENT)}" if query else "")
+
+
+def is_multipart(request: HttpRequest) -> bool:
+    """Tell whether the body has fields and files that can be compared. Django parses none that does not say its length."""
+    return request.content_type == "multipart/form-data" and request.META.get("CONTENT_LENGTH") not in (None, "", "0")
+
+
 def _content(request: HttpRequest, body: bytes | None) -> tuple[bytes, bytes]:
-    if request.content_type == "multipart/form-data":
+    if is_multipart(request):
         return b"multipart", _multipart(request, body)
     body = body or b""
     content_type = request.content_type or ""

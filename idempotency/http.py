@@ -12,7 +12,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, RawPostData
 from django.utils.crypto import salted_hmac
 
 from idempotency import conf, problems
-from idempotency.fingerprint import fingerprint
+from idempotency.fingerprint import fingerprint, is_multipart, target
 from idempotency.keys import ClaimedRequest
 from idempotency.models import IdempotencyKey
 from idempotency.sql import RETIRED_SCOPE
@@ -117,7 +117,7 @@ def describe(request: HttpRequest, scope: str, key: str) -> ClaimedRequest:
         idempotency_key=key,
         user_id=user.pk if user is not None else None,
         method=request.method or "",
-        path=request.get_full_path_info(),
+        path=target(request),
         body=body,
         content_type=_printable(content_type),
         headers=headers | {"Host": _printable(host), "scheme": request.scheme or "http"},
@@ -129,10 +129,10 @@ def describe(request: HttpRequest, scope: str, key: str) -> ClaimedRequest:
 def _body(request: HttpRequest) -> tuple[bytes | None, str]:
     """Return the body to keep and its content type. Of a multipart request the fields are kept; with files, nothing is."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
-    if request.content_type != "multipart/form-data" or request.method != "POST":
+    if not is_multipart(request) or request.method != "POST":
         _refuse_cut_body(request, len(request.body))
         return request.body, content_type
-    if request._read_started and not hasattr(request, "_post"):  # type: ignore[attr-defined]
+    if request._read_started and not (hasattr(request, "_post") or hasattr(request, "_body")):  # type: ignore[attr-defined]
         raise RawPostDataException("The body was read before @idempotent could compare it. Read request.body, or request.POST.")
     # Parsing comes first: reading the bytes would put large uploads under the limit for requests without files.
     try:

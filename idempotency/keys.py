@@ -18,14 +18,14 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from django.db import connections
+from django.db import Error, connections
 from django.dispatch import Signal
 from django.http import HttpRequest
 
 from idempotency import conf, sql
 from idempotency.exceptions import LockLost
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, random_seed
-from idempotency.transactions import own_cursor
+from idempotency.transactions import own_cursor, retryable_failure
 
 logger = logging.getLogger("idempotency")
 
@@ -92,7 +92,12 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     parameters = _claim_parameters(request, using) | _lock_parameters(request)
     parameters["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
     for _ in range(_CLAIM_TRIES):
-        row, claimed = _fetch(text.claim_phased if postgresql else text.read, parameters, using)
+        try:
+            row, claimed = _fetch(text.claim_phased if postgresql else text.read, parameters, using)
+        except Error as error:
+            if retryable_failure(error, None) is None or connections[using].in_atomic_block:
+                raise
+            continue  # The connection's own level is a high one, and somebody else was faster.
         if row is not None and row.expired:
             _execute(text.retire, {"id": row.key.pk, "scope": request.scope}, using)
             continue
@@ -164,14 +169,22 @@ def read(pk: int, *, using: str) -> IdempotencyKey | None:
 def read_own(key: IdempotencyKey, *, using: str) -> IdempotencyKey:
     """Return a fresh copy of a key that this run holds. Raises LockLost if another claim has taken it over."""
     fresh = read(key.pk, using=using)
-    if fresh is None or fresh.claim_token != key.claim_token:
+    if fresh is None or fresh.fence != key.fence:
         raise LockLost
     return fresh
 
 
 def advance(key: IdempotencyKey, recovery_point: str, *, using: str) -> None:
     """Set the recovery point and renew the lock. Raises LockLost if another claim has taken the key over."""
-    _fenced("advance", key, using, recovery_point=recovery_point, event="recovery point", detail=recovery_point)
+    _fenced(
+        "advance",
+        key,
+        using,
+        reached=key.recovery_point,
+        recovery_point=recovery_point,
+        event="recovery point",
+        detail=recovery_point,
+    )
 
 
 def renew(key: IdempotencyKey, *, using: str) -> None:
@@ -181,7 +194,17 @@ def renew(key: IdempotencyKey, *, using: str) -> None:
 
 def finish(key: IdempotencyKey, code: int, headers: dict[str, str], body: bytes | None, *, using: str) -> None:
     """Store the response; ``body`` None says that it was not kept. Raises LockLost if another claim has taken the key over."""
-    _fenced("finish", key, using, code=code, headers=json.dumps(headers), body=body, event="finished", detail=f"status {code}")
+    _fenced(
+        "finish",
+        key,
+        using,
+        reached=key.recovery_point,
+        code=code,
+        headers=json.dumps(headers),
+        body=body,
+        event="finished",
+        detail=f"status {code}",
+    )
 
 
 def release(key: IdempotencyKey, error: str, *, using: str) -> None:
@@ -238,7 +261,7 @@ def _refusal_by_holder(parameters: dict[str, Any], using: str) -> Claim | None:
 
 def _fenced(statement: str, key: IdempotencyKey, using: str, **parameters: Any) -> None:
     text: str = getattr(sql.statements(connections[using].vendor), statement)
-    if _execute(text, {"id": key.pk, "token": _token(key.claim_token, using), **parameters}, using) != 1:
+    if _execute(text, {"id": key.pk, "token": _token(key.fence, using), **parameters}, using) != 1:
         raise LockLost
 
 
@@ -265,6 +288,7 @@ def _fetch(text: str, parameters: dict[str, Any], using: str) -> tuple[_Row | No
     key = IdempotencyKey.from_db(using, [field.attname for field in sql.FIELDS], columns)
     # Its age goes by the database's clock up to here, and from here by one that never jumps.
     key.born_monotonic = time.monotonic() - age_seconds
+    key.fence = key.claim_token
     return _Row(key, bool(expired), lock_seconds), verdict
 
 

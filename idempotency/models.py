@@ -161,6 +161,8 @@ class IdempotencyKey(models.Model):
 
     #: The run that works on this instance; None on an instance that was merely read.
     run: Run | None = None
+    #: The token of the claim that this instance stands for. Not a field: refresh_from_db() must not adopt another claim's.
+    fence: uuid.UUID | None = None
     #: When the row was created, on this process's monotonic clock; None on an instance that was merely read.
     born_monotonic: float | None = None
 
@@ -198,6 +200,12 @@ class IdempotencyKey(models.Model):
 
     def __str__(self) -> str:
         return f"{self.request_method} {self.request_path} #{self.pk}"
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Save a new row. Raises RuntimeError for a claimed key, whose columns ``idempotency.keys`` alone may write."""
+        if self.fence is not None:
+            raise RuntimeError("A claimed key is not saved by hand: that would bypass its fence. End a phase instead.")
+        super().save(*args, **kwargs)
 
     @property
     def key_hash(self) -> str:

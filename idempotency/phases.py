@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, cast
 from uuid import UUID
 
+from django.db import transaction
 from django.db.models.functions import Now
 from django.http import HttpResponseBase
 
@@ -28,6 +29,7 @@ class AtomicPhase:
     def __init__(self, run: PhasedRun) -> None:
         self._run = run
         self._to: str | None = None
+        self._noted = False
         self._response: HttpResponseBase | None = None
 
     def set_recovery_point(self, name: str) -> None:
@@ -75,6 +77,9 @@ class AtomicPhase:
     def note(self) -> None:
         """Tell the run, and whoever listens, what has been committed."""
         run = self._run
+        if self._noted:
+            return
+        self._noted = True
         if self._response is not None:
             run.finished_with(self._response)
         elif self._to is not None:
@@ -109,11 +114,13 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
         level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation
         with durable_transaction(level, using=run.using):
             limit_idle_time(run.using)
+            # First in the line: what a later hook of the view raises does not undo the COMMIT.
+            transaction.on_commit(phase.note, using=run.using)
             yield phase
             phase.write()
     finally:
         run.in_phase = False
-    phase.note()
+    phase.note()  # for TestCase, which never commits
 
 
 class MadeCall:
@@ -146,7 +153,7 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     when the block recorded nothing; LockLost when another claim has taken the key over; RuntimeError inside a transaction.
     """
     run = run_of(key)
-    token = cast(UUID, key.claim_token)
+    token = cast(UUID, key.fence)
     rows = ForeignCall.objects.using(run.using)
     with durable_transaction(None, using=run.using):
         keys.renew(key, using=run.using)

@@ -4,9 +4,12 @@ import logging
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from io import BytesIO
+from typing import Any
 
 from django.contrib.auth import get_user_model
+from django.db import models
 from django.http import HttpRequest, HttpResponseBase
 from django.utils.functional import SimpleLazyObject
 
@@ -20,18 +23,40 @@ logger = logging.getLogger("idempotency")
 _UNIQUE_RETRIES = 2
 
 
-def retried(attempt: Callable[[], HttpResponseBase], request: HttpRequest, isolation: Isolation | None) -> HttpResponseBase:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A view with what it is called with."""
+
+    view: Callable[..., HttpResponseBase]
+    request: HttpRequest
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> HttpResponseBase:
+        return self.view(self.request, *self.args, **self.kwargs)
+
+    def instances(self) -> list[models.Model]:
+        """Return the rows that were loaded before the view runs: by a middleware, a decorator, or a class-based view."""
+        method = getattr(self.view, "func", self.view)  # method_decorator binds a method with partial()
+        owner = getattr(method, "__self__", None)
+        held = (*vars(self.request).values(), *self.args, *self.kwargs.values(), *vars(owner or object).values())
+        # The type is asked, not isinstance(): that would load a lazy request.user.
+        return [value for value in held if issubclass(type(value), models.Model)]
+
+
+def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Isolation | None) -> HttpResponseBase:
     """Make the attempt, again after each serialization failure, with the request as it was before the first.
 
     Each failed attempt was rolled back; what it did outside the database it does again. Raises Problem ``conflict`` after
     SERIALIZATION_RETRIES.
     """
-    before = _RequestState(request)
+    before = _State(call)
     unique_violations = 0
     for count in range(conf.get().SERIALIZATION_RETRIES + 1):
         if count:
             time.sleep(backoff_seconds(count))
-            before.restore()
+            if not before.restore():
+                break
         try:
             return attempt()
         except Exception as error:
@@ -43,33 +68,49 @@ def retried(attempt: Callable[[], HttpResponseBase], request: HttpRequest, isola
     raise problems.conflict()
 
 
-class _RequestState:
-    """A request as it was before the view ran: a view that changed a cached object would count on it in its second run."""
+class _State:
+    """What a view finds, as it was before its first run: a second run would build on what the first did to an object."""
 
-    def __init__(self, request: HttpRequest) -> None:
-        self._request = request
-        self._attributes = dict(vars(request))
-        self._changing = [
-            (holder, dict(vars(holder)), {name: deepcopy(vars(holder)[name]) for name in names if name in vars(holder)})
-            for holder, names in (
-                (self._attributes.get("session"), ("_session_cache",)),
-                (self._attributes.get("_messages"), ("_queued_messages",)),
-            )
-            if holder is not None
+    def __init__(self, call: Call) -> None:
+        self._request = call.request
+        self._attributes = dict(vars(call.request))
+        holders: list[tuple[Any, tuple[str, ...]]] = [
+            (self._attributes.get("session"), ("_session_cache",)),
+            (self._attributes.get("_messages"), ("_queued_messages",)),
+        ]
+        for instance in call.instances():
+            mutable = tuple(name for name, value in vars(instance).items() if isinstance(value, dict | list | set))
+            holders += [(instance, mutable), (instance._state, ("fields_cache",))]
+        self._held = [
+            (holder, dict(vars(holder)), {name: copy(vars(holder)[name]) for name in names if name in vars(holder)})
+            for holder, names in holders
+            if hasattr(holder, "__dict__")
         ]
 
-    def restore(self) -> None:
-        """Put the attributes back, rewind what was read, and have the user fetched anew."""
+    def restore(self) -> bool:
+        """Put everything back, rewind what was read, have the user fetched anew; False if an upload is gone."""
         request, attributes = self._request, self._attributes
         vars(request).clear()
         vars(request).update(attributes)
-        for holder, state, contents in self._changing:
+        for holder, state, contents in self._held:
             vars(holder).clear()
-            vars(holder).update(state | deepcopy(contents))
+            vars(holder).update(state | {name: copy(value) for name, value in contents.items()})
         if "_body" in attributes:
             vars(request)["_stream"] = BytesIO(attributes["_body"])
         for _, uploads in attributes["_files"].lists() if "_files" in attributes else ():
             for upload in uploads:
+                if upload.closed:
+                    return False
                 upload.seek(0)
         if (pk := getattr(attributes.get("user"), "pk", None)) is not None:
             vars(request)["user"] = SimpleLazyObject(lambda: get_user_model()._default_manager.get(pk=pk))
+        return True
+
+
+def copy(value: Any) -> Any:
+    """Return a copy that a change of ``value`` does not reach; rows in it stay the same objects."""
+    return deepcopy(value) if not _holds_rows(value) else type(value)(value)
+
+
+def _holds_rows(value: Any) -> bool:
+    return isinstance(value, dict) and any(issubclass(type(item), models.Model) for item in value.values())

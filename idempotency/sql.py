@@ -65,6 +65,8 @@ _SQLITE = _Dialect(
 _NOT_STUCK = f"(k.stuck_at IS NULL OR k.stuck_code = '{UNKNOWN_RECOVERY_POINT}')"
 _CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
+#: A run that does not know that its own last COMMIT went through must not write over what it committed.
+_REACHED = "k.recovery_point = %(reached)s"
 _FENCE = "k.id = %(id)s AND k.claim_token = %(token)s"
 
 
@@ -219,7 +221,7 @@ class Statements:
         """Set the recovery point and renew the lock."""
         return (
             f"UPDATE {TABLE} AS k SET recovery_point = %(recovery_point)s, locked_at = {self.now}, {_CLEAR_STUCK}, "
-            f"history = {self.dialect.append_event} WHERE {_FENCE}"
+            f"history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED}"
         )
 
     @cached_property
@@ -233,7 +235,7 @@ class Statements:
         return (
             f"UPDATE {TABLE} AS k SET recovery_point = '{FINISHED}', finished_at = COALESCE(k.finished_at, {self.now}), "
             f"locked_at = NULL, {_CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, "
-            f"response_body = %(body)s, history = {self.dialect.append_event} WHERE {_FENCE}"
+            f"response_body = %(body)s, history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED}"
         )
 
     @cached_property

@@ -32,7 +32,12 @@ def refuse_outer_transaction(using: str) -> None:
 
     The transaction that ``TestCase`` holds around each test is allowed, as Django's ``atomic(durable=True)`` does.
     """
-    blocks = connections[using].atomic_blocks
+    connection = connections[using]
+    blocks = connection.atomic_blocks
+    if not blocks and not connection.get_autocommit():
+        raise RuntimeError(
+            "This app needs Django's autocommit, which is off here: nothing would commit what it promises to keep."
+        )
     if blocks and not getattr(blocks[-1], "_from_testcase", False):
         raise RuntimeError(
             "An @idempotent view, or an atomic_phase, was entered inside a transaction: a rollback there would undo what this "
