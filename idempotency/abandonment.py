@@ -8,6 +8,7 @@ from django.http import HttpResponseBase
 from django.urls import Resolver404, resolve
 
 from idempotency import conf, http, keys, signals
+from idempotency.decorators import options_of
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 
@@ -74,5 +75,5 @@ def _on_abandon(key: IdempotencyKey) -> OnAbandon | None:
         view = resolve(unquote(key.request_path.partition("?")[0])).func
     except Resolver404:
         return None
-    found: OnAbandon | None = getattr(getattr(view, "idempotency", None), "on_abandon", None)
-    return found
+    options = options_of(view, key.request_method)
+    return options.on_abandon if options else None

@@ -244,4 +244,5 @@ def _pretty(value: Any) -> str:
 
 def _preformatted(text: str) -> SafeString:
     shown = text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}\n… ({len(text)} characters)"
-    return format_html("<pre>{}</pre>", shown)
+    # JSON may hold a lone surrogate, which no page can.
+    return format_html("<pre>{}</pre>", shown.encode("utf-8", "replace").decode())

@@ -13,26 +13,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.core.handlers.wsgi import WSGIRequest
-from django.db import connections, router
+from django.db import Error, connections, router
 from django.http import HttpRequest
 from django.urls import Resolver404, resolve
 from django.utils import timezone, translation
 from django.utils.module_loading import import_string
 
 from idempotency import conf, keys, signals
-from idempotency.decorators import CLAIMED_KEY_ATTRIBUTE
+from idempotency.decorators import CLAIMED_KEY_ATTRIBUTE, options_of
 from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet
 from idempotency.transactions import connection_lost
 
 logger = logging.getLogger("idempotency")
 
-#: The longest wait between two runs of one key.
-_MAX_DELAY_SECONDS = 3600
+#: The longest wait between two runs of one key. With it 25 attempts last for three days: from Friday to Monday.
+_MAX_DELAY_SECONDS = 4 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ def _waiting(alias: str, batch_size: int) -> Iterator[tuple[int, int]]:
 def _complete(pk: int, attempts: int, alias: str) -> str | None:
     """Run one key; return what became of it, None if somebody else has it."""
     limits = conf.get()
-    if attempts >= limits.COMPLETER_MAX_ATTEMPTS:
-        return "stuck" if _give_up(pk, attempts, alias) else None
+    if attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, attempts, alias):
+        return "stuck"
     delay = min(limits.COMPLETER_IDLE_SECONDS * 2**attempts, _MAX_DELAY_SECONDS)
     key = keys.claim_by_id(pk, delay_seconds=delay, using=alias)
     if key is None:
@@ -126,7 +126,7 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
         keys.mark_stuck(key, error.code, str(error), using=alias)
         keys.emit(signals.key_stuck, key, None)
     except Exception as error:
-        if connection_lost(error, alias):
+        if connection_lost(error, alias) and not _answers(alias):
             raise  # The next key would fare no better. This one's lock expires.
         logger.exception("the completer could not finish key %s", key.key_hash)
     # The status returned says little (a 409 may mean that a client came back): the row says what became of the key.
@@ -137,6 +137,15 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
         _give_up(pk, after.completer_attempts, alias)
         return "stuck"
     return "failed" if after.stuck_at is None else "stuck"
+
+
+def _answers(alias: str) -> bool:
+    """Tell whether the database of the keys is there; a view may have lost another one."""
+    try:
+        connections[alias].ensure_connection()
+        return bool(connections[alias].is_usable())
+    except Error:
+        return False
 
 
 def _give_up(pk: int, attempts: int, alias: str) -> bool:
@@ -154,7 +163,7 @@ def _run(key: IdempotencyKey) -> None:
         match = resolve(request.path_info)
     except Resolver404:
         raise _CannotRun("view_missing", f"No view answers {request.path_info} any more.") from None
-    if not hasattr(match.func, "idempotency"):
+    if options_of(match.func, key.request_method) is None:
         # An undecorated view would run its effects without the key.
         raise _CannotRun(
             "view_missing", f"The view that answers {request.path_info} is not protected with @idempotent any more."
@@ -173,14 +182,14 @@ def _request(key: IdempotencyKey) -> HttpRequest:
     if key.request_body is None:
         raise _CannotRun("body_not_kept", "The body of the request was not kept, so it cannot be run again without its client.")
     body = bytes(key.request_body)
-    target = urlsplit(key.request_path)
+    path, _, query = key.request_path.partition("?")
     headers = dict(key.request_headers)
     host = headers.pop("Host", "")
     environ = {
         "REQUEST_METHOD": key.request_method,
         "SCRIPT_NAME": "",
-        "PATH_INFO": unquote(target.path, "latin-1"),
-        "QUERY_STRING": target.query,
+        "PATH_INFO": unquote(path, "latin-1"),
+        "QUERY_STRING": query,
         "CONTENT_TYPE": key.request_content_type,
         "CONTENT_LENGTH": str(len(body)),
         "REMOTE_ADDR": key.remote_addr,

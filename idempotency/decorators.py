@@ -152,6 +152,13 @@ def idempotent(
     return decorate if view is None else decorate(view)
 
 
+def options_of(view: Callable[..., Any], method: str) -> Options | None:
+    """Return what a resolved view says in ``@idempotent``; of a class-based view, what its method for ``method`` says."""
+    handler = getattr(getattr(view, "view_class", None), method.lower(), None)
+    found: Options | None = getattr(view, "idempotency", None) or getattr(handler, "idempotency", None)
+    return found
+
+
 class _EveryAlias(set[str]):
     """The set of all database aliases, of those too that the settings do not know yet; see ``non_atomic_requests``."""
 
@@ -346,14 +353,13 @@ def _unknown_point(key: IdempotencyKey) -> str:
 
 
 def _hand_over(key: IdempotencyKey, stuck: KeyStuck, sender: HttpRequest | None, *, using: str) -> None:
-    """Mark the key stuck; one that has this mark already, from an earlier deploy, is only released."""
-    if key.stuck_code == stuck.code:
-        return _release(key, stuck.reason, using=using)
+    """Mark the key stuck, and say so unless an earlier deploy has."""
     try:
         keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
     except LockLost:
-        return None  # The run that took over has the say.
-    return keys.emit(signals.key_stuck, keys.read(key.pk, using=using), sender)
+        return  # The run that took over has the say.
+    if key.stuck_code != stuck.code:
+        keys.emit(signals.key_stuck, keys.read(key.pk, using=using), sender)
 
 
 def _release(key: IdempotencyKey, error: str, *, using: str) -> None:

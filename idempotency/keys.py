@@ -217,15 +217,14 @@ def release(key: IdempotencyKey, error: str, *, using: str) -> None:
 
 def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> None:
     """Hand a key to a person, from the run that holds it. Raises LockLost if another claim has taken the key over."""
-    _fenced("mark_stuck", key, using, code=code, reason=_printable(reason), event="stuck", detail=_summary(reason))
+    _fenced("mark_stuck", key, using, **_stuck_parameters(code, reason))
     logger.warning("key %s is stuck (%s): %s", key.key_hash, code, reason)
 
 
 def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
     """Hand a key to a person when no run holds it; return whether this call did it."""
     text = sql.statements(connections[using].vendor).give_up
-    parameters = {"id": pk, "code": code, "reason": _printable(reason), "event": "stuck", "detail": _summary(reason)}
-    return _execute(text, parameters, using) == 1
+    return _execute(text, {"id": pk, **_stuck_parameters(code, reason)}, using) == 1
 
 
 def emit(signal: Signal, key: IdempotencyKey | None, request: HttpRequest | None) -> None:
@@ -331,13 +330,24 @@ def _lock_parameters(request: ClaimedRequest) -> dict[str, Any]:
     }
 
 
+def _stuck_parameters(code: str, reason: str) -> dict[str, Any]:
+    return {
+        "code": code,
+        "reason": _printable(reason),
+        # That one deploy could not run the key says nothing about the next: its attempts do not count.
+        "counting": 0 if code == UNKNOWN_RECOVERY_POINT else 1,
+        "event": "stuck",
+        "detail": _summary(reason),
+    }
+
+
 def _token(token: uuid.UUID | None, using: str) -> Any:
     return token if token is None or connections[using].features.has_native_uuid_field else token.hex
 
 
 def _printable(text: str) -> str:
     """Return ``text`` as both databases take it: no NUL, no lone surrogate, not endless."""
-    return text.replace("\x00", "").encode("utf-8", "replace").decode()[:_MAX_ERROR_LENGTH]
+    return text.replace("\x00", "").encode("utf-8", "replace").decode()[:_MAX_ERROR_LENGTH] or "No reason was given."
 
 
 def _summary(text: str) -> str:

@@ -16,23 +16,20 @@ from django.db.models import ProtectedError, Q, QuerySet, RestrictedError
 from django.db.models.functions import Now
 
 from idempotency import conf
-from idempotency.keys import emit, give_up
+from idempotency.abandonment import settle
 from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet, ProcessedMessage
-from idempotency.signals import key_stuck
 
 #: How long a second delivery of a message is recognised; longer than any sender tries.
 MESSAGE_RETENTION = timedelta(days=30)
 
-#: The stuck code of a key that was not finished within the retention.
-RETENTION_PASSED = "retention_passed"
-
 
 @dataclass(frozen=True, slots=True)
 class ReapPass:
-    """What one pass did: keys and messages deleted, keys that others protect, unfinished keys that it marked stuck."""
+    """What one pass did: keys and messages deleted, keys that others protect; unfinished keys settled, and marked stuck."""
 
     deleted: int = 0
     protected: int = 0
+    settled: int = 0
     stuck: int = 0
     messages: int = 0
 
@@ -50,7 +47,7 @@ def reap_once(
 
     Deleted are finished keys that have expired, and messages of the inbox after 30 days. Foreign keys to a deleted key are
     honoured; one that a row of the user protects is kept. Unfinished keys past the retention, counted from their creation,
-    are marked stuck unless a run holds them; ``key_stuck`` is sent for each.
+    are settled by the ``on_abandon`` of their view, or marked stuck, unless a run holds them.
 
     ``older_than_hours`` replaces RETENTION_HOURS for the finished keys of this pass, and for nothing else: a retry that comes
     after its key was deleted runs anew. ``stop`` is asked before each batch, ``progress`` is told the counts after each.
@@ -62,7 +59,7 @@ def reap_once(
         return ReapPass(deleted=expired().count(), stuck=_overdue(alias).count(), messages=_old_messages(alias).count())
     counts: Counter[str] = Counter()
     batches = chain(
-        _reap_expired(alias, expired, batch_size), _mark_overdue(alias, batch_size), _reap_messages(alias, batch_size)
+        _reap_expired(alias, expired, batch_size), _settle_overdue(alias, batch_size), _reap_messages(alias, batch_size)
     )
     while not stop() and (batch := next(batches, None)) is not None:
         counts.update(batch)
@@ -96,18 +93,13 @@ def _reap_expired(alias: str, expired: Callable[[], IdempotencyKeyQuerySet], bat
         yield {"deleted": deleted, "protected": len(page) - deleted}
 
 
-def _mark_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
-    reason = (
-        f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation. Its last error and its "
-        f"history say where it stopped; whether to run it again or to answer it by hand is for a person to decide."
-    )
+def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
     last = None
     while page := _page(_overdue(alias), last, batch_size):
         last = page[-1]
-        marked = [pk for _, pk in page if give_up(pk, RETENTION_PASSED, reason, using=alias)]
-        for key in IdempotencyKey.objects.using(alias).filter(pk__in=marked):
-            transaction.on_commit(partial(emit, key_stuck, key, None), using=alias)
-        yield {"stuck": len(marked)}
+        for _, pk in page:
+            if (settled := settle(pk, using=alias)) is not None:
+                yield {"settled" if settled else "stuck": 1}
 
 
 def _reap_messages(alias: str, batch_size: int) -> Iterator[dict[str, int]]:

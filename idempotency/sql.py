@@ -249,6 +249,7 @@ class Statements:
     def _mark_stuck(self, condition: str) -> str:
         return (
             f"UPDATE {TABLE} AS k SET locked_at = NULL, stuck_at = {self.now}, stuck_code = %(code)s, "
+            f"completer_attempts = k.completer_attempts * %(counting)s, "
             f"stuck_reason = %(reason)s, history = {self.dialect.append_event} WHERE {condition} AND k.finished_at IS NULL"
         )
 
