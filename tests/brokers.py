@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
 from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Q
@@ -80,7 +81,7 @@ class Broker:
         raise NotImplementedError
 
     @contextmanager
-    def through(self, url: str, monkeypatch: Any) -> Iterator[None]:
+    def through(self, url: str) -> Iterator[None]:
         """Let the enqueuer reach Redis at ``url`` alone, with timeouts of half a second."""
         raise NotImplementedError
 
@@ -125,14 +126,14 @@ class Rq(Broker):
         return not self.waiting() and not self.redis.zcard("rq:wip:default")
 
     @contextmanager
-    def through(self, url: str, monkeypatch: Any) -> Iterator[None]:
-        monkeypatch.setitem(settings.RQ_QUEUES, "default", {"URL": url})
-        for name in ("socket_timeout", "socket_connect_timeout"):
-            monkeypatch.setitem(rq_backend._BOUNDS, name, 0.5)
+    def through(self, url: str) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(settings.RQ_QUEUES, "default", {"URL": url})
+            for name in ("socket_timeout", "socket_connect_timeout"):
+                patch.setitem(rq_backend._BOUNDS, name, 0.5)
+            rq_backend._queue.cache_clear()
+            yield
         rq_backend._queue.cache_clear()
-        yield
-        rq_backend._queue.cache_clear()
-        monkeypatch.undo()
 
 
 class Celery(Broker):
@@ -153,15 +154,15 @@ class Celery(Broker):
         return not self.waiting() and not self.redis.hlen("unacked")
 
     @contextmanager
-    def through(self, url: str, monkeypatch: Any) -> Iterator[None]:
-        for name in ("socket_timeout", "socket_connect_timeout"):
-            monkeypatch.setitem(celery_backend._BOUNDS["redis"], name, 0.5)
+    def through(self, url: str) -> Iterator[None]:
         former, app.conf.broker_write_url = app.conf.broker_write_url, broker_url(url)
         enqueuer._backend.cache_clear()
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("socket_timeout", "socket_connect_timeout"):
+                patch.setitem(celery_backend._BOUNDS["redis"], name, 0.5)
+            yield
         app.conf.broker_write_url = former
         enqueuer._backend.cache_clear()
-        monkeypatch.undo()
 
 
 class Tasks(Broker):
@@ -169,7 +170,7 @@ class Tasks(Broker):
 
     backend = "idempotency.contrib.tasks.TasksBackend"
     worker = (
-        "from idempotency.contrib import tasks; tasks.AGAIN_SECONDS = (1,) * 30\n"
+        "from idempotency.contrib import tasks; tasks.AGAIN_SECONDS = (2,) * 30\n"
         "from django.core.management import call_command\n"
         "call_command('db_worker', '--interval', '0.1', '--no-startup-delay', verbosity=0)"
     )
@@ -183,11 +184,11 @@ class Tasks(Broker):
         return not self.waiting()
 
     @contextmanager
-    def through(self, url: str, monkeypatch: Any) -> Iterator[None]:
-        """Nothing goes through Redis; that the tasks' table does not answer is the case of ``locked``."""
-        monkeypatch.setattr(enqueuer, "BROKER_TIMEOUT_SECONDS", 0.5)
-        yield
-        monkeypatch.undo()
+    def through(self, url: str) -> Iterator[None]:
+        """Nothing goes through Redis; that the tasks' table does not answer is the work of ``tasks_table_locked``."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(enqueuer, "BROKER_TIMEOUT_SECONDS", 0.5)
+            yield
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import UUID
 
+from django.db import connection
+
 from idempotency.contrib.rq import RQBackend
 from idempotency.enqueuer import BrokerUnavailable
 from idempotency.models import StagedJob
@@ -38,6 +40,15 @@ def record_after_a_kill(user: int, mark: str) -> None:
     if not Path(mark).exists():
         Path(mark).touch()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def record_after_a_lost_connection(user: int, mark: str) -> None:
+    """Lose the connection to the database the first time, as when it restarts, when there is no file ``mark`` yet."""
+    record(user)
+    if not Path(mark).exists():
+        Path(mark).touch()
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
 
 
 def take(job: StagedJob) -> None:

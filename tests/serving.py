@@ -36,7 +36,9 @@ class Sender:
         self.client = Client(raise_request_exception=False)
         self.client.force_login(self.user)
 
-    def send(self, url: str = "/view/", key: str | None = "key-1", body: Any = None, *, method: str = "POST", **extra: Any) -> Any:
+    def send(
+        self, url: str = "/view/", key: str | None = "key-1", body: Any = None, *, method: str = "POST", **extra: Any
+    ) -> Any:
         """Send one request."""
         headers = extra.pop("headers", {}) | ({"Idempotency-Key": key} if key is not None else {})
         content = body if isinstance(body, bytes | str) else json.dumps({"a": 1} if body is None else body)

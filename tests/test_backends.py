@@ -1,5 +1,6 @@
 """The backends of the enqueuer, one suite for all: with real brokers and real workers a staged job takes effect once."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -8,12 +9,15 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
+from idempotency.contrib import tasks as tasks_backend
+from idempotency.contrib.celery import CeleryBackend, OnceTask
 from idempotency.enqueuer import BrokerUnavailable, EnqueuePass, enqueue_once
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
 from rides_demo.services import free_port
-from tests.brokers import KINDS, SlowLine, Tasks, tasks_table_locked
+from tests.brokers import KINDS, Celery, SlowLine, Tasks, tasks_table_locked
+from tests.celery_for_tests import app
 from tests.factories import StagedJobFactory, UserFactory
 from tests.test_inbox import waits_for_a_lock
 from tests.waiting import eventually
@@ -22,8 +26,9 @@ pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__.lower())
-def queue(request, broker, settings):
+def queue(request, broker, settings, monkeypatch):
     """Return the queue, empty, with the enqueuer handing over to it."""
+    monkeypatch.setattr(tasks_backend, "AGAIN_SECONDS", (2,) * 30)
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": request.param.backend}}
     return request.param(broker)
 
@@ -75,6 +80,14 @@ def test_a_job_whose_worker_is_killed_is_run_by_another(queue, user, tmp_path):
     assert effects() == 1
 
 
+def test_a_job_whose_database_connection_is_lost_is_tried_again(queue, user, tmp_path):
+    stage("record_after_a_lost_connection", user.pk, str(tmp_path / "mark"))
+    enqueue_once()
+    queue.work(until=effects)
+    assert (tmp_path / "mark").exists()
+    assert effects() == 1
+
+
 def test_a_delivery_that_meets_another_one_comes_back(queue, user):
     job = stage("record", user.pk)
     enqueue_once()
@@ -118,11 +131,11 @@ def test_a_poison_job_fails_alone_with_its_error(queue, user):
     assert poison.run_at > timezone.now(), "it waits before it is offered again"
 
 
-def test_a_broker_that_is_down_burns_nothing_and_gets_the_jobs_when_it_is_back(queue, user, monkeypatch):
+def test_a_broker_that_is_down_burns_nothing_and_gets_the_jobs_when_it_is_back(queue, user):
     for _ in range(3):
         stage("record", user.pk)
     down = f"redis://127.0.0.1:{free_port()}/0"
-    with queue.through(down, monkeypatch), tasks_table_locked() if isinstance(queue, Tasks) else nullcontext():
+    with queue.through(down), tasks_table_locked() if isinstance(queue, Tasks) else nullcontext():
         for _ in range(2):
             with pytest.raises(BrokerUnavailable, match="0 jobs were handed over, no attempt was burnt"):
                 enqueue_once()
@@ -132,10 +145,10 @@ def test_a_broker_that_is_down_burns_nothing_and_gets_the_jobs_when_it_is_back(q
     assert effects() == 3
 
 
-def test_a_broker_that_is_slower_than_every_timeout_does_not_get_the_jobs_again_and_again(queue, user, monkeypatch):
+def test_a_broker_that_is_slower_than_every_timeout_does_not_get_the_jobs_again_and_again(queue, user):
     """It takes what was under way when it became slow, once; then it gets nothing until it answers."""
     line = SlowLine()
-    with line.listener, queue.through(line.url, monkeypatch):
+    with line.listener, queue.through(line.url):
         stage("record", user.pk)
         assert enqueue_once() == EnqueuePass(handed_over=1)
         for _ in range(3):
@@ -151,3 +164,35 @@ def test_a_broker_that_is_slower_than_every_timeout_does_not_get_the_jobs_again_
         assert enqueue_once() == EnqueuePass(handed_over=3)
     queue.work(until=lambda: effects() == 4)
     assert effects() == 4
+
+
+def test_celery_takes_no_task_that_could_be_lost_or_take_effect_twice(broker, settings, monkeypatch):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": Celery.backend}}
+    job = StagedJobFactory(job_name="tests.unprotected", job_args=[1])
+    assert enqueue_once() == EnqueuePass(refused=1)
+    job.refresh_from_db()
+    assert "give it base=OnceTask" in job.last_error
+    monkeypatch.setattr(CeleryBackend, "protected", False)
+    StagedJob.objects.update(run_at=timezone.now())
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(OnceTask, "acks_late", False)
+    job = stage("record", 1)
+    assert enqueue_once() == EnqueuePass(refused=1)
+    job.refresh_from_db()
+    assert "leave acks_late on" in job.last_error
+
+
+def test_celery_gets_the_queue_by_its_name_and_the_staged_id(broker, settings, user):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": Celery.backend}}
+    job = stage("record", user.pk, queue="mail")
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    [message] = broker.lrange("mail", 0, -1)
+    assert json.loads(message)["headers"]["id"] == str(job.pk)
+
+
+def test_a_once_task_that_is_called_directly_just_runs(user):
+    task = app.tasks["tests.jobs_for_tests.record"]
+    for _ in range(2):
+        task(user.pk)
+    assert effects() == 2

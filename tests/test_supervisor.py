@@ -15,8 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rides_demo.management.commands.demo import within_reach
 from rides_demo.services import free_port
 from rides_demo.simulated_crashes import VICTIMS, Crashes
+from rides_demo.simulator import FAULTS
 from rides_demo.supervisor import BASE_FOLDER
 from tests.waiting import eventually
 
@@ -135,6 +137,22 @@ def test_each_crash_of_the_simulator_strikes_and_the_service_is_back_afterwards(
 
     assert crashes.slowest_restart_seconds < 2
     eventually(served.healthy)
+
+
+def test_a_victim_that_dies_of_something_else_does_not_count(served):
+    crashes = Crashes(served.folder, random.Random(1))
+    before = served.pids()["enqueuer"]
+    os.kill(before, signal.SIGKILL)
+
+    assert crashes.strike("kill-enqueuer") == ["kill-enqueuer"]
+
+    assert served.pids()["enqueuer"] not in (0, before)
+
+
+def test_services_that_the_demo_does_not_run_are_not_crashed():
+    assert within_reach(NAMES).split(",") == list(FAULTS)
+    left_out = set(FAULTS) - set(within_reach(NAMES - {"postgres", "redis", "sandbox"}).split(","))
+    assert left_out == {"restart-postgres", "restart-redis", "stripe-faults", "stripe-down"}
 
 
 def test_without_the_database_it_is_not_healthy_and_says_so_in_a_line(served):

@@ -10,10 +10,10 @@ from django_tasks import task, task_backends
 from django_tasks.exceptions import InvalidTaskError
 from django_tasks_db.models import DBTaskResult
 
+from idempotency.contrib.rq import run_once
 from idempotency.contrib.tasks import run_staged
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import NoOpenTransaction
-from idempotency.inbox import run_staged_job
 from idempotency.models import StagedJob
 from rides_demo.models import AuditRecord
 from tests import jobs_for_tests
@@ -74,15 +74,17 @@ def test_the_enqueuer_hands_it_to_the_backend_with_the_workers():
     with transaction.atomic():
         result = record.using(queue_name="mail").enqueue(1)
     assert enqueue_once() == EnqueuePass(handed_over=1)
-    row = DBTaskResult.objects.get()
+    row, again = DBTaskResult.objects.order_by("-run_after")
     assert (row.task_path, row.backend_name, row.queue_name) == ("idempotency.contrib.tasks.run_staged", "worker", "mail")
-    assert row.args_kwargs["args"] == ["tests.jobs_for_tests.record", [1], result.id]
+    assert row.args_kwargs["args"] == ["tests.jobs_for_tests.record", [1], result.id, 0]
+    assert again.args_kwargs["args"] == ["tests.jobs_for_tests.record", [1], result.id, 1]
+    assert timezone.now() < again.run_after < timezone.now() + timedelta(minutes=1)
 
 
 def test_the_worker_runs_a_function_that_is_a_task():
     user = UserFactory()
     for _ in range(2):
-        run_staged_job("tests.test_tasks.record", [user.pk], "00000000-0000-7000-8000-000000000001")
+        run_once("tests.test_tasks.record", [user.pk], "00000000-0000-7000-8000-000000000001")
     assert AuditRecord.objects.count() == 1
 
 
