@@ -67,7 +67,9 @@ class OneByOne:
             try:
                 if time.monotonic() > deadline:
                     raise BrokerUnavailable(f"The broker took {position} of {len(jobs)} jobs in {BATCH_SECONDS} s.")
-                self.hand_over_one(queue, job)
+                # A queue may live in this very database: what is refused there must not break the enqueuer's transaction.
+                with transaction.atomic(using=job._state.db):
+                    self.hand_over_one(queue, job)
             except BrokerUnavailable as error:  # Those before it are the broker's: they must not go out again.
                 return refusals | dict.fromkeys((left.pk for left in jobs[position:]), error)
             except Exception as error:
@@ -204,7 +206,9 @@ def _hand_over(
         return
     backend = _backend(path)
     try:
-        yield jobs, backend.hand_over(queue, jobs)
+        with transaction.atomic(using=jobs[0]._state.db):
+            refusals = backend.hand_over(queue, jobs)
+        yield jobs, refusals
         return
     except BrokerUnavailable:
         raise
@@ -212,7 +216,8 @@ def _hand_over(
         logger.info("queue %r refused a batch of %d jobs, which are handed over one by one: %s", queue, len(jobs), error)
     for job in jobs:
         try:
-            refusals = backend.hand_over(queue, [job])
+            with transaction.atomic(using=job._state.db):
+                refusals = backend.hand_over(queue, [job])
         except BrokerUnavailable:
             raise
         except Exception as error:

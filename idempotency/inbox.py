@@ -5,11 +5,10 @@ The row that says "processed" and the effects commit together; so a failure leav
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
-from django.db import OperationalError, connections, router, transaction
+from django.db import DatabaseError, InterfaceError, OperationalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.utils.module_loading import import_string
+from django.db.transaction import TransactionManagementError
 
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
@@ -31,8 +30,9 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
     """Open a transaction for one delivery of a message; give True the first time, False when it took effect before.
 
     ``source`` says who numbers the messages ("stripe"), ``message_id`` is their number (at most 100 and 255 characters). On
-    leaving, the row and what the block wrote are committed together; when the block raises, neither is. In an outer
-    transaction the block is a savepoint and commits with that one.
+    leaving, the row and what the block wrote are committed together; when the block raises, neither is, nor when it caught an
+    error that broke the transaction: that raises TransactionManagementError. In an outer transaction the block is a savepoint
+    and commits with that one.
 
     A second delivery waits for the first, up to 5 s on PostgreSQL (on SQLite up to the connection's ``timeout``), and then
     raises MessageInProgress: refuse it, so that it is delivered again. Raises ValueError when the source or the id cannot be
@@ -53,20 +53,22 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
                 raise MessageInProgress from error
             raise
         yield first
+        if first:
+            _refuse_broken_transaction(connections[alias])
 
 
-def run_staged_job(name: str, args: dict[str, Any] | list[Any], job_id: str) -> Any:
-    """Run a delivered job in one transaction with the row that says that it ran; return what it returns, None the second time.
-
-    ``name`` is the dotted path of a function, or of a task of Django Tasks. When it raises, nothing is kept, and the next
-    delivery runs it. Raises MessageInProgress while another delivery runs: let it be delivered again.
-    """
-    job = import_string(name)
-    with process_once(STAGED_JOBS, job_id) as first:
-        if not first:
-            return None
-        call = getattr(job, "call", job)
-        return call(**args) if isinstance(args, dict) else call(*args)
+def _refuse_broken_transaction(connection: BaseDatabaseWrapper) -> None:
+    """Raise when the open transaction can only be rolled back: leaving it would do so without a word."""
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+    except (OperationalError, InterfaceError):
+        raise
+    except DatabaseError as error:
+        raise TransactionManagementError(
+            "The work on this message broke its transaction and went on, so nothing of it was kept. Put a transaction.atomic() "
+            "of its own around the statement whose error is caught, and leave the connection open."
+        ) from error
 
 
 def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from django.conf import settings
 from django.db import router, transaction
 from django.utils import timezone
+from django.utils.module_loading import import_string
 
 from idempotency.exceptions import NoOpenTransaction
 from idempotency.keys import current
@@ -46,6 +47,16 @@ def stage_job(name: str, args: JobArgs | None = None, *, queue: str = "default",
         job.run_at = run_at
     job.save(using=alias, force_insert=True)
     return job
+
+
+def call_job(name: str, args: JobArgs) -> Any:
+    """Call the function, or the task of Django Tasks, that a delivered job names, with its arguments; return what it returns.
+
+    Workers call it inside ``process_once(STAGED_JOBS, job_id)``.
+    """
+    job = import_string(name)
+    call = getattr(job, "call", job)
+    return call(**args) if isinstance(args, dict) else call(*args)
 
 
 def _refuse_path(name: str) -> None:

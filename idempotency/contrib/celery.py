@@ -5,14 +5,16 @@ monitoring, its own time limits, routes and retries. What is not protected so is
 the error: nothing runs unprotected because somebody forgot a line.
 """
 
+import sys
 import threading
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 from celery import Celery, Task, current_app
-from celery.exceptions import Reject
-from kombu.exceptions import OperationalError
+from celery.exceptions import Ignore, Reject, Retry
+from django.db import InterfaceError, OperationalError
+from kombu.exceptions import OperationalError as BrokerError
 
 from idempotency.enqueuer import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
 from idempotency.exceptions import MessageInProgress
@@ -36,8 +38,8 @@ class OnceTask(Task):  # type: ignore[misc]
     """A Celery task that takes effect once, however often it is delivered: ``@shared_task(base=OnceTask)``.
 
     It runs in one transaction with the row of the inbox that has its task id. When it raises, nothing is kept, and it is tried
-    again, a dozen times over a few hours; ``autoretry_for``, ``max_retries`` and ``self.retry()`` work as they do in any task.
-    A delivery that meets another one at work goes back to the broker.
+    again, ``max_retries`` times, after waits that double up to an hour; while the database cannot be reached, without end.
+    ``autoretry_for`` and ``self.retry()`` work as in any task. A delivery that meets another one goes back to the broker.
 
     The broker keeps the message until the task has run (``acks_late``), and gets it back when the worker process dies
     (``reject_on_worker_lost``). Both must stay on, or a crash loses the job.
@@ -46,10 +48,7 @@ class OnceTask(Task):  # type: ignore[misc]
     abstract = True
     acks_late = True
     reject_on_worker_lost = True
-    autoretry_for = (Exception,)
     max_retries = 12
-    retry_backoff = True
-    retry_backoff_max = 3600
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task once for its id; a direct call, which has no id, just runs it."""
@@ -61,6 +60,11 @@ class OnceTask(Task):  # type: ignore[misc]
         except MessageInProgress as error:
             # Not retry(): that would use up the tries that the task has for its own failures.
             raise Reject(error, requeue=True) from error
+        except (Retry, Ignore, Reject):
+            raise
+        except Exception as error:  # COMMIT may fail too, after run() has returned.
+            tries = sys.maxsize if isinstance(error, (OperationalError, InterfaceError)) else None
+            raise self.retry(exc=error, countdown=min(2**self.request.retries, 3600), max_retries=tries) from error
 
 
 class CeleryBackend(OneByOne):
@@ -94,7 +98,7 @@ class CeleryBackend(OneByOne):
                 add_to_parent=False,
                 **({} if queue == "default" else {"queue": queue}),
             )
-        except OperationalError as error:
+        except BrokerError as error:
             self._drop_producer()
             if isinstance(error.__cause__, KeyError):  # kombu counts it among the lost connections.
                 raise error.__cause__ from None

@@ -18,8 +18,8 @@ from rq import Queue, Retry
 
 from idempotency.enqueuer import BROKER_TIMEOUT_SECONDS, BrokerUnavailable
 from idempotency.exceptions import MessageInProgress
-from idempotency.inbox import run_staged_job
-from idempotency.jobs import JobArgs
+from idempotency.inbox import STAGED_JOBS, process_once
+from idempotency.jobs import JobArgs, call_job
 from idempotency.models import StagedJob
 
 #: One hand-over stays far below the time the database grants to the enqueuer's transaction; the next pass tries again.
@@ -76,12 +76,23 @@ def _queue(name: str) -> Queue:
     return get_queue(name, connection=connection)
 
 
+class _AskedToComeBack(Exception):
+    """Rolls back the run of a job that returned a Retry: it has not taken effect yet."""
+
+
 def run_once(job_name: str, job_args: JobArgs, job_id: str) -> Any:
     """Run a job in the worker through the inbox: a second hand-over of it does nothing; return what it returns.
 
-    While the first one is still at work, RQ is told to bring this one back. When the job raises, RQ tries it again.
+    While the first one is still at work, RQ is told to bring this one back. When the job raises, or returns a Retry, nothing of
+    it is kept, and RQ tries it again.
     """
     try:
-        return run_staged_job(job_name, job_args, job_id)
+        with process_once(STAGED_JOBS, job_id) as first:
+            result = call_job(job_name, job_args) if first else None
+            if isinstance(result, Retry):
+                raise _AskedToComeBack(result)
+    except _AskedToComeBack as asked:
+        return asked.args[0]
     except MessageInProgress:
         return _COME_BACK
+    return result

@@ -10,12 +10,12 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import InterfaceError, OperationalError, router, transaction
+from django.db import InterfaceError, OperationalError, router
 from django.utils import timezone
 
 from idempotency.enqueuer import BrokerUnavailable, OneByOne
-from idempotency.inbox import STAGED_JOBS, run_staged_job
-from idempotency.jobs import JobArgs, stage_job
+from idempotency.inbox import STAGED_JOBS, process_once
+from idempotency.jobs import JobArgs, call_job, stage_job
 from idempotency.models import ProcessedMessage, StagedJob
 
 if TYPE_CHECKING or not find_spec("django.tasks"):
@@ -30,26 +30,33 @@ else:  # Django 6.0 and later
     from django.tasks.exceptions import InvalidTask
     from django.tasks.signals import task_enqueued
 
-#: When a delivery is followed by the next one: a dozen tries, over about three hours.
-AGAIN_SECONDS = (10, 10, 30, 60, 120, 300, 600, 1200, 1800, 2400, 3600)
+#: How long after each delivery the next one comes: a dozen tries, over about three hours.
+AGAIN_SECONDS = (30, 30, 60, 120, 300, 600, 900, 1200, 1800, 2400, 3600)
 
 
 @task(takes_context=True)
-def run_staged(context: TaskContext, job_name: str, job_args: JobArgs, job_id: str, delivery: int = 0) -> None:
+def run_staged(context: TaskContext, job_name: str, job_args: JobArgs, job_id: str, delivery: int) -> None:
     """Run a staged job in the worker, through the inbox.
 
-    Django Tasks know no second try, and a task whose worker was killed is left behind as running. So each delivery first
-    enqueues the next one, for later. That one finds that the job took effect, and does nothing; or it finds the job failed,
-    killed or still at work, and is the next try.
+    Django Tasks know no second try, and a task whose worker was killed stays behind as running. So each delivery is followed by
+    another one, enqueued for later before this one runs. That one finds that the job took effect, and is the last; or it finds
+    the job failed, killed or still at work, and is the next try.
     """
-    messages = ProcessedMessage.objects.using(router.db_for_write(ProcessedMessage))
-    if messages.filter(source=STAGED_JOBS, message_id=job_id).exists():
-        return
-    this = context.task_result.task
+    if delivery > 0:  # The first two are enqueued together.
+        messages = ProcessedMessage.objects.using(router.db_for_write(ProcessedMessage))
+        if messages.filter(source=STAGED_JOBS, message_id=job_id).exists():
+            return
+        _enqueue_again(context.task_result.task, job_name, job_args, job_id, delivery)
+    with process_once(STAGED_JOBS, job_id) as first:
+        if first:
+            call_job(job_name, job_args)
+
+
+def _enqueue_again(this: Task[Any, Any], job_name: str, job_args: JobArgs, job_id: str, delivery: int) -> None:
+    """Enqueue the delivery after ``delivery`` for later, unless that was the last, or the backend knows no later."""
     if this.get_backend().supports_defer and delivery < len(AGAIN_SECONDS):
         later = timezone.now() + timedelta(seconds=AGAIN_SECONDS[delivery])
         this.using(run_after=later).enqueue(job_name, job_args, job_id, delivery + 1)
-    run_staged_job(job_name, job_args, job_id)
 
 
 class TasksBackend(OneByOne):
@@ -65,9 +72,8 @@ class TasksBackend(OneByOne):
             alias = backend.hands_to
         wrapper = run_staged.using(backend=alias, queue_name=queue)
         try:
-            # The tasks may lie in the same database: what is refused there must not break the enqueuer's transaction.
-            with transaction.atomic(using=job._state.db):
-                wrapper.enqueue(job.job_name, job.job_args, str(job.pk))
+            wrapper.enqueue(job.job_name, job.job_args, str(job.pk), 0)
+            _enqueue_again(wrapper, job.job_name, job.job_args, str(job.pk), 0)
         except (OperationalError, InterfaceError) as error:
             raise BrokerUnavailable(f"The database of the tasks takes none at the moment: {error}") from error
 
