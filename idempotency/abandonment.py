@@ -8,9 +8,9 @@ from django.http import HttpResponseBase
 from django.urls import Resolver404, resolve
 
 from idempotency import conf, http, keys, signals
-from idempotency.decorators import options_of
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
+from idempotency.options import options_of
 
 logger = logging.getLogger("idempotency")
 

@@ -25,8 +25,9 @@ from django.utils import timezone, translation
 from django.utils.module_loading import import_string
 
 from idempotency import conf, keys, signals
-from idempotency.decorators import CLAIMED_KEY_ATTRIBUTE, options_of
+from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
 from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet
+from idempotency.options import options_of
 from idempotency.transactions import connection_lost
 
 logger = logging.getLogger("idempotency")

@@ -10,6 +10,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
 Isolation = Literal["read committed", "repeatable read", "serializable"]
+#: What a caller may choose: a level, None for the connection's own, or, by default, what the settings say.
+ChosenIsolation = Isolation | None | Literal["from settings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

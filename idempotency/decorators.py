@@ -1,75 +1,20 @@
-"""``@idempotent``: the order of events of a request, and nothing else."""
+"""``@idempotent``: what a view may say, and the wrapper around it. A request then runs in ``idempotency.execution``."""
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import iscoroutinefunction
 from typing import Any, TypeVar, get_args, overload
 
-from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
-from django.core.handlers.exception import response_for_exception
-from django.db import connections, router, transaction
-from django.db.utils import Error
-from django.http import Http404, HttpRequest, HttpResponseBase
-from django.http.multipartparser import MultiPartParserError
+from django.http import HttpRequest, HttpResponseBase
 
-from idempotency import conf, http, keys, problems, signals
-from idempotency.conf import Isolation
-from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, ResponseNotCommitted
-from idempotency.keys import Claim, ClaimedRequest, Outcome
-from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, IdempotencyKey
-from idempotency.phases import ChosenIsolation
-from idempotency.problems import Problem
-from idempotency.retries import Call, retried
-from idempotency.runs import PhasedRun
-from idempotency.transactions import connection_lost, durable_transaction, refuse_outer_transaction
-
-logger = logging.getLogger("idempotency")
+from idempotency.conf import ChosenIsolation, Isolation
+from idempotency.execution import answer
+from idempotency.models import FINISHED, STARTED, IdempotencyKey
+from idempotency.options import Options
+from idempotency.retries import Call
 
 View = Callable[..., HttpResponseBase]
 AnyView = TypeVar("AnyView", bound=View)
-
-Run = Callable[[], HttpResponseBase]
-
-#: Where the completer puts the key that it has claimed. Nothing that comes over the network can set it.
-CLAIMED_KEY_ATTRIBUTE = "_idempotency_claimed_key"
-#: What Django itself turns into an answer.
-_HTTP_EXCEPTIONS = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPartParserError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What a view says of itself in ``@idempotent(...)``."""
-
-    recovery_points: tuple[str, ...] | None
-    required: bool
-    validate: Callable[[HttpRequest], HttpResponseBase | None] | None
-    scope: Callable[[HttpRequest], str] | None
-    isolation: ChosenIsolation
-    using: str | Callable[[HttpRequest], str] | None
-    on_abandon: Callable[[IdempotencyKey], HttpResponseBase] | None
-
-    def every_point(self) -> tuple[str, ...]:
-        """Return the recovery points in their order, the first and the last included; a plain view has no others."""
-        return (STARTED, *self.recovery_points, FINISHED) if self.recovery_points is not None else ()
-
-    def alias(self, request: HttpRequest) -> str:
-        """Return the database of this request's key."""
-        if callable(self.using):
-            return self.using(request)
-        return self.using or router.db_for_write(IdempotencyKey)
-
-    def level(self) -> Isolation | None:
-        """Return the isolation of a plain view."""
-        return conf.get().PLAIN_ISOLATION if self.isolation == "from settings" else self.isolation
-
-
-class _UnknownPoint(KeyStuck):
-    """A deploy left the key at a recovery point that this code does not know."""
-
-    code = UNKNOWN_RECOVERY_POINT
 
 
 @overload
@@ -143,7 +88,7 @@ def idempotent(
 
         @wraps(view)
         def protected(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-            return _answer(Call(view, request, args, kwargs), options)
+            return answer(Call(view, request, args, kwargs), options)
 
         protected.idempotency = options  # type: ignore[attr-defined]
         protected._non_atomic_requests = _EveryAlias()  # type: ignore[attr-defined]
@@ -152,240 +97,8 @@ def idempotent(
     return decorate if view is None else decorate(view)
 
 
-def options_of(view: Callable[..., Any], method: str) -> Options | None:
-    """Return what a resolved view says in ``@idempotent``; of a class-based view, what its method for ``method`` says."""
-    handler = getattr(getattr(view, "view_class", None), method.lower(), None)
-    found: Options | None = getattr(view, "idempotency", None) or getattr(handler, "idempotency", None)
-    return found
-
-
 class _EveryAlias(set[str]):
     """The set of all database aliases, of those too that the settings do not know yet; see ``non_atomic_requests``."""
 
     def __contains__(self, alias: object) -> bool:
         return True
-
-
-def _answer(call: Call, options: Options) -> HttpResponseBase:
-    """Answer one request: parse its key, refuse what can be refused without it, then claim and run."""
-    request = call.request
-    request.idempotency_key = None  # type: ignore[attr-defined]
-    if request.method in http.SAFE_METHODS:
-        return call()
-    try:
-        claimed: IdempotencyKey | None = getattr(request, CLAIMED_KEY_ATTRIBUTE, None)
-        if claimed is not None:
-            return _run_phased(call, None, options, claimed, using=claimed._state.db or options.alias(request))
-        value = http.key_of(request)
-        if value is None:
-            if options.required:
-                raise problems.key_missing()
-            return call()
-        using = options.alias(request)
-        with _reachable(using):
-            scope = http.scope_of(request, options.scope)
-            if options.validate is not None and (refusal := options.validate(request)) is not None:
-                return refusal
-            described = http.describe(request, scope, value)
-            protect = _plain if options.recovery_points is None else _phased
-            return protect(call, options, described, using=using)
-    except Problem as problem:
-        return problem.response()
-
-
-@contextmanager
-def _reachable(using: str) -> Iterator[None]:
-    """Turn the loss of the database into an answer that sends the client round again: what was committed will be found."""
-    try:
-        yield
-    except Error as error:
-        if not connection_lost(error, using):
-            raise
-        logger.exception("the database %r cannot be reached", using)
-        raise problems.database_unavailable() from error
-
-
-def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
-    """Run a plain view: one transaction holds the claim, the view's writes and the stored response."""
-    request = call.request
-    level = options.level()
-
-    def attempt(run: Run) -> HttpResponseBase:
-        with durable_transaction(level, using=using):
-            claim = keys.claim_plain(described, using=using)
-            if claim.outcome is Outcome.CLAIMED:
-                with _bound(request, claim.key):
-                    response = http.render(run())
-                if stored := http.is_stored(response):
-                    keys.finish(claim.key, *http.stored_parts(response), using=using)
-                else:
-                    transaction.set_rollback(True, using=using)
-        if claim.outcome is not Outcome.CLAIMED:
-            return _refuse_or_replay(claim, request, using=using)
-        if stored:
-            keys.emit(signals.key_claimed, claim.key, request)
-            keys.emit(signals.key_finished, claim.key, request)
-        return response
-
-    try:
-        return retried(lambda: attempt(call), call, level)
-    except Exception as error:
-        answer = _stored_answer(error, request)
-        if answer is None:
-            raise
-        # As under ATOMIC_REQUESTS, what the view wrote before it raised is rolled back; its answer alone is stored.
-        if isinstance(error, Problem | Error):
-            raise
-        answer = response_for_exception(request, error)
-        if not http.is_stored(answer):
-            raise
-        return retried(lambda: attempt(lambda: answer), call, level)
-
-
-def _phased(call: Call, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
-    """Claim the key of a phased view, then run the view from the key's recovery point."""
-    refuse_outer_transaction(using)
-    claim = keys.claim_phased(described, options.every_point()[:-1], using=using)
-    if claim.outcome is not Outcome.CLAIMED:
-        return _refuse_or_replay(claim, call.request, using=using)
-    if claim.key.attempts > 1:
-        logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point)
-    keys.emit(signals.key_claimed, claim.key, call.request)
-    return _run_phased(call, call.request, options, claim.key, using=using)
-
-
-def _run_phased(
-    call: Call, sender: HttpRequest | None, options: Options, key: IdempotencyKey, *, using: str
-) -> HttpResponseBase:
-    """Run a phased view over a claimed key, and leave the key finished, stuck or released. ``sender`` is what signals carry."""
-    run = PhasedRun(key, options.every_point(), sender, using=using)
-
-    def attempt() -> HttpResponseBase:
-        nonlocal run
-        if run.started:
-            run = run.again(keys.read_own(key, using=using))
-        run.started = True
-        with _bound(call.request, run.key):
-            return _settled(call, run)
-
-    try:
-        if key.recovery_point not in run.order:
-            raise _UnknownPoint(_unknown_point(key))
-        return retried(attempt, call, conf.get().PHASE_ISOLATION)
-    except LockLost:
-        # Another claim took over. What this run committed before is the other's to build on; it has the say now.
-        _release(key, "This run lost its key, or does not know how far it came.", using=using)
-        return _answer_of_other(keys.read(key.pk, using=using), call.request)
-    except KeyStuck as stuck:
-        _hand_over(key, stuck, sender, using=using)
-        raise problems.key_stuck(stuck.code) from stuck
-    except BaseException as error:
-        _release(key, f"{type(error).__name__}: {error}", using=using)
-        raise
-
-
-def _settled(call: Call, run: PhasedRun) -> HttpResponseBase:
-    """Run the view once. Its response is stored, or releases the key, or is refused: no client gets what a retry would not."""
-    try:
-        response = http.render(call())
-    except Exception as error:
-        answer = _stored_answer(error, call.request) if run.untouched else None
-        if answer is None:
-            raise
-        response = answer
-    if run.stored(response):
-        return response
-    definitive = http.is_stored(response) and (response.status_code < 500 or run.untouched)
-    if not definitive and not run.finished:
-        _release(run.key, f"The view answered with status {response.status_code}.", using=run.using)
-        return response
-    if response.status_code >= 400 and run.untouched:
-        keys.finish(run.key, *http.stored_parts(response), using=run.using)
-        run.finished_with(response)
-        keys.emit(signals.key_finished, run.key, run.sender)
-        return response
-    raise ResponseNotCommitted(f"A response with status {response.status_code} is not the one a phase stored. " + STORE_IT)
-
-
-def _stored_answer(error: Exception, request: HttpRequest) -> HttpResponseBase | None:
-    """Return the answer that Django makes of an exception, if it is one that is stored."""
-    if isinstance(error, Error | IdempotencyError | Problem) or not (
-        isinstance(error, _HTTP_EXCEPTIONS) or conf.get().STORE_5XX
-    ):
-        return None
-    answer = response_for_exception(request, error)
-    return answer if http.is_stored(answer) else None
-
-
-def _refuse_or_replay(claim: Claim, request: HttpRequest, *, using: str) -> HttpResponseBase:
-    """Answer a request that may not run."""
-    key = claim.key
-    if claim.outcome is Outcome.FINISHED:
-        keys.emit(signals.key_replayed, key, request)
-        return http.replay(key)
-    keys.emit(signals.key_conflict, key, request)
-    if claim.outcome is Outcome.MISMATCH:
-        raise problems.key_reused()
-    if claim.outcome is Outcome.IN_PROGRESS:
-        raise problems.key_in_use(claim.lock_seconds)
-    if claim.outcome is Outcome.STUCK:
-        raise problems.key_stuck(key.stuck_code)
-    if keys.give_up(key.pk, UNKNOWN_RECOVERY_POINT, _unknown_point(key), using=using):
-        keys.emit(signals.key_stuck, keys.read(key.pk, using=using), request)
-    raise problems.key_stuck(UNKNOWN_RECOVERY_POINT)
-
-
-def _answer_of_other(key: IdempotencyKey | None, request: HttpRequest) -> HttpResponseBase:
-    """Answer for a run that lost its key: with what the other run has stored, or by sending the client round again."""
-    if key is not None and key.finished_at is not None:
-        keys.emit(signals.key_replayed, key, request)
-        return http.replay(key)
-    if key is not None and key.stuck_at is not None:
-        raise problems.key_stuck(key.stuck_code)
-    raise problems.key_in_use()
-
-
-def _unknown_point(key: IdempotencyKey) -> str:
-    return (
-        f"The code that runs now does not know the recovery point {key.recovery_point!r}. Nothing is lost: deploy code that "
-        f"declares it, and the next request or the completer goes on from there."
-    )
-
-
-def _hand_over(key: IdempotencyKey, stuck: KeyStuck, sender: HttpRequest | None, *, using: str) -> None:
-    """Mark the key stuck, and say so unless an earlier deploy has."""
-    try:
-        keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
-    except LockLost:
-        return  # The run that took over has the say.
-    if key.stuck_code != stuck.code:
-        keys.emit(signals.key_stuck, keys.read(key.pk, using=using), sender)
-
-
-def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
-    """Free the key if that can be done at all; what cannot be freed expires after LOCK_TIMEOUT_SECONDS."""
-    try:
-        keys.release(key, error, using=using)
-    except Error:
-        connection = connections[using]
-        if not connection.in_atomic_block:
-            # The connection may be what failed: a new one may still get through.
-            connection.close()
-        try:
-            keys.release(key, error, using=using)
-        except Error:
-            logger.warning("key %s could not be released; its lock will expire", key.key_hash, exc_info=True)
-
-
-@contextmanager
-def _bound(request: HttpRequest, key: IdempotencyKey) -> Iterator[None]:
-    """Let the view, and what it stages, find the key."""
-    request.idempotency_key = key  # type: ignore[attr-defined]
-    token = keys.current.set(key)
-    try:
-        yield
-    finally:
-        keys.current.reset(token)
-
-
-STORE_IT = "Store it with phase.set_response(response) and return key.response()."

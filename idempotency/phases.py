@@ -5,7 +5,7 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, cast
 from uuid import UUID
 
 from django.db import transaction
@@ -13,14 +13,11 @@ from django.db.models.functions import Now
 from django.http import HttpResponseBase
 
 from idempotency import conf, http, keys, signals
-from idempotency.conf import Isolation
+from idempotency.conf import ChosenIsolation
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
 from idempotency.runs import PhasedRun, run_of
 from idempotency.transactions import durable_transaction, limit_idle_time
-
-#: Not given: the setting counts. None is a level too (the connection's own).
-ChosenIsolation = Isolation | None | Literal["from settings"]
 
 
 class AtomicPhase:

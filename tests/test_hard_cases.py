@@ -1,4 +1,4 @@
-"""What a sceptic tried: proven faults of the core are marked as expected failures, each with its cause."""
+"""Cases that have cost money elsewhere, and here before they were found; known limits are marked as expected failures."""
 
 import socket
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def job_that_closes_its_connection() -> str:
 def test_a_job_that_reports_success_has_taken_effect(job: Callable[[], str]) -> None:
     Account.objects.create(name="taken")
     try:
-        rq_backend.run_once(f"tests.test_sceptic.{job.__name__}", {}, JOB_ID)
+        rq_backend.run_once(f"tests.test_hard_cases.{job.__name__}", {}, JOB_ID)
     except Exception:
         return  # Said so: RQ will try it again.
     assert Entry.objects.count() == 1
@@ -113,7 +113,7 @@ def job_that_asks_to_be_run_again() -> Any:
 def test_a_job_that_returns_a_retry_is_run_again() -> None:
     from rq import Retry
 
-    name = "tests.test_sceptic.job_that_asks_to_be_run_again"
+    name = "tests.test_hard_cases.job_that_asks_to_be_run_again"
     assert isinstance(rq_backend.run_once(name, {}, JOB_ID), Retry)
     Entry.objects.create(name="the time has come")
     rq_backend.run_once(name, {}, JOB_ID)
@@ -507,9 +507,7 @@ def test_a_key_of_any_depth_can_be_looked_at(admin_client: Client) -> None:
 # Connections
 
 
-@pytest.mark.parametrize(
-    "kind", [plain, phased]
-)
+@pytest.mark.parametrize("kind", [plain, phased])
 @pytest.mark.postgres
 def test_what_was_answered_201_is_committed_without_autocommit(kind: Any, serve: Serve, sender: Sender) -> None:
     serve(view=kind(create))
@@ -717,7 +715,7 @@ def test_a_refusal_by_the_database_stops_no_other_job(settings: Settings) -> Non
     from tests.factories import StagedJobFactory
 
     delivered.clear()
-    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.test_sceptic.broker_with_a_database"}}
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.test_hard_cases.broker_with_a_database"}}
     Account.objects.create(name="taken")
     for name in ("good", "poison", "later"):
         StagedJobFactory(job_args={"name": name})

@@ -1,0 +1,46 @@
+"""What a view says of itself in ``@idempotent(...)``, and where to find it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import router
+from django.http import HttpRequest, HttpResponseBase
+
+from idempotency import conf
+from idempotency.conf import ChosenIsolation, Isolation
+from idempotency.models import FINISHED, STARTED, IdempotencyKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a view says of itself in ``@idempotent(...)``."""
+
+    recovery_points: tuple[str, ...] | None
+    required: bool
+    validate: Callable[[HttpRequest], HttpResponseBase | None] | None
+    scope: Callable[[HttpRequest], str] | None
+    isolation: ChosenIsolation
+    using: str | Callable[[HttpRequest], str] | None
+    on_abandon: Callable[[IdempotencyKey], HttpResponseBase] | None
+
+    def every_point(self) -> tuple[str, ...]:
+        """Return the recovery points in their order, the first and the last included; a plain view has no others."""
+        return (STARTED, *self.recovery_points, FINISHED) if self.recovery_points is not None else ()
+
+    def alias(self, request: HttpRequest) -> str:
+        """Return the database of this request's key."""
+        if callable(self.using):
+            return self.using(request)
+        return self.using or router.db_for_write(IdempotencyKey)
+
+    def level(self) -> Isolation | None:
+        """Return the isolation of a plain view."""
+        return conf.get().PLAIN_ISOLATION if self.isolation == "from settings" else self.isolation
+
+
+def options_of(view: Callable[..., Any], method: str) -> Options | None:
+    """Return what a resolved view says in ``@idempotent``; of a class-based view, what its method for ``method`` says."""
+    handler = getattr(getattr(view, "view_class", None), method.lower(), None)
+    found: Options | None = getattr(view, "idempotency", None) or getattr(handler, "idempotency", None)
+    return found
