@@ -18,6 +18,7 @@ from idempotency.models import StagedJob
 from rides_demo.models import AuditRecord
 from tests import jobs_for_tests
 from tests.factories import UserFactory
+from tests.managing import start
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -110,3 +111,16 @@ def test_a_backend_without_workers_behind_it_is_named(settings):
     with pytest.raises(ImproperlyConfigured):
         _ = task_backends["default"].hands_to
     assert run_staged.name == "run_staged"
+
+
+@pytest.mark.postgres
+def test_it_is_the_default_backend_from_the_start_of_the_process():
+    """The task of this very package asks for the default backend while its module is imported."""
+    code = (
+        f"import tests.settings; tests.settings.TASKS = {{'default': {STAGED!r}, 'worker': {WORKER!r}}}\n"
+        "import django; django.setup()\n"
+        "from tests.test_tasks import record; print(type(record.get_backend()).__name__)"
+    )
+    with start(python=code) as process:
+        output, errors = process.communicate(timeout=30)
+    assert (output, errors) == ("StagedBackend\n", "")

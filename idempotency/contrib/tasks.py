@@ -34,31 +34,6 @@ else:  # Django 6.0 and later
 AGAIN_SECONDS = (30, 30, 60, 120, 300, 600, 900, 1200, 1800, 2400, 3600)
 
 
-@task(takes_context=True)
-def run_staged(context: TaskContext, job_name: str, job_args: JobArgs, job_id: str, delivery: int) -> None:
-    """Run a staged job in the worker, through the inbox.
-
-    Django Tasks know no second try, and a task whose worker was killed stays behind as running. So each delivery is followed by
-    another one, enqueued for later before this one runs. That one finds that the job took effect, and is the last; or it finds
-    the job failed, killed or still at work, and is the next try.
-    """
-    if delivery > 0:  # The first two are enqueued together.
-        messages = ProcessedMessage.objects.using(router.db_for_write(ProcessedMessage))
-        if messages.filter(source=STAGED_JOBS, message_id=job_id).exists():
-            return
-        _enqueue_again(context.task_result.task, job_name, job_args, job_id, delivery)
-    with process_once(STAGED_JOBS, job_id) as first:
-        if first:
-            call_job(job_name, job_args)
-
-
-def _enqueue_again(this: Task[Any, Any], job_name: str, job_args: JobArgs, job_id: str, delivery: int) -> None:
-    """Enqueue the delivery after ``delivery`` for later, unless that was the last, or the backend knows no later."""
-    if this.get_backend().supports_defer and delivery < len(AGAIN_SECONDS):
-        later = timezone.now() + timedelta(seconds=AGAIN_SECONDS[delivery])
-        this.using(run_after=later).enqueue(job_name, job_args, job_id, delivery + 1)
-
-
 class TasksBackend(OneByOne):
     """Hand staged jobs to Django Tasks, in the wrapper task ``run_staged``: a backend of theirs takes no id from outside.
 
@@ -107,7 +82,7 @@ class StagedBackend(BaseTaskBackend):
     def validate_task(self, task: Task[Any, Any]) -> None:
         """Refuse what a staged job cannot be, besides what every backend refuses."""
         super().validate_task(task)
-        if task.takes_context and task.func is not run_staged.func:
+        if task.takes_context and task.module_path != f"{__name__}.run_staged":
             raise InvalidTask("A staged task gets no context: it may run on any queue.")
 
     def enqueue(self, task: Task[Any, Any], args: Any, kwargs: Any) -> TaskResult[Any]:
@@ -133,3 +108,29 @@ class StagedBackend(BaseTaskBackend):
         )
         task_enqueued.send(type(self), task_result=result)
         return result
+
+
+# Below StagedBackend: the decorator asks for the default backend, which may be that one.
+@task(takes_context=True)
+def run_staged(context: TaskContext, job_name: str, job_args: JobArgs, job_id: str, delivery: int) -> None:
+    """Run a staged job in the worker, through the inbox.
+
+    Django Tasks know no second try, and a task whose worker was killed stays behind as running. So each delivery is followed by
+    another one, enqueued for later before this one runs. That one finds that the job took effect, and is the last; or it finds
+    the job failed, killed or still at work, and is the next try.
+    """
+    if delivery > 0:  # The first two are enqueued together.
+        messages = ProcessedMessage.objects.using(router.db_for_write(ProcessedMessage))
+        if messages.filter(source=STAGED_JOBS, message_id=job_id).exists():
+            return
+        _enqueue_again(context.task_result.task, job_name, job_args, job_id, delivery)
+    with process_once(STAGED_JOBS, job_id) as first:
+        if first:
+            call_job(job_name, job_args)
+
+
+def _enqueue_again(this: Task[Any, Any], job_name: str, job_args: JobArgs, job_id: str, delivery: int) -> None:
+    """Enqueue the delivery after ``delivery`` for later, unless that was the last, or the backend knows no later."""
+    if this.get_backend().supports_defer and delivery < len(AGAIN_SECONDS):
+        later = timezone.now() + timedelta(seconds=AGAIN_SECONDS[delivery])
+        this.using(run_after=later).enqueue(job_name, job_args, job_id, delivery + 1)
