@@ -26,6 +26,8 @@ from rides_demo.sandbox_account import Account, Execution, Params, StripeError, 
 from rides_demo.sandbox_faults import Faults, Webhooks
 
 MAX_BODY_BYTES = 1024 * 1024
+#: Not Stripe's: a service without idempotency keys, which sends a text as often as it is asked.
+SMS_PATH = "/sms/messages"
 Answer = tuple[int, bytes, bool]
 
 
@@ -110,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _post(self, path: str, params: Params) -> Answer:
         api_key, faults, account = self._api_key(), self.server.faults, self.server.account
-        if path not in self.calls:
+        if path not in self.calls and path != SMS_PATH:
             raise unknown_path(self.command, path)
         if faults.fires("down", path) or faults.fires("cut_before", path):
             raise Cut
@@ -118,6 +120,12 @@ class Handler(BaseHTTPRequestHandler):
             raise StripeError(429, "invalid_request_error", "Too many requests. Please try again later.", code="rate_limit")
         if faults.fires("500_before", path):
             raise StripeError(500, "api_error", "An error on our side, before anything was done.")
+        if path == SMS_PATH:
+            with account.lock:
+                answer = account.send_text(params)
+            if faults.fires("cut_after", path):
+                raise Cut
+            return 200, dumped(answer), False
         # Without a key of the client's, the request has one that nobody can send again.
         key = self.headers.get("Idempotency-Key") or secrets.token_hex(16)
         execution, first = account.claim(api_key, key, path, params)

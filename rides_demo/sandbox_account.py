@@ -48,6 +48,7 @@ class Account:
         self.customers: dict[str, Params] = {}
         self.charges: dict[str, Params] = {}
         self.refunds: dict[str, Params] = {}
+        self.messages: dict[str, Params] = {}
         self.executions: dict[tuple[str, str], Execution] = {}
         self.webhooks = webhooks
 
@@ -88,6 +89,9 @@ class Account:
         fields = {"amount": amount, "charge": charge["id"], "currency": charge["currency"], "status": "succeeded"}
         return self._add(self.refunds, "re", "refund", {**fields, "metadata": params.get("metadata", {})})
 
+    def send_text(self, params: Params) -> Params:
+        return self._add(self.messages, "sms", "message", {"to": required(params, "to"), "text": required(params, "text")})
+
     def retrieve_charge(self, charge_id: str) -> Params:
         if charge_id not in self.charges:
             raise missing("charge", charge_id, "id", status=404)
@@ -109,7 +113,7 @@ class Account:
         executions = [
             {"key": e.key, "path": e.path, "status": e.status, "replays": e.replays} for e in self.executions.values()
         ]
-        lists = {"customers": self.customers, "charges": self.charges, "refunds": self.refunds}
+        lists = {"customers": self.customers, "charges": self.charges, "refunds": self.refunds, "messages": self.messages}
         return {name: list(objects.values()) for name, objects in lists.items()} | {
             "keys": executions,
             "webhooks": self.webhooks.counts(),

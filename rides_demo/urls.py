@@ -21,6 +21,7 @@ urlpatterns = [
     path("sign-out", pages.sign_out, name="sign-out"),
     path("rides", views.create_ride),
     path("rides/<int:ride_id>", views.ride_detail),
+    path("rides/<int:ride_id>/texts", views.text_pilot),
     path("rides/by-ref/<any_case_uuid:client_ref>", views.ride_by_ref),
     path("webhooks/stripe", webhooks.stripe_webhook),
     path("healthz", views.healthz),

@@ -13,8 +13,8 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 from idempotency.decorators import idempotent
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey
-from idempotency.phases import atomic_phase
-from rides_demo import payments
+from idempotency.phases import atomic_phase, foreign_call
+from rides_demo import payments, texts
 from rides_demo.auth import token_required
 from rides_demo.models import AuditRecord, Ride
 from rides_demo.parameters import (
@@ -63,7 +63,7 @@ def create_ride(request: HttpRequest) -> HttpResponse:
                         phase.set_response(error_response(HTTPStatus.PAYMENT_REQUIRED, "payment_declined", str(declined)))
                 except payments.PaymentUnavailable as unavailable:
                     logger.warning("ride %s waits for its payment: %s", ride.pk, unavailable)
-                    return _payment_unavailable()
+                    return _try_again("payment_unavailable", "The payment provider cannot be reached at the moment.")
                 else:
                     with atomic_phase(key) as phase:
                         Ride.objects.filter(pk=ride.pk).update(stripe_charge_id=charge_id)
@@ -110,6 +110,27 @@ def _change_target(request: HttpRequest, ride: Ride) -> HttpResponse:
     return ride_response(ride)
 
 
+@require_POST
+@token_required
+@idempotent(recovery_points=[])
+def text_pilot(request: HttpRequest, ride_id: int) -> HttpResponse:
+    """Text the pilot that their rider waits. The service sends what it is told as often as it is told: it is told once."""
+    key = request.idempotency_key
+    if not Ride.objects.filter(user=request.user, pk=ride_id).exists():
+        return not_found()
+    for _ in key.phases():
+        with foreign_call(key, "text") as call:
+            if call.due:
+                try:
+                    call.record(texts.send_text(ride_id, "Your rider is waiting."))
+                except texts.NotSent:
+                    call.retryable()
+                    return _try_again("text_unavailable", "The text service cannot be reached at the moment.")
+        with atomic_phase(key) as phase:
+            phase.set_response(JsonResponse({"message": call.result}, status=HTTPStatus.CREATED))
+    return key.response()
+
+
 @require_http_methods(["PUT"])
 @token_required
 def ride_by_ref(request: HttpRequest, client_ref: UUID) -> HttpResponse:
@@ -141,12 +162,10 @@ def healthz(request: HttpRequest) -> HttpResponse:
     return JsonResponse({"database": "ok"})
 
 
-def _payment_unavailable() -> HttpResponse:
-    """Return the 503 that is not stored: the retry goes on from ``ride_created`` with the same key for Stripe."""
-    message = "The payment provider cannot be reached at the moment. Please send the same request again."
-    return error_response(
-        HTTPStatus.SERVICE_UNAVAILABLE, "payment_unavailable", message, retry_after_seconds=payments.RETRY_AFTER_SECONDS
-    )
+def _try_again(code: str, message: str) -> HttpResponse:
+    """Return a 503, which is not stored: the retry goes on from the last recovery point, with the same keys downstream."""
+    message = f"{message} Please send the same request again."
+    return error_response(HTTPStatus.SERVICE_UNAVAILABLE, code, message, retry_after_seconds=payments.RETRY_AFTER_SECONDS)
 
 
 def _audit(request: HttpRequest, action: str, ride: Ride) -> None:
