@@ -53,18 +53,24 @@ class Crashes:
             self._pid(VICTIMS[fault])
 
     def strike(self, fault: str) -> list[str]:
-        """Let the victim of ``fault`` die, wait until it has been replaced, and return all that struck, for the report."""
+        """Let the victim of ``fault`` die, wait until it has been replaced, and return all that struck, for the report.
+
+        One that died of something else before it was struck is not counted: its successor is struck.
+        """
+        return _soon(lambda: self._kill_one() if fault == KILL_WEB else self._kill(fault), RESTART_SECONDS)
+
+    def _kill_one(self) -> list[str]:
+        workers = _children(self._running(VICTIMS[KILL_WEB]))
+        return [KILL_WEB] if workers and _end([self._chance.choice(workers)])[0] else []
+
+    def _kill(self, fault: str) -> list[str]:
         name = VICTIMS[fault]
         process = self._running(name)
-        if fault == KILL_WEB:
-            workers = _living(process.children())
-            return [fault] if workers and _end(self._chance.choice(workers)) else []
-        horses = _soon(lambda: _horses(process), HORSE_SECONDS) or [] if fault == KILL_WORKER else []
-        children = [child for child in _children(process) if child not in horses] if fault == KILL_WORKER else []
+        horses = _soon(lambda: _horses(process), HORSE_SECONDS) if fault == KILL_WORKER else []
         # The worker first: it would see its horse die, and put the job back in good order.
-        died = [_end(victim, SIGNALS.get(name, signal.SIGKILL)) for victim in (process, *horses, *children)]
+        died, *horses_died = _end([process, *horses], SIGNALS.get(name, signal.SIGKILL))
         self._await_successor(name, process.pid)
-        return [fault] * died[0] + ["kill-work-horse"] * sum(died[1 : 1 + len(horses)])
+        return [fault] + ["kill-work-horse"] * sum(horses_died) if died else []
 
     def _running(self, name: str) -> psutil.Process:
         """Return the process; between a death and the next start it is waited for."""
@@ -121,14 +127,15 @@ def _is_dead(process: psutil.Process) -> bool:
     return True
 
 
-def _end(process: psutil.Process, number: signal.Signals = signal.SIGKILL) -> bool:
-    """Send the signal; return whether the process died of it, and not before."""
-    if _is_dead(process):
-        return False
-    with suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
-        return bool(_soon(lambda: _is_dead(process), DEATH_SECONDS))
-    return False
+def _end(processes: list[psutil.Process], number: signal.Signals = signal.SIGKILL) -> list[bool]:
+    """Send all of them the signal, one after the other; return which died of it, and not before."""
+    struck = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if not _is_dead(process):
+                process.send_signal(number)
+                struck.append(process)
+    return [process in struck and bool(_soon(lambda one=process: _is_dead(one), DEATH_SECONDS)) for process in processes]
 
 
 def _soon(condition: Callable[[], Found], seconds: float) -> Found:
