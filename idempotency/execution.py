@@ -72,7 +72,7 @@ def _reachable(using: str) -> Iterator[None]:
     except Error as error:
         if not connection_lost(error, using):
             raise
-        logger.exception("the database %r cannot be reached", using)
+        logger.warning("the database %r cannot be reached: %s", using, _first_line(error))
         raise problems.database_unavailable() from error
 
 
@@ -244,8 +244,12 @@ def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
             connection.close()
         try:
             keys.release(key, error, using=using)
-        except Error:
-            logger.warning("key %s could not be released; its lock will expire", key.key_hash, exc_info=True)
+        except Error as again:
+            logger.warning("key %s could not be released; its lock will expire: %s", key.key_hash, _first_line(again))
+
+
+def _first_line(error: Error) -> str:
+    return str(error).partition("\n")[0]
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Isol
             unique_violations += failure == "unique"
             if failure is None or unique_violations > _UNIQUE_RETRIES:
                 raise
-            logger.info("a request is run again inside the process: %s", error)
+            logger.info("a request is run again inside the process: %s", str(error).partition("\n")[0])
     raise problems.conflict()
 
 

@@ -22,7 +22,7 @@ from tests.test_reaper import expired_keys
 from tests.waiting import eventually
 
 COMMANDS = ["enqueue_jobs", "complete_keys", "reap_keys"]
-REST = "0 stuck, 0 messages\n"
+REST = "0 settled, 0 stuck, 0 messages\n"
 NOBODY = "postgresql://postgres@127.0.0.1:{}/rides"
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
