@@ -1,0 +1,12 @@
+"""Settings of the processes that ``test_processes_killed.py`` kills: short waits, and their own views."""
+
+from tests.settings import *  # noqa: F403
+
+ROOT_URLCONF = "tests.processes_service"
+IDEMPOTENCY = {
+    # A killed completer leaves its keys locked for so long.
+    "LOCK_TIMEOUT_SECONDS": 3,
+    "COMPLETER_MIN_AGE_SECONDS": 1,
+    "COMPLETER_IDLE_SECONDS": 1,
+    "ENQUEUERS": {"*": "tests.processes_service.AtOnceAgain"},
+}

@@ -1,0 +1,206 @@
+"""Real processes that die, and services that go away: nothing is lost or takes effect twice, everything comes to an end."""
+
+import os
+import random
+import re
+import sys
+import threading
+from collections import Counter
+from contextlib import ExitStack
+
+import pytest
+import redis
+from django.conf import settings
+from django.db import connection
+
+from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
+from rides_demo.processes import Process
+from rides_demo.services import Postgres, Redis
+from tests.factories import IdempotencyKeyFactory, StagedJobFactory
+from tests.managing import environment, run
+from tests.models import Entry
+from tests.processes_service import HOPELESS, JOB
+from tests.test_reaper import ago, expired_keys
+from tests.waiting import eventually
+
+pytestmark = [pytest.mark.murphy, pytest.mark.django_db(transaction=True)]
+
+SETTINGS = "tests.processes_settings"
+COMMANDS = {
+    "enqueuer": "enqueue_jobs --loop --interval 0.1 --batch-size 25",
+    "worker": "rqworker default --worker-class tests.processes_service.SoleWorker --verbosity 1",
+    "completer": "complete_keys --loop --interval 0.2 --batch-size 20 --concurrency 3",
+    "reaper": "reap_keys --loop --interval 0.2 --batch-size 10",
+    "all three": "idempotency_worker --enqueue-interval 0.1 --complete-interval 0.1 --reap-interval 0.1",
+}
+LOOPS = ["complete_keys", "enqueue_jobs", "reap_keys"]
+SEED = int(os.environ.get("KILL_SEED", "1"))
+KILLS = 24
+JOBS, KEYS, EXPIRED = 2000, 500, 300
+
+
+class Processes:
+    """Some of the commands, each in a process of its own that is started again when it ends, as systemd does."""
+
+    def __init__(self, stack, folder, *names, **changes):
+        given = environment(DJANGO_SETTINGS_MODULE=SETTINGS, **changes)
+        self.by_name = {name: self._start(stack, folder, name, given) for name in names}
+
+    def _start(self, stack, folder, name, given):
+        command = [sys.executable, "-m", "django", *COMMANDS[name].split()]
+        return stack.enter_context(
+            Process(name, command, environment=given, folder=settings.BASE_DIR, output=folder / f"{name}.log")
+        )
+
+    def kill(self, name):
+        """Kill -9, and start again."""
+        self.by_name[name].kill()
+        self.by_name[name].launch()
+
+    def until(self, condition, seconds):
+        """Wait for ``condition``, starting again what ends."""
+
+        def revive_and_look():
+            for process in self.by_name.values():
+                process.launch()
+            return condition()
+
+        eventually(revive_and_look, seconds)
+
+
+def stage(names):
+    jobs = [StagedJobFactory.build(job_name=JOB, job_args={"name": name}) for name in names]
+    StagedJob.objects.bulk_create(jobs)
+
+
+def abandon(count):
+    """Leave ``count`` keys as clients do that went away; one in ten is so old that the reaper wants it as well."""
+    IdempotencyKey.objects.bulk_create(
+        IdempotencyKeyFactory.build(
+            request_path=f"/two-phases/{number}",
+            created_at=ago(hours=73 if number % 10 == 5 else 1),
+            last_run_at=ago(minutes=30),
+        )
+        for number in range(count)
+    )
+
+
+def idle(broker):
+    """Whether RQ has nothing to do and nothing in hand, on whatever list."""
+    return not any(
+        (broker.llen("rq:queue:default"), broker.llen("rq:queue:default:intermediate"), broker.zcard("rq:wip:default"))
+    )
+
+
+def entries():
+    return Counter(Entry.objects.values_list("name", flat=True))
+
+
+def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(broker, tmp_path):
+    chance = random.Random(SEED)
+    names = [f"job {number}" for number in range(JOBS)]
+    keys = IdempotencyKey.objects
+    abandon(KEYS)
+    expired_keys(EXPIRED)
+    expired = keys.filter(finished_at__lt=ago(hours=72))
+    with ExitStack() as stack:
+        processes = Processes(stack, tmp_path, "enqueuer", "worker", "completer", "reaper")
+        for kill in range(KILLS):
+            stage(names[kill::KILLS])
+            threading.Event().wait(chance.uniform(0.1, 1.5))
+            processes.kill(chance.choice(list(processes.by_name)))
+        processes.until(
+            lambda: (
+                not StagedJob.objects.exists()
+                and idle(broker)
+                and not expired.exists()
+                and not keys.unfinished().filter(stuck_at=None).exists()
+            ),
+            40,
+        )
+
+    finished = {int(path.rpartition("/")[2]) for path in keys.finished().values_list("request_path", flat=True)}
+    stuck = dict(keys.stuck().values_list("request_path", "stuck_code"))
+    assert len(finished) + len(stuck) == KEYS
+    # The reaper may have been the first at the old ones.
+    assert {code for path, code in stuck.items() if int(path.rpartition("/")[2]) % HOPELESS} <= {"retention_passed"}
+    assert not [number for number in finished if number % HOPELESS == 0]
+
+    done = entries()
+    assert set(done.values()) == {1}, "nothing took effect twice"
+    assert {name for name in done if name.startswith("job ") and "of" not in name} == set(names)
+    for effect in ("second phase", "job"):
+        assert {name for name in done if name.startswith(f"{effect} of ")} == {f"{effect} of {number}" for number in finished}
+    assert {f"first phase of {number}" for number in finished} <= set(done)
+    assert broker.zcard("rq:failed:default") == 0
+
+
+def test_redis_that_is_away_for_a_while_loses_no_job_and_fails_none(short_folder, tmp_path):
+    names = [f"job {number}" for number in range(300)]
+    with Redis(short_folder / "redis") as server, ExitStack() as stack:
+        processes = Processes(stack, tmp_path, "enqueuer", "worker", REDIS_URL=server.url)
+        stage(names[:200])
+        eventually(lambda: len(entries()) > 20, 20)
+        server.stop()
+        stage(names[200:])
+        log = tmp_path / "enqueuer.log"
+        eventually(lambda: "cannot go on" in log.read_text(), 10)
+        threading.Event().wait(3)
+        assert StagedJob.objects.filter(attempts=0, failed_at=None).count() >= 100
+        server.start()
+        with redis.Redis.from_url(server.url) as connection:
+            processes.until(lambda: not StagedJob.objects.exists() and idle(connection) and len(entries()) == 300, 30)
+            assert connection.zcard("rq:failed:default") == 0
+        processes.by_name["enqueuer"].stop()
+        assert [log.read_text().count(words) for words in ("cannot go on", "goes on again", "Traceback")] == [1, 1, 0]
+    assert entries() == Counter(names)
+
+
+@pytest.fixture
+def own_postgres(short_folder):
+    """Return a PostgreSQL that may be restarted: the default database of this test and of its processes."""
+    with Postgres(short_folder / "postgres") as server, pytest.MonkeyPatch.context() as patch:
+        connection.close()
+        its_own = {"NAME": "rides", "HOST": str(server.sockets), "PORT": "", "USER": "postgres", "PASSWORD": ""}
+        for name, value in its_own.items():
+            patch.setitem(connection.settings_dict, name, value)
+        done = run("migrate", "--verbosity", "0")
+        assert done.returncode == 0, done.stderr
+        yield server
+        connection.close()
+
+
+def test_all_loops_come_back_after_postgres_was_restarted(broker, own_postgres, tmp_path):
+    log = tmp_path / "all three.log"
+
+    def every_loop_works():
+        queued = broker.llen("rq:queue:default")
+        stage(["a job"])
+        ProcessedMessage.objects.create(source="s", message_id="1", processed_at=ago(days=31))
+        abandon(2)
+        eventually(
+            lambda: (
+                not IdempotencyKey.objects.unfinished().filter(stuck_at=None).exists()
+                and not ProcessedMessage.objects.exists()
+                and not StagedJob.objects.exists()
+                and broker.llen("rq:queue:default") == queued + 2
+            ),
+            20,
+        )
+
+    def lines(words):
+        return sorted(re.findall(rf"(\w+): {words}", log.read_text()))
+
+    with ExitStack() as stack:
+        process = Processes(stack, tmp_path, "all three").by_name["all three"]
+        pid = process.pid
+        every_loop_works()
+        for number, end in enumerate((own_postgres.stop, own_postgres.crash), start=1):
+            end()
+            connection.close()
+            eventually(lambda number=number: lines("cannot go on") == sorted(LOOPS * number))
+            own_postgres.start()
+            every_loop_works()
+        eventually(lambda: lines("goes on again") == sorted(LOOPS * 2))
+        assert process.pid == pid
+    assert "Traceback" not in log.read_text()
