@@ -153,7 +153,9 @@ def _give_up(pk: int, attempts: int, alias: str) -> bool:
     reason = f"The completer ran it {attempts} times without success. Its last error and its history say why."
     if not keys.give_up(pk, "attempts_exhausted", reason, using=alias):
         return False
-    keys.emit(signals.key_stuck, keys.read(pk, using=alias), None)
+    if key := keys.read(pk, using=alias):
+        logger.warning("key %s is stuck (%s): %s", key.key_hash, key.stuck_code, reason)
+        keys.emit(signals.key_stuck, key, None)
     return True
 
 

@@ -150,7 +150,9 @@ def test_a_view_that_fails_again_leaves_its_key_where_it_was_and_waits_longer_ea
     assert key.completer_attempts == 3
 
 
-def test_after_the_last_attempt_a_key_is_stuck(shop: Shop, sender: Sender, settings: Settings) -> None:
+def test_after_the_last_attempt_a_key_is_stuck(
+    shop: Shop, sender: Sender, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
     settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 2}
     told = []
     receiver = lambda key, request, **kwargs: told.append((key.stuck_code, request))  # noqa: E731
@@ -161,6 +163,7 @@ def test_after_the_last_attempt_a_key_is_stuck(shop: Shop, sender: Sender, setti
         assert complete_once() == expected
     key_stuck.disconnect(receiver)
     assert told == [("attempts_exhausted", None)]
+    assert caplog.text.count("is stuck (attempts_exhausted): The completer ran it 2 times") == 1
     assert sender.send().status_code == 409
     assert len(shop.seen) == 3
 

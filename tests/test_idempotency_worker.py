@@ -1,9 +1,12 @@
 """The three loops in one process: each does its work, none ends another, and a health check sees how they are."""
 
+import re
 import signal
 from contextlib import contextmanager
 
 import pytest
+from django.conf import settings
+from django.core.management import load_command_class
 from django.db import connection
 
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
@@ -124,3 +127,11 @@ def test_wrong_options_exit_2(folder):
         done = run("idempotency_worker", *arguments)
         assert done.returncode == 2
         assert words in done.stderr
+
+
+def test_the_commands_of_the_how_to_are_ones_that_the_commands_take():
+    text = (settings.BASE_DIR / "docs" / "how-to" / "run-the-processes.md").read_text()
+    commands = re.findall(r"manage\.py ((?:enqueue_jobs|complete_keys|reap_keys|idempotency_worker)[^`\n]*)", text)
+    assert len(commands) > 10
+    for name, *arguments in map(str.split, commands):
+        load_command_class("idempotency", name).create_parser("manage.py", name).parse_args(arguments)
