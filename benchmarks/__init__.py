@@ -1,0 +1,1 @@
+"""Reproducible measurements; ratios within one run count, for machines differ."""

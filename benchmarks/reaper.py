@@ -1,0 +1,105 @@
+"""How much slower is a claim while the reaper deletes a million keys?
+
+``python -m benchmarks.reaper [--keys N]`` starts a PostgreSQL of its own in a temporary folder, fills the table with finished
+keys past their retention, and measures claims in autocommit: first alone, then while ``manage.py reap_keys`` runs as a process
+beside them. Prints both and their ratio; exits 1 when the p99 is above twice the one before (``TARGET``).
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rides_demo.services import Postgres, postgres_url
+
+#: p99 while the reaper runs, over p99 before.
+TARGET = 2.0
+#: Claims are paced, as requests are: a closed loop would only measure how two processes share the cores.
+CLAIMS_A_SECOND = 200
+SECONDS_BEFORE = 15
+
+FILL = """
+INSERT INTO idempotency_idempotencykey (
+    scope, idempotency_key, created_at, last_run_at, finished_at, attempts, completer_attempts, request_method, request_path,
+    request_body, request_content_type, request_headers, remote_addr, request_fingerprint, seed, recovery_point, response_code,
+    response_headers, response_body, stuck_code, stuck_reason, last_error, history)
+SELECT 'user:' || n %% 1000, 'key-' || n, now() - interval '100 hours', now() - interval '100 hours',
+    now() - interval '99 hours', 1, 0, 'POST', '/rides', '{}', 'application/json', '{}', '127.0.0.1', 'v1:' || md5(n::text),
+    '\\x00', 'finished', 201, '{}', convert_to(repeat('x', 200), 'UTF8'), '', '', '', '[]'
+FROM generate_series(1, %s) AS n
+"""
+
+
+def main() -> None:
+    """Measure, print, and exit with the verdict."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keys", type=int, default=1_000_000, help="How many keys to reap (default: %(default)s).")
+    keys = parser.parse_args().keys
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        server = Postgres(Path(folder) / "postgres", max_connections=20)
+        server.start()
+        try:
+            os.environ |= {
+                "DATABASE_URL": postgres_url(Path(folder) / "postgres"),
+                "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
+                "RIDES_RUN_FOLDER": folder,
+            }
+            sys.exit(measure(keys))
+        finally:
+            server.stop()
+
+
+def measure(keys: int) -> int:
+    """Return the exit status."""
+    import django
+
+    django.setup()
+    from django.core.management import call_command
+    from django.db import connection
+
+    call_command("migrate", verbosity=0)
+    print(f"filling the table with {keys:,} keys past their retention", flush=True)
+    with connection.cursor() as cursor:
+        cursor.execute(FILL, [keys])
+        cursor.execute("VACUUM ANALYZE idempotency_idempotencykey")
+    deadline = time.monotonic() + SECONDS_BEFORE
+    before = claims(lambda: time.monotonic() < deadline)
+    reaper = subprocess.Popen([sys.executable, "manage.py", "reap_keys"], stdout=subprocess.PIPE, text=True)
+    during = claims(lambda: reaper.poll() is None)
+    print(reaper.communicate()[0].strip())
+    rows = {"before": before, "while reaping": during}
+    for name, seconds in rows.items():
+        print(f"{name:14} {len(seconds):6} claims  p50 {1e3 * at(seconds, 0.5):6.2f} ms  p99 {1e3 * at(seconds, 0.99):6.2f} ms")
+    ratio = at(during, 0.99) / at(before, 0.99)
+    print(f"p99 while reaping is {ratio:.2f} times the p99 before (target: at most {TARGET})")
+    print("reaper: ok" if ratio <= TARGET and reaper.returncode == 0 else "reaper: FAILED 1")
+    return int(ratio > TARGET or reaper.returncode != 0)
+
+
+def claims(go_on: Callable[[], bool]) -> list[float]:
+    """Claim a new key at a fixed pace while ``go_on()``; return the seconds that each took."""
+    from idempotency.keys import ClaimedRequest, claim_phased
+
+    taken: list[float] = []
+    due = time.monotonic()
+    while go_on():
+        due += 1 / CLAIMS_A_SECOND
+        time.sleep(max(0, due - time.monotonic()))
+        request = ClaimedRequest("bench", f"{due}", None, "POST", "/", b"{}", "application/json", {}, "", "v1:bench")
+        start = time.perf_counter()
+        claim_phased(request, ("started",), using="default")
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def at(seconds: list[float], share: float) -> float:
+    """Return the value below which ``share`` of the values lie."""
+    return sorted(seconds)[int(share * (len(seconds) - 1))]
+
+
+if __name__ == "__main__":
+    main()
