@@ -1,7 +1,10 @@
 """What the processes of ``test_processes_killed.py`` run: a view, a job, a broker and a worker. Each run leaves a row."""
 
 import math
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import UUID
 
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from django.urls import path
@@ -12,12 +15,18 @@ from idempotency.contrib.rq import RQBackend
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.jobs import stage_job
+from idempotency.models import StagedJob
 from idempotency.phases import atomic_phase
 from tests.models import Entry
 
 JOB = "tests.processes_service.leave_entry"
 #: Every so many requests is one that only a person can settle.
 HOPELESS = 50
+
+
+def take_time() -> None:
+    """Be at work for a while, so that a kill finds something to interrupt."""
+    threading.Event().wait(0.06)
 
 
 def leave_entry(name: str) -> None:
@@ -30,6 +39,7 @@ def two_phases(request: HttpRequest, number: int) -> HttpResponseBase:
     """Leave a row in each phase, and stage a job that leaves the third."""
     key = request.idempotency_key
     for recovery_point in key.phases():
+        take_time()
         if recovery_point == "started":
             with atomic_phase(key) as phase:
                 leave_entry(f"first phase of {number}")
@@ -48,9 +58,16 @@ urlpatterns = [path("two-phases/<int:number>", two_phases)]
 
 
 class AtOnceAgain(RQBackend):
-    """Jobs that are tried again without a wait, for which a scheduler would be needed."""
+    """Take some time over a batch; jobs are tried again without a wait, for which a scheduler would be needed."""
 
     retry = Retry(max=100)
+
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
+        """Hand over, and answer late."""
+        take_time()
+        refusals = super().hand_over(queue, jobs)
+        take_time()
+        return refusals
 
 
 class SoleWorker(SimpleWorker):

@@ -30,7 +30,7 @@ COMMANDS = {
     "enqueuer": "enqueue_jobs --loop --interval 0.1 --batch-size 25",
     "worker": "rqworker default --worker-class tests.processes_service.SoleWorker --verbosity 1",
     "completer": "complete_keys --loop --interval 0.2 --batch-size 20 --concurrency 3",
-    "reaper": "reap_keys --loop --interval 0.2 --batch-size 10",
+    "reaper": "reap_keys --loop --interval 0.2 --batch-size 2",
     "all three": "idempotency_worker --enqueue-interval 0.1 --complete-interval 0.1 --reap-interval 0.1",
 }
 LOOPS = ["complete_keys", "enqueue_jobs", "reap_keys"]
