@@ -38,6 +38,7 @@ def settle(pk: int, *, using: str) -> bool | None:
         )
         if not keys.give_up(pk, RETENTION_PASSED, reason, using=using):
             return None
+        logger.warning("key %s is stuck (%s): %s", key.key_hash if key else pk, RETENTION_PASSED, reason)
     else:
         key = keys.claim_by_id(pk, delay_seconds=0, using=using)
         if key is None:

@@ -87,8 +87,8 @@ def test_a_loop_that_fails_ends_no_other_and_the_check_names_it(broker, folder):
     rename("idempotency_stagedjob", "mislaid")
     try:
         with worker("--heartbeat", str(folder)) as process:
-            eventually(lambda: check(folder, "2").stderr.count("enqueue_jobs (") == 1, 30)
-            sick = check(folder, "2")
+            eventually(lambda: folder.exists() and {path.name for path in folder.iterdir()} == LOOPS, 20)
+            sick = eventually(lambda: (found := check(folder, "2")).returncode == 1 and found, 30)
             ProcessedMessage.objects.create(source="s", message_id="1", processed_at=ago(days=31))
             abandoned_key()
             eventually(lambda: not ProcessedMessage.objects.exists() and IdempotencyKey.objects.stuck().exists())

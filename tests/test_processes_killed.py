@@ -145,7 +145,7 @@ def test_redis_that_is_away_for_a_while_loses_no_job_and_fails_none(short_folder
         stage(names[200:])
         log = tmp_path / "enqueuer.log"
         eventually(lambda: "cannot go on" in log.read_text(), 10)
-        threading.Event().wait(3)
+        threading.Event().wait(10)
         assert StagedJob.objects.filter(attempts=0, failed_at=None).count() >= 100
         server.start()
         with redis.Redis.from_url(server.url) as connection:

@@ -23,6 +23,8 @@ logger = logging.getLogger("idempotency")
 #: What ends a single pass with exit status 1, and what a loop waits out without a traceback.
 _UNREACHABLE = (OperationalError, InterfaceError, BrokerUnavailable)
 
+#: While passes fail, the wait between them doubles up to this; a longer interval stays as it is.
+MAX_PAUSE_SECONDS = 10.0
 #: A loop that waits gives a sign of life this often.
 BEAT_SECONDS = 5.0
 
@@ -79,17 +81,22 @@ class Loop:
         self.name = name
         self._run_pass, self._interval, self._stop, self._say, self._beat = run_pass, interval, stop, say, beat
         self._failure: object = None
+        self._failures = 0
 
     def run(self) -> None:
         """Return when a signal asks to stop, with this thread's connections closed."""
         try:
             while not self._stop_requested():
                 self._turn()
-                due = time.monotonic() + self._interval
+                due = time.monotonic() + self._pause_seconds()
                 while (left := due - time.monotonic()) > 0 and not self._stop_requested(min(left, BEAT_SECONDS)):
                     pass
         finally:
             connections.close_all()
+
+    def _pause_seconds(self) -> float:
+        doubled: float = self._interval * 2 ** min(self._failures, 20)
+        return max(self._interval, min(doubled, MAX_PAUSE_SECONDS))
 
     def _stop_requested(self, wait_seconds: float = 0) -> bool:
         if self._failure is None:
@@ -106,7 +113,7 @@ class Loop:
             return
         if self._failure is not None:
             logger.warning("%s: goes on again", self.name)
-        self._failure = None
+        self._failure, self._failures = None, 0
         if any(asdict(counts).values()):
             self._say(counts)
 
@@ -117,13 +124,14 @@ class Loop:
         if failure != self._failure:
             logger.log(
                 logging.WARNING if unreachable else logging.ERROR,
-                "%s: cannot go on, will try every %g s: %s",
+                "%s: cannot go on, will try again and again, at least every %g s: %s",
                 self.name,
-                self._interval,
+                max(self._interval, MAX_PAUSE_SECONDS),
                 _one_line(error),
                 exc_info=not unreachable,
             )
         self._failure = failure
+        self._failures += 1
 
 
 class PassCommand(BaseCommand):
