@@ -105,11 +105,6 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
         if answer is None:
             raise
         # As under ATOMIC_REQUESTS, what the view wrote before it raised is rolled back; its answer alone is stored.
-        if isinstance(error, Problem | Error):
-            raise
-        answer = response_for_exception(request, error)
-        if not http.is_stored(answer):
-            raise
         return retried(lambda: attempt(lambda: answer), call, level)
 
 

@@ -82,7 +82,7 @@ class _State:
             mutable = tuple(name for name, value in vars(instance).items() if isinstance(value, dict | list | set))
             holders += [(instance, mutable), (instance._state, ("fields_cache",))]
         self._held = [
-            (holder, dict(vars(holder)), {name: copy(vars(holder)[name]) for name in names if name in vars(holder)})
+            (holder, dict(vars(holder)), {name: _copy(vars(holder)[name]) for name in names if name in vars(holder)})
             for holder, names in holders
             if hasattr(holder, "__dict__")
         ]
@@ -94,7 +94,7 @@ class _State:
         vars(request).update(attributes)
         for holder, state, contents in self._held:
             vars(holder).clear()
-            vars(holder).update(state | {name: copy(value) for name, value in contents.items()})
+            vars(holder).update(state | {name: _copy(value) for name, value in contents.items()})
         if "_body" in attributes:
             vars(request)["_stream"] = BytesIO(attributes["_body"])
         for _, uploads in attributes["_files"].lists() if "_files" in attributes else ():
@@ -107,7 +107,7 @@ class _State:
         return True
 
 
-def copy(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     """Return a copy that a change of ``value`` does not reach; rows in it stay the same objects."""
     return deepcopy(value) if not _holds_rows(value) else type(value)(value)
 
