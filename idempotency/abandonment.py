@@ -8,6 +8,7 @@ from django.http import HttpResponseBase
 from django.urls import Resolver404, resolve
 
 from idempotency import conf, http, keys, signals
+from idempotency.calls import rendered
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 from idempotency.options import options_of
@@ -57,7 +58,7 @@ def settle(pk: int, *, using: str) -> bool | None:
 def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
     """Run it and store its response; return whether that settled the key."""
     try:
-        response = http.render(on_abandon(key))
+        response = rendered(on_abandon(key))
         if http.is_stored(response):
             keys.finish(key, *http.stored_parts(response), using=using)
             return True

@@ -8,13 +8,15 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from inspect import isawaitable
 from io import BytesIO
 from typing import Any
 from urllib.parse import unquote
 
+from asgiref.sync import async_to_sync
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.core.handlers.wsgi import WSGIRequest
@@ -177,7 +179,13 @@ def _run(key: IdempotencyKey) -> None:
         (import_string(prepare) if isinstance(prepare, str) else prepare)(request, key)
     language = translation.get_language_from_request(request)
     with translation.override(language), timezone.override(None):
-        match.func(request, *match.args, **match.kwargs)
+        response = match.func(request, *match.args, **match.kwargs)
+        if isawaitable(response):
+            async_to_sync(_awaited)(response)
+
+
+async def _awaited(response: Awaitable[Any]) -> None:
+    await response
 
 
 def _request(key: IdempotencyKey) -> HttpRequest:
@@ -211,6 +219,8 @@ def _request(key: IdempotencyKey) -> HttpRequest:
     # Cross-site forgery is a matter of the request that came in; it passed, or there would be no key.
     request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
     request.user = _user(key)
+    # Django REST framework takes this user without asking an authenticator, as in its own force_authenticate().
+    request._force_auth_user = request.user  # type: ignore[attr-defined]
     return request
 
 

@@ -5,15 +5,16 @@ from functools import wraps
 from inspect import iscoroutinefunction
 from typing import Any, TypeVar, get_args, overload
 
+from asgiref.sync import sync_to_async
 from django.http import HttpRequest, HttpResponseBase
 
+from idempotency.calls import Call, View
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.execution import answer
+from idempotency.http import SAFE_METHODS
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 from idempotency.options import Options
-from idempotency.retries import Call
 
-View = Callable[..., HttpResponseBase]
 AnyView = TypeVar("AnyView", bound=View)
 
 
@@ -83,16 +84,29 @@ def idempotent(
     )
 
     def decorate(view: View) -> View:
-        if iscoroutinefunction(view):
-            raise TypeError("@idempotent protects synchronous views; wrap an async one with asgiref's async_to_sync for now.")
+        if hasattr(view, "cls"):
+            raise TypeError(
+                "@idempotent stands above a view of Django REST framework, outside of authentication and permissions: a stored "
+                "response would be for everybody. Put it below @api_view, or on the handler: post(), create(), ..."
+            )
 
         @wraps(view)
-        def protected(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-            return answer(Call(view, request, args, kwargs), options)
+        def protected(*args: Any, **kwargs: Any) -> HttpResponseBase:
+            return answer(Call.of(view, args, kwargs), options)
 
-        protected.idempotency = options  # type: ignore[attr-defined]
-        protected._non_atomic_requests = _EveryAlias()  # type: ignore[attr-defined]
-        return protected
+        @wraps(view)
+        async def protected_async(*args: Any, **kwargs: Any) -> HttpResponseBase:
+            call = Call.of(view, args, kwargs)
+            if call.request.method in SAFE_METHODS:
+                call.request.idempotency_key = None  # type: ignore[attr-defined]
+                return await view(*args, **kwargs)  # type: ignore[no-any-return]
+            # The thread of the request holds its transaction; the view is called from there, back on the event loop.
+            return await sync_to_async(answer)(call, options)
+
+        made: View = protected_async if iscoroutinefunction(view) else protected
+        made.idempotency = options  # type: ignore[attr-defined]
+        made._non_atomic_requests = _EveryAlias()  # type: ignore[attr-defined]
+        return made
 
     return decorate if view is None else decorate(view)
 

@@ -12,12 +12,13 @@ from django.http import Http404, HttpRequest, HttpResponseBase
 from django.http.multipartparser import MultiPartParserError
 
 from idempotency import conf, http, keys, problems, signals
+from idempotency.calls import Call
 from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, ResponseNotCommitted
 from idempotency.keys import Claim, ClaimedRequest, Outcome
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.options import Options
 from idempotency.problems import Problem
-from idempotency.retries import Call, retried
+from idempotency.retries import retried
 from idempotency.runs import PhasedRun
 from idempotency.transactions import connection_lost, durable_transaction, refuse_outer_transaction
 
@@ -42,7 +43,7 @@ def answer(call: Call, options: Options) -> HttpResponseBase:
     request = call.request
     request.idempotency_key = None  # type: ignore[attr-defined]
     if request.method in http.SAFE_METHODS:
-        return call()
+        return call()  # type: ignore[no-any-return]
     try:
         claimed: IdempotencyKey | None = getattr(request, CLAIMED_KEY_ATTRIBUTE, None)
         if claimed is not None:
@@ -51,11 +52,11 @@ def answer(call: Call, options: Options) -> HttpResponseBase:
         if value is None:
             if options.required:
                 raise problems.key_missing()
-            return call()
+            return call()  # type: ignore[no-any-return]
         using = options.alias(request)
         with _reachable(using):
-            scope = http.scope_of(request, options.scope)
-            if options.validate is not None and (refusal := options.validate(request)) is not None:
+            scope = http.scope_of(call.seen_request, options.scope)
+            if options.validate is not None and (refusal := options.validate(call.seen_request)) is not None:
                 return refusal
             described = http.describe(request, scope, value)
             protect = _plain if options.recovery_points is None else _phased
@@ -86,7 +87,7 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
             claim = keys.claim_plain(described, using=using)
             if claim.outcome is Outcome.CLAIMED:
                 with _bound(request, claim.key):
-                    response = http.render(run())
+                    response = run()
                 if stored := http.is_stored(response):
                     keys.finish(claim.key, *http.stored_parts(response), using=using)
                 else:
@@ -99,9 +100,9 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
         return response
 
     try:
-        return retried(lambda: attempt(call), call, level)
+        return retried(lambda: attempt(call.response), call, level)
     except Exception as error:
-        answer = _stored_answer(error, request)
+        answer = _stored_answer(error, call)
         if answer is None:
             raise
         # As under ATOMIC_REQUESTS, what the view wrote before it raised is rolled back; its answer alone is stored.
@@ -124,7 +125,7 @@ def _run_phased(
     call: Call, sender: HttpRequest | None, options: Options, key: IdempotencyKey, *, using: str
 ) -> HttpResponseBase:
     """Run a phased view over a claimed key, and leave the key finished, stuck or released. ``sender`` is what signals carry."""
-    run = PhasedRun(key, options.every_point(), sender, using=using)
+    run = PhasedRun(key, call, options.every_point(), sender, using=using)
 
     def attempt() -> HttpResponseBase:
         nonlocal run
@@ -153,9 +154,9 @@ def _run_phased(
 def _settled(call: Call, run: PhasedRun) -> HttpResponseBase:
     """Run the view once. Its response is stored, or releases the key, or is refused: no client gets what a retry would not."""
     try:
-        response = http.render(call())
+        response = call.response()
     except Exception as error:
-        answer = _stored_answer(error, call.request) if run.untouched else None
+        answer = _stored_answer(error, call) if run.untouched else None
         if answer is None:
             raise
         response = answer
@@ -173,14 +174,14 @@ def _settled(call: Call, run: PhasedRun) -> HttpResponseBase:
     raise ResponseNotCommitted(f"A response with status {response.status_code} is not the one a phase stored. " + STORE_IT)
 
 
-def _stored_answer(error: Exception, request: HttpRequest) -> HttpResponseBase | None:
-    """Return the answer that Django makes of an exception, if it is one that is stored."""
-    if isinstance(error, Error | IdempotencyError | Problem) or not (
-        isinstance(error, _HTTP_EXCEPTIONS) or conf.get().STORE_5XX
-    ):
+def _stored_answer(error: Exception, call: Call) -> HttpResponseBase | None:
+    """Return the answer that the framework, or Django, makes of an exception, if it is one that is stored."""
+    if isinstance(error, Error | IdempotencyError | Problem):
         return None
-    answer = response_for_exception(request, error)
-    return answer if http.is_stored(answer) else None
+    answer = call.answer_to(error)
+    if answer is None and (isinstance(error, _HTTP_EXCEPTIONS) or conf.get().STORE_5XX):
+        answer = response_for_exception(call.request, error)
+    return answer if answer is not None and http.is_stored(answer) else None
 
 
 def _refuse_or_replay(claim: Claim, request: HttpRequest, *, using: str) -> HttpResponseBase:

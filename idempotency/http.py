@@ -171,14 +171,6 @@ def is_stored(response: HttpResponseBase) -> bool:
     return response.status_code not in limits.NEVER_STORED_STATUSES
 
 
-def render(response: HttpResponseBase) -> HttpResponseBase:
-    """Return the response with its body made: a template response is rendered, so that its errors come before COMMIT."""
-    if callable(make := getattr(response, "render", None)) and not getattr(response, "is_rendered", True):
-        made: HttpResponseBase = make()
-        return made
-    return response
-
-
 def stored_parts(response: HttpResponseBase) -> tuple[int, dict[str, str], bytes | None]:
     """Return status, headers and body as they are stored; the body is None when it streams or is too large to keep."""
     headers = {

@@ -4,12 +4,13 @@ The row that says "processed" and the effects commit together; so a failure leav
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
+from idempotency.contexts import either_context
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
 
@@ -25,7 +26,7 @@ _BUSY_OR_LOCKED = (5, 6)  # SQLite: another connection, or another one of the sh
 _INSERT = "INSERT INTO {} (source, message_id) VALUES (%s, %s) ON CONFLICT (source, message_id) DO NOTHING"
 
 
-@contextmanager
+@either_context
 def process_once(source: str, message_id: str, *, using: str | None = None) -> Iterator[bool]:
     """Open a transaction for one delivery of a message; give True the first time, False when it took effect before.
 

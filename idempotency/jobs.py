@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from asgiref.sync import sync_to_async
 from django.conf import settings
 from django.db import router, transaction
 from django.utils import timezone
@@ -47,6 +48,13 @@ def stage_job(name: str, args: JobArgs | None = None, *, queue: str = "default",
         job.run_at = run_at
     job.save(using=alias, force_insert=True)
     return job
+
+
+async def astage_job(
+    name: str, args: JobArgs | None = None, *, queue: str = "default", run_at: datetime | None = None
+) -> StagedJob:
+    """Insert a job as ``stage_job`` does, from an async view."""
+    return await sync_to_async(stage_job)(name, args, queue=queue, run_at=run_at)
 
 
 def call_job(name: str, args: JobArgs) -> Any:

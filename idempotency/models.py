@@ -10,7 +10,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 from urllib.parse import parse_qs
@@ -249,6 +249,11 @@ class IdempotencyKey(models.Model):
     def phases(self) -> Iterator[str]:
         """Yield the recovery point to go on from until the key is finished; see ``idempotency.runs``."""
         return self._bound().phases()
+
+    async def aphases(self) -> AsyncIterator[str]:
+        """Yield what ``phases()`` does, to an async view."""
+        for recovery_point in self.phases():
+            yield recovery_point
 
     def response(self) -> HttpResponseBase:
         """Return the response that a phase stored, of this run or of an earlier one; see ``idempotency.runs``."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import getclosurevars, isfunction
 from typing import Any
 
 from django.db import router
@@ -39,8 +40,20 @@ class Options:
         return conf.get().PLAIN_ISOLATION if self.isolation == "from settings" else self.isolation
 
 
+#: Further ways to find the options of a resolved view; ``contrib`` adds those of a framework that hides them.
+FINDERS: list[Callable[[Callable[..., Any], str], Options | None]] = []
+
+
 def options_of(view: Callable[..., Any], method: str) -> Options | None:
     """Return what a resolved view says in ``@idempotent``; of a class-based view, what its method for ``method`` says."""
-    handler = getattr(getattr(view, "view_class", None), method.lower(), None)
-    found: Options | None = getattr(view, "idempotency", None) or getattr(handler, "idempotency", None)
-    return found
+    if found := getattr(view, "idempotency", None):
+        return found  # type: ignore[no-any-return]
+    # Django says ``view_class``, Django REST framework ``cls``, and ``actions`` for the methods of a view set.
+    owner = getattr(view, "view_class", None) or getattr(view, "cls", None)
+    name = (getattr(view, "actions", None) or {}).get(method.lower(), method.lower())
+    handler = getattr(owner, name, None)
+    # @api_view hides the function in a closure.
+    inner = getclosurevars(handler).nonlocals.get("func") if isfunction(handler) else None
+    candidates = [getattr(handler, "idempotency", None), getattr(inner, "idempotency", None)]
+    candidates += [find(view, method) for find in FINDERS]
+    return next((candidate for candidate in candidates if candidate is not None), None)

@@ -4,7 +4,6 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 from uuid import UUID
 
@@ -14,6 +13,7 @@ from django.http import HttpResponseBase
 
 from idempotency import conf, http, keys, signals
 from idempotency.conf import ChosenIsolation
+from idempotency.contexts import either_context
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
 from idempotency.runs import PhasedRun, run_of
@@ -47,7 +47,7 @@ class AtomicPhase:
         """
         if not http.is_stored(response):
             raise ResponseNotStorable(f"A response with status {response.status_code} is never stored. " + RETURN_IT)
-        self._response = http.render(response)
+        self._response = response
         self._end(FINISHED)
 
     def no_op(self) -> None:
@@ -65,6 +65,8 @@ class AtomicPhase:
         if self._to is None:
             raise PhaseDidNotAdvance
         if self._response is not None:
+            # Late, in the thread and the transaction of the phase: a template may still ask the database.
+            self._response = run.call.rendered(self._response)
             keys.finish(run.key, *http.stored_parts(self._response), using=run.using)
         elif self._to == run.key.recovery_point:
             keys.renew(run.key, using=run.using)
@@ -90,7 +92,7 @@ UNDECLARED = "Declare it in @idempotent(recovery_points=[...]); a key moves forw
 RETURN_IT = "Return it from outside the phase: the key is released, and a retry goes on from the last recovery point."
 
 
-@contextmanager
+@either_context
 def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from settings") -> Iterator[AtomicPhase]:
     """Run the block in one transaction on the key's database, which commits with its new recovery point or response.
 
@@ -99,7 +101,8 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
     as long as a stranger likes.
 
     ``isolation`` is "read committed", "repeatable read", "serializable", or None for the connection's own; PHASE_ISOLATION by
-    default. A serialization failure is retried by the decorator, from the last recovery point.
+    default. A serialization failure is retried by the decorator, from the last recovery point. An async view enters it with
+    ``async with``.
 
     Raises PhaseDidNotAdvance when the block ends without one of the three ends, LockLost when another claim has taken the
     key over, and RuntimeError when it is nested in a phase or in a transaction.
@@ -139,7 +142,7 @@ class MadeCall:
         self.may_be_repeated = True
 
 
-@contextmanager
+@either_context
 def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     """Make a call to a service that is not idempotent, once per key: call it if ``call.due``, then ``call.record(result)``.
 

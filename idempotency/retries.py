@@ -4,16 +4,16 @@ import logging
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
 from django.contrib.auth import get_user_model
 from django.db import models
-from django.http import HttpRequest, HttpResponseBase
+from django.http import HttpResponseBase
 from django.utils.functional import SimpleLazyObject
 
 from idempotency import conf, problems
+from idempotency.calls import Call
 from idempotency.conf import Isolation
 from idempotency.transactions import backoff_seconds, retryable_failure
 
@@ -21,27 +21,6 @@ logger = logging.getLogger("idempotency")
 
 #: A unique violation under SERIALIZABLE may be a race, and is tried again so often; then it is the view's own mistake.
 _UNIQUE_RETRIES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A view with what it is called with."""
-
-    view: Callable[..., HttpResponseBase]
-    request: HttpRequest
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def __call__(self) -> HttpResponseBase:
-        return self.view(self.request, *self.args, **self.kwargs)
-
-    def instances(self) -> list[models.Model]:
-        """Return the rows that were loaded before the view runs: by a middleware, a decorator, or a class-based view."""
-        method = getattr(self.view, "func", self.view)  # method_decorator binds a method with partial()
-        owner = getattr(method, "__self__", None)
-        held = (*vars(self.request).values(), *self.args, *self.kwargs.values(), *vars(owner or object).values())
-        # The type is asked, not isinstance(): that would load a lazy request.user.
-        return [value for value in held if issubclass(type(value), models.Model)]
 
 
 def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Isolation | None) -> HttpResponseBase:
@@ -77,7 +56,13 @@ class _State:
         holders: list[tuple[Any, tuple[str, ...]]] = [
             (self._attributes.get("session"), ("_session_cache",)),
             (self._attributes.get("_messages"), ("_queued_messages",)),
+            # What a class-based view keeps on itself, and what a framework keeps on its own request.
+            (call.owner, ()),
         ]
+        self._seen = None if call.seen_request is call.request else call.seen_request
+        if self._seen is not None:
+            parsed = ("_data", "_full_data")
+            holders.append((self._seen, tuple(name for name in parsed if type(vars(self._seen).get(name)) in (dict, list))))
         for instance in call.instances():
             mutable = tuple(name for name, value in vars(instance).items() if isinstance(value, dict | list | set))
             holders += [(instance, mutable), (instance._state, ("fields_cache",))]
@@ -104,6 +89,8 @@ class _State:
                 upload.seek(0)
         if (pk := getattr(attributes.get("user"), "pk", None)) is not None:
             vars(request)["user"] = SimpleLazyObject(lambda: get_user_model()._default_manager.get(pk=pk))
+            if self._seen is not None:
+                vars(self._seen)["_user"] = vars(request)["user"]
         return True
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from django.http import HttpRequest, HttpResponseBase
 
 from idempotency import http
+from idempotency.calls import Call
 from idempotency.exceptions import PhaseDidNotAdvance
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 
@@ -12,8 +13,11 @@ from idempotency.models import FINISHED, STARTED, IdempotencyKey
 class PhasedRun:
     """One run of a phased view over a claimed key; ``key.phases()`` and ``key.response()`` lead here."""
 
-    def __init__(self, key: IdempotencyKey, order: tuple[str, ...], sender: HttpRequest | None, *, using: str) -> None:
+    def __init__(
+        self, key: IdempotencyKey, call: Call, order: tuple[str, ...], sender: HttpRequest | None, *, using: str
+    ) -> None:
         self.key = key
+        self.call = call
         #: All recovery points in the order in which they are reached, the first and the last included.
         self.order = order
         #: The request that signals carry; None when the completer runs the view.
@@ -28,7 +32,7 @@ class PhasedRun:
 
     def again(self, fresh: IdempotencyKey) -> "PhasedRun":
         """Return the run that goes on for this one inside the process, over a key read anew."""
-        run = PhasedRun(fresh, self.order, self.sender, using=self.using)
+        run = PhasedRun(fresh, self.call, self.order, self.sender, using=self.using)
         run._phases_committed = self._phases_committed
         return run
 

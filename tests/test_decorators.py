@@ -77,14 +77,6 @@ def test_phased_view_without_required_key_is_refused_at_decoration() -> None:
         idempotent(recovery_points=["a"], required=False)
 
 
-def test_async_view_is_refused_at_decoration() -> None:
-    async def view(request: HttpRequest) -> HttpResponse:
-        return HttpResponse()
-
-    with pytest.raises(TypeError, match="async"):
-        idempotent(view)
-
-
 def test_unknown_isolation_is_refused_at_decoration() -> None:
     with pytest.raises(ValueError, match="isolation"):
         idempotent(isolation="serialisable")
