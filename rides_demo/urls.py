@@ -4,7 +4,7 @@ from django.contrib import admin
 from django.urls import path, register_converter
 from django.urls.converters import UUIDConverter
 
-from rides_demo import pages, views, webhooks
+from rides_demo import documents, pages, views, webhooks
 
 
 class AnyCaseUUIDConverter(UUIDConverter):
@@ -25,5 +25,6 @@ urlpatterns = [
     path("rides/by-ref/<any_case_uuid:client_ref>", views.ride_by_ref),
     path("webhooks/stripe", webhooks.stripe_webhook),
     path("healthz", views.healthz),
+    path("openapi.json", documents.openapi),
     path("admin/", admin.site.urls),
 ]
