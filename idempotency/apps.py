@@ -1,6 +1,7 @@
 """The app's entry in INSTALLED_APPS."""
 
 from django.apps import AppConfig
+from django.core.signals import request_started
 
 
 class IdempotencyConfig(AppConfig):
@@ -12,4 +13,6 @@ class IdempotencyConfig(AppConfig):
 
     def ready(self) -> None:
         """Import what registers itself."""
-        from idempotency import checks, prompt  # noqa: F401
+        from idempotency import atomic_requests, checks, prompt  # noqa: F401
+
+        request_started.connect(atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests")

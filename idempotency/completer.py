@@ -16,7 +16,7 @@ from io import BytesIO
 from typing import Any
 from urllib.parse import unquote
 
-from asgiref.sync import async_to_sync
+from asgiref.sync import async_to_sync, sync_to_async
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.core.handlers.wsgi import WSGIRequest
@@ -28,6 +28,7 @@ from django.utils.module_loading import import_string
 
 from idempotency import conf, keys, signals
 from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
+from idempotency.http import REDACTED_MARK
 from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet
 from idempotency.options import options_of
 from idempotency.transactions import connection_lost
@@ -190,6 +191,8 @@ async def _awaited(response: Awaitable[Any]) -> None:
 
 def _request(key: IdempotencyKey) -> HttpRequest:
     """Build the request again. Raises _CannotRun if that is not possible."""
+    if REDACTED_MARK in key.request_headers:
+        raise _CannotRun("body_redacted", "Parts of the request were redacted, so it cannot be run again without its client.")
     if key.request_body is None:
         raise _CannotRun("body_not_kept", "The body of the request was not kept, so it cannot be run again without its client.")
     body = bytes(key.request_body)
@@ -221,6 +224,7 @@ def _request(key: IdempotencyKey) -> HttpRequest:
     request.user = _user(key)
     # Django REST framework takes this user without asking an authenticator, as in its own force_authenticate().
     request._force_auth_user = request.user  # type: ignore[attr-defined]
+    request.auser = sync_to_async(lambda: request.user)
     return request
 
 

@@ -26,6 +26,8 @@ class Settings:
     STRICT_KEY_SYNTAX: bool = False
     KEY_MIN_LENGTH: int = 1
     KEY_MAX_LENGTH: int = 255
+    #: A validator as Django's forms take them, or its dotted path; what it refuses gets 400. None takes every key.
+    KEY_VALIDATOR: str | Callable[..., Any] | None = None
     #: How long a silent run keeps its key: the next request takes over after it. Above the client's timeout times its tries.
     LOCK_TIMEOUT_SECONDS: int = 90
     #: How long a finished key is replayed, from the moment it finished.
@@ -50,6 +52,8 @@ class Settings:
     STORE_5XX: bool = False
     #: A larger body is delivered but not kept; its replay says so.
     MAX_STORED_BODY_BYTES: int = 1024 * 1024
+    #: So many requests of one process wait at once for the first of their key (``wait_seconds``); further ones get 409.
+    MAX_WAITING_REQUESTS: int = 10
     #: ``callable(status, code, title, detail, retryable, headers) -> HttpResponse``, or its dotted path; None is problem+json.
     ERROR_RENDERER: str | Callable[..., Any] | None = None
     #: What stands before the code in a problem's ``type``.

@@ -8,9 +8,11 @@ from typing import Any, TypeVar, get_args, overload
 from asgiref.sync import sync_to_async
 from django.http import HttpRequest, HttpResponseBase
 
+from idempotency.atomic_requests import EVERY_ALIAS
 from idempotency.calls import Call, View
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.execution import answer
+from idempotency.header import KeyFrom, refuse_key_from
 from idempotency.http import SAFE_METHODS
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 from idempotency.options import Options
@@ -28,8 +30,12 @@ def idempotent(
     required: bool = True,
     validate: Callable[[HttpRequest], HttpResponseBase | None] | None = None,
     scope: Callable[[HttpRequest], str] | None = None,
+    key_from: KeyFrom | None = None,
+    wait_seconds: float = 0,
     isolation: ChosenIsolation = "from settings",
     using: str | Callable[[HttpRequest], str] | None = None,
+    redact: Sequence[str] = (),
+    store_body: bool = True,
     on_abandon: Callable[[IdempotencyKey], HttpResponseBase] | None = None,
 ) -> Callable[[AnyView], AnyView]: ...
 def idempotent(
@@ -39,8 +45,12 @@ def idempotent(
     required: bool = True,
     validate: Callable[[HttpRequest], HttpResponseBase | None] | None = None,
     scope: Callable[[HttpRequest], str] | None = None,
+    key_from: KeyFrom | None = None,
+    wait_seconds: float = 0,
     isolation: ChosenIsolation = "from settings",
     using: str | Callable[[HttpRequest], str] | None = None,
+    redact: Sequence[str] = (),
+    store_body: bool = True,
     on_abandon: Callable[[IdempotencyKey], HttpResponseBase] | None = None,
 ) -> Any:
     """Let a view run once per idempotency key, and answer each retry with the same response.
@@ -53,8 +63,12 @@ def idempotent(
     request with the key goes on from there.
 
     ``required``: False lets a request without a key run unprotected. ``validate(request)``: a response refuses the request
-    before it spends a key. ``scope(request)``: whose key it is, at most 200 characters; by default the user, else the session.
+    before it spends a key. ``scope(request)``: whose key it is, at most 200 characters; by default the user, else the session
+    (``idempotency.scopes`` has more). ``key_from``: where the key stands when the header is absent: "body:NAME", "form:NAME" or
+    a function of the request. ``wait_seconds``: so long does a duplicate wait for the first request, instead of getting 409.
     ``isolation``: level of a plain view's transaction; PLAIN_ISOLATION by default. ``using``: alias of the key's database.
+    ``redact``: dotted paths of parameters in JSON, form or query that are not kept; ``store_body``: False keeps no body. What
+    was not kept cannot be run by the completer: such a key becomes stuck.
     ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS: it runs once, outside any
     transaction, and its response finishes the key.
 
@@ -73,6 +87,10 @@ def idempotent(
             )
         if not required:
             raise ValueError("A phased view needs a key for each request: drop required=False, or recovery_points.")
+    if isinstance(redact, str):
+        raise ValueError(f"redact must be a list of dotted paths: [{redact!r}].")
+    if key_from is not None:
+        refuse_key_from(key_from)
     options = Options(
         recovery_points=points,
         required=required,
@@ -81,6 +99,10 @@ def idempotent(
         isolation=isolation,
         using=using,
         on_abandon=on_abandon,
+        key_from=key_from,
+        wait_seconds=wait_seconds,
+        redact=tuple(redact),
+        store_body=store_body,
     )
 
     def decorate(view: View) -> View:
@@ -105,14 +127,7 @@ def idempotent(
 
         made: View = protected_async if iscoroutinefunction(view) else protected
         made.idempotency = options  # type: ignore[attr-defined]
-        made._non_atomic_requests = _EveryAlias()  # type: ignore[attr-defined]
+        made._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
         return made
 
     return decorate if view is None else decorate(view)
-
-
-class _EveryAlias(set[str]):
-    """The set of all database aliases, of those too that the settings do not know yet; see ``non_atomic_requests``."""
-
-    def __contains__(self, alias: object) -> bool:
-        return True

@@ -11,7 +11,7 @@ from django.db.utils import Error
 from django.http import Http404, HttpRequest, HttpResponseBase
 from django.http.multipartparser import MultiPartParserError
 
-from idempotency import conf, http, keys, problems, signals
+from idempotency import conf, header, http, keys, problems, scopes, signals
 from idempotency.calls import Call
 from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, ResponseNotCommitted
 from idempotency.keys import Claim, ClaimedRequest, Outcome
@@ -21,6 +21,7 @@ from idempotency.problems import Problem
 from idempotency.retries import retried
 from idempotency.runs import PhasedRun
 from idempotency.transactions import connection_lost, durable_transaction, refuse_outer_transaction
+from idempotency.waiting import Patience
 
 logger = logging.getLogger("idempotency")
 
@@ -48,17 +49,17 @@ def answer(call: Call, options: Options) -> HttpResponseBase:
         claimed: IdempotencyKey | None = getattr(request, CLAIMED_KEY_ATTRIBUTE, None)
         if claimed is not None:
             return _run_phased(call, None, options, claimed, using=claimed._state.db or options.alias(request))
-        value = http.key_of(request)
+        value = header.key_of(request, call.seen_request, options.key_from)
         if value is None:
             if options.required:
                 raise problems.key_missing()
             return call()  # type: ignore[no-any-return]
         using = options.alias(request)
         with _reachable(using):
-            scope = http.scope_of(call.seen_request, options.scope)
+            scope = scopes.scope_of(call.seen_request, options.scope)
             if options.validate is not None and (refusal := options.validate(call.seen_request)) is not None:
                 return refusal
-            described = http.describe(request, scope, value)
+            described = http.describe(request, scope, value, options)
             protect = _plain if options.recovery_points is None else _phased
             return protect(call, options, described, using=using)
     except Problem as problem:
@@ -81,17 +82,21 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
     """Run a plain view: one transaction holds the claim, the view's writes and the stored response."""
     request = call.request
     level = options.level()
+    patience = Patience(options.wait_seconds, using=using)
 
     def attempt(run: Run) -> HttpResponseBase:
-        with durable_transaction(level, using=using):
-            claim = keys.claim_plain(described, using=using)
-            if claim.outcome is Outcome.CLAIMED:
-                with _bound(request, claim.key):
-                    response = run()
-                if stored := http.is_stored(response):
-                    keys.finish(claim.key, *http.stored_parts(response), using=using)
-                else:
-                    transaction.set_rollback(True, using=using)
+        while True:
+            with durable_transaction(level, using=using):
+                claim = keys.claim_plain(described, using=using)
+                if claim.outcome is Outcome.CLAIMED:
+                    with _bound(request, claim.key):
+                        response = run()
+                    if stored := http.is_stored(response):
+                        keys.finish(claim.key, *http.stored_parts(response), using=using)
+                    else:
+                        transaction.set_rollback(True, using=using)
+            if claim.outcome is not Outcome.IN_PROGRESS or not patience.waited():
+                break
         if claim.outcome is not Outcome.CLAIMED:
             return _refuse_or_replay(claim, request, using=using)
         if stored:
@@ -112,7 +117,10 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
 def _phased(call: Call, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
     """Claim the key of a phased view, then run the view from the key's recovery point."""
     refuse_outer_transaction(using)
+    patience = Patience(options.wait_seconds, using=using)
     claim = keys.claim_phased(described, options.every_point()[:-1], using=using)
+    while claim.outcome is Outcome.IN_PROGRESS and patience.waited():
+        claim = keys.claim_phased(described, options.every_point()[:-1], using=using)
     if claim.outcome is not Outcome.CLAIMED:
         return _refuse_or_replay(claim, call.request, using=using)
     if claim.key.attempts > 1:

@@ -7,6 +7,7 @@ twice, a number that no double holds) is compared by its bytes too: two requests
 """
 
 import hashlib
+import hmac
 import json
 from decimal import Decimal
 from io import BytesIO
@@ -20,7 +21,7 @@ from django.core.files.uploadhandler import load_handler
 from django.http import HttpRequest, QueryDict
 from django.http.multipartparser import MultiPartParser
 from django.utils.datastructures import MultiValueDict
-from django.utils.encoding import escape_uri_path
+from django.utils.encoding import escape_uri_path, force_bytes
 
 #: Stands before each fingerprint; another way to compute it gets another number.
 VERSION = "v1"
@@ -36,14 +37,21 @@ class _NotByValue(ValueError):
     """This JSON text has no value that says all of it."""
 
 
-def fingerprint(request: HttpRequest, body: bytes | None) -> str:
-    """Return the fingerprint of a request with this body; a multipart request is compared by what was parsed of it."""
+def fingerprint(request: HttpRequest, body: bytes | None, secret: str | bytes | None = None) -> str:
+    """Return the fingerprint of a request with this body; a multipart request is compared by what was parsed of it.
+
+    With a ``secret`` it is keyed: who reads it cannot try out values without the secret.
+    """
     kind, content = _content(request, body)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256() if secret is None else hmac.new(_key(secret), digestmod=hashlib.sha256)
     for part in ((request.method or "").encode(), target(request).encode(), kind, content):
         digest.update(b"%d:" % len(part))
         digest.update(part)
-    return f"{VERSION}:{digest.hexdigest()}"
+    return f"{VERSION}{'' if secret is None else 'k'}:{digest.hexdigest()}"
+
+
+def _key(secret: str | bytes) -> bytes:
+    return hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest()
 
 
 def target(request: HttpRequest) -> str:

@@ -1,26 +1,27 @@
-"""The HTTP side: the key in the request, the problem in the answer, the response in the row and out of it again."""
+"""The HTTP side of a row: what is written down of a request, and a response on its way in and out again."""
 
-import re
-from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlencode
 
-from django.contrib.auth import get_user_model
+from django.conf import settings
 from django.core.exceptions import BadRequest
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, RawPostDataException
-from django.utils.crypto import salted_hmac
 
 from idempotency import conf, problems
 from idempotency.fingerprint import fingerprint, is_multipart, target
 from idempotency.keys import ClaimedRequest
 from idempotency.models import IdempotencyKey
-from idempotency.sql import RETIRED_SCOPE
+from idempotency.options import Options
+from idempotency.redaction import redacted_body, redacted_target
+from idempotency.scopes import user_of
 
 Response = TypeVar("Response", bound=HttpResponseBase)
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 BODY_OMITTED_HEADER = "Idempotent-Body-Omitted"
+#: Stands among the kept headers of a request that was not kept as it came: it cannot be run again without its client.
+REDACTED_MARK = "redacted"
 
 #: Kept for the completer's request; nothing else of the headers is.
 _KEPT_REQUEST_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "Stripe-Version")
@@ -31,98 +32,36 @@ _FRESH_RESPONSE_HEADERS = frozenset(
 )
 _FRESH_RESPONSE_PREFIXES = ("ratelimit", "x-ratelimit", "x-rate-limit")
 
-# RFC 9651: a quoted string, then parameters, which draft-07 ignores.
-_QUOTED = re.compile(
-    r'"(?P<text>(?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"'
-    r'(?:[ ]*;[ ]*[a-z*][a-z0-9_.*-]*(?:=(?:"(?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*"|[^\s;,"]+))?)*'
-)
-# As every SDK sends it. A comma would be two header lines that a server has joined.
-_BARE = re.compile(r"[\x21\x23-\x2b\x2d-\x7e]+")
 
-
-def key_of(request: HttpRequest) -> str | None:
-    """Return the key that the request carries, None if it carries none. Raises Problem for one that is not valid."""
-    limits = conf.get()
-    values = [value for name in limits.HEADER_NAMES if (value := request.headers.get(name)) is not None]
-    if not values:
-        return None
-    found = {_parse(value, strict=limits.STRICT_KEY_SYNTAX) for value in values}
-    if len(found) > 1:
-        raise problems.key_invalid("The request carries two different keys. Send one.")
-    key = found.pop()
-    if not limits.KEY_MIN_LENGTH <= len(key) <= limits.KEY_MAX_LENGTH:
-        raise problems.key_invalid(
-            f"The key has {len(key)} characters; it must have {limits.KEY_MIN_LENGTH} to {limits.KEY_MAX_LENGTH}."
-        )
-    return key
-
-
-def _parse(value: str, *, strict: bool) -> str:
-    value = value.strip(" \t")
-    if quoted := _QUOTED.fullmatch(value):
-        return re.sub(r'\\(["\\])', r"\1", quoted["text"])
-    if not strict and _BARE.fullmatch(value):
-        return value
-    form = 'a quoted string, like "8e03978e-40d5-43e8-bc93-6894a57f9324"' + (
-        "" if strict else ", or the same without quotes, in visible ASCII characters without a comma"
-    )
-    raise problems.key_invalid(f"The header must carry one key: {form}.")
-
-
-def scope_of(request: HttpRequest, scope: Callable[[HttpRequest], str] | None) -> str:
-    """Return whose key it is. Raises Problem when the request does not say: strangers must not share a scope."""
-    if scope is not None:
-        own = scope(request)
-        if not isinstance(own, str) or len(own) > 200 or own.startswith(RETIRED_SCOPE) or "\x00" in own:
-            raise ValueError(
-                f"scope= must return a string of at most 200 characters that does not begin with {RETIRED_SCOPE!r}."
-            )
-        if own:
-            return own
-    elif (user := _user(request)) is not None:
-        return f"user:{user.pk}"
-    elif (session := _session_scope(request)) is not None:
-        return session
-    raise problems.scope_missing()
-
-
-def _session_scope(request: HttpRequest) -> str | None:
-    """Return the id kept in the session. It is derived from the first session key, so that two first requests agree on it."""
-    session = getattr(request, "session", None)
-    if session is None:
-        return None
-    if "idempotency_scope" not in session:
-        if session.session_key is None:  # Asked after loading: the key of a session that is gone is gone as well.
-            return None
-        session["idempotency_scope"] = salted_hmac("idempotency.scope", session.session_key, algorithm="sha256").hexdigest()
-    return f"session:{session['idempotency_scope']}"
-
-
-def _user(request: HttpRequest) -> Any:
-    user = getattr(request, "user", None)
-    return user if isinstance(user, get_user_model()) and user.pk is not None else None
-
-
-def describe(request: HttpRequest, scope: str, key: str) -> ClaimedRequest:
+def describe(request: HttpRequest, scope: str, key: str, options: Options) -> ClaimedRequest:
     """Return what a claim writes down of the request.
 
     The body is read. What Django refuses to read (too large, broken multipart) is raised, as it would be in the view.
     """
     body, content_type = _body(request)
-    user = _user(request)
+    user = user_of(request)
     headers = {name: value for name in _KEPT_REQUEST_HEADERS if (value := request.headers.get(name)) and value.isprintable()}
-    host = request.META.get("HTTP_HOST", "")
+    headers |= {"Host": _printable(request.META.get("HTTP_HOST", "")), "scheme": request.scheme or "http"}
+    kept, path, taken = (body if options.store_body else None), target(request), False
+    if options.redact:
+        path, from_query = redacted_target(path, options.redact)
+        kept, from_body = redacted_body(kept, content_type, options.redact) if kept is not None else (None, False)
+        taken = from_query or from_body
+    # What is not kept shall not be guessed from its fingerprint. Former secrets are tried for keys that are older.
+    secrets = [None] if options.store_body and not options.redact else [settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
+    first, *former = (fingerprint(request, body, secret) for secret in secrets)
     return ClaimedRequest(
         scope=scope,
         idempotency_key=key,
         user_id=user.pk if user is not None else None,
         method=request.method or "",
-        path=target(request),
-        body=body,
+        path=path,
+        body=kept,
         content_type=_printable(content_type),
-        headers=headers | {"Host": _printable(host), "scheme": request.scheme or "http"},
+        headers=headers | ({REDACTED_MARK: "true"} if taken else {}),
         remote_addr=_printable(request.META.get("REMOTE_ADDR", ""))[:45],
-        fingerprint=fingerprint(request, body),
+        fingerprint=first,
+        former_fingerprints=tuple(former),
     )
 
 

@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -63,6 +63,8 @@ class ClaimedRequest:
     headers: dict[str, str]
     remote_addr: str
     fingerprint: str
+    #: What the fingerprint would be under the secrets of before; a key that bears one of them is this request's.
+    former_fingerprints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             continue  # Lost the race for a new key: the next look finds the winner.
         if claimed:
             return Claim(Outcome.CLAIMED, row.key)
+        if former := _under_former_secret(row, request):
+            return claim_phased(former, recovery_points, using=using)
         if refusal := _refusal(row, request, recovery_points):
             return refusal
     return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
@@ -136,6 +140,8 @@ def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
             row, _ = _fetch(text.read, parameters, using)
         if row is None:
             continue  # The row that was in the way has just gone, or has just come.
+        if former := _under_former_secret(row, request):
+            return claim_plain(former, using=using)
         if not row.expired:
             # A plain view leaves no unfinished row: such a one was phased before a deploy, and has no point known here.
             return _refusal(row, request, ()) or Claim(Outcome.UNKNOWN_POINT, row.key)
@@ -230,6 +236,13 @@ def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
 def emit(signal: Signal, key: IdempotencyKey | None, request: HttpRequest | None) -> None:
     """Send a signal; what a receiver raises is logged by Django and goes no further."""
     signal.send_robust(sender=IdempotencyKey, key=key, request=request)
+
+
+def _under_former_secret(row: _Row, request: ClaimedRequest) -> ClaimedRequest | None:
+    """Return the same request with the fingerprint of this key, if a secret that has been changed since made it."""
+    if row.key.request_fingerprint not in request.former_fingerprints:
+        return None
+    return replace(request, fingerprint=row.key.request_fingerprint, former_fingerprints=())
 
 
 def _refusal(row: _Row, request: ClaimedRequest, recovery_points: tuple[str, ...]) -> Claim | None:

@@ -24,6 +24,10 @@ class Options:
     isolation: ChosenIsolation
     using: str | Callable[[HttpRequest], str] | None
     on_abandon: Callable[[IdempotencyKey], HttpResponseBase] | None
+    key_from: str | Callable[[Any], str | None] | None
+    wait_seconds: float
+    redact: tuple[str, ...]
+    store_body: bool
 
     def every_point(self) -> tuple[str, ...]:
         """Return the recovery points in their order, the first and the last included; a plain view has no others."""

@@ -14,7 +14,8 @@ from django.test import Client, RequestFactory
 from django.urls import path
 from pytest_django import Settings
 
-from idempotency import http
+from idempotency import scopes
+from idempotency.header import key_of as key_carried_by
 from idempotency.models import IdempotencyKey
 from idempotency.problems import Problem
 from tests.conformance.threads import at_once
@@ -53,6 +54,10 @@ INVALID = [
 ]
 
 
+def key_of(request: HttpRequest) -> str | None:
+    return key_carried_by(request, request, None)
+
+
 def _request(key: str) -> HttpRequest:
     request = RequestFactory().post("/")
     request.META["HTTP_IDEMPOTENCY_KEY"] = key
@@ -61,25 +66,25 @@ def _request(key: str) -> HttpRequest:
 
 @pytest.mark.parametrize(("header", "key"), VALID.items())
 def test_key_is_read(header: str, key: str) -> None:
-    assert http.key_of(_request(header)) == key
+    assert key_of(_request(header)) == key
 
 
 @pytest.mark.parametrize("header", INVALID)
 def test_key_is_refused(header: str) -> None:
     with pytest.raises(Problem) as refused:
-        http.key_of(_request(header))
+        key_of(_request(header))
     assert (refused.value.status, refused.value.code) == (400, "key_invalid")
 
 
 @pytest.mark.parametrize("header", INVALID)
 def test_refusal_does_not_repeat_the_key(header: str) -> None:
     with pytest.raises(Problem) as refused:
-        http.key_of(_request(header))
+        key_of(_request(header))
     assert header.strip('" ') == "" or len(header) < 4 or header not in refused.value.detail
 
 
 def test_no_header_is_no_key() -> None:
-    assert http.key_of(RequestFactory().post("/")) is None
+    assert key_of(RequestFactory().post("/")) is None
 
 
 BAD_INPUT = {
@@ -212,7 +217,7 @@ def test_session_that_is_rotated_at_login_keeps_its_scope(serve: Serve, visitor:
         login(request, user, backend="django.contrib.auth.backends.ModelBackend")
         return HttpResponse()
 
-    serve(view=plain(Counted(), scope=lambda request: http.scope_of(_without_user(request), None)), sign_in=sign_in)
+    serve(view=plain(Counted(), scope=lambda request: scopes.scope_of(_without_user(request), None)), sign_in=sign_in)
     first = post(visitor)
     before = visitor.cookies["sessionid"].value
     visitor.post("/sign_in/")

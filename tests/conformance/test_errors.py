@@ -1,4 +1,4 @@
-"""Number 33: the app's own answers."""
+"""Numbers 33 and 34: the app's own answers."""
 
 import json
 from collections.abc import Callable

@@ -1,0 +1,22 @@
+"""Errors in the envelope of Stripe's API, for clients that are used to it: ``ERROR_RENDERER``."""
+
+from collections.abc import Mapping
+
+from django.http import HttpResponse, JsonResponse
+
+_CODES = {"key_in_use": "idempotency_key_in_use"}
+
+
+def render(
+    *, status: int, code: str, title: str, detail: str, retryable: bool, headers: Mapping[str, str], **members: object
+) -> HttpResponse:
+    """Return ``{"error": {"type", "code", "message"}}``, and say to Stripe's clients whether to send the request again.
+
+    Set ``IDEMPOTENCY["ERROR_RENDERER"]`` to "idempotency.contrib.stripe_errors.render".
+    Source: the errors of Stripe's API, and the header ``Stripe-Should-Retry`` that its official clients follow.
+    """
+    kind = "api_error" if status >= 500 else "idempotency_error" if code.startswith("key_") else "invalid_request_error"
+    error = {"type": kind, "code": _CODES.get(code, code), "message": f"{title}. {detail}"}
+    return JsonResponse(
+        {"error": error}, status=status, headers={**headers, "Stripe-Should-Retry": "true" if retryable else "false"}
+    )

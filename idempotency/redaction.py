@@ -1,0 +1,63 @@
+"""What must not be kept of a request: parameters that ``redact=`` names are stored as ``[redacted]``.
+
+The fingerprint covers them all the same, keyed with the SECRET_KEY, so that a value with few possibilities cannot be guessed
+from the table.
+"""
+
+import json
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+REDACTED = "[redacted]"
+
+
+def redacted_body(body: bytes, content_type: str, paths: tuple[str, ...]) -> tuple[bytes | None, bool]:
+    """Return the body as it may be kept, and whether anything was taken out; None when it cannot be told what is in it."""
+    if not body:
+        return body, False
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "application/x-www-form-urlencoded":
+        text, taken = _redacted_fields(body.decode("latin-1"), paths)
+        return (text.encode() if taken else body), taken
+    if kind != "application/json" and not kind.endswith("+json"):
+        return None, True
+    try:
+        value = json.loads(body, object_pairs_hook=_without_duplicates)
+        found = [path for path in paths if _take_out(value, path.split("."))]
+    except (ValueError, RecursionError):
+        return None, True
+    return (json.dumps(value).encode() if found else body), bool(found)
+
+
+def redacted_target(target: str, paths: tuple[str, ...]) -> tuple[str, bool]:
+    """Return path and query as they may be kept, and whether anything was taken out of the query."""
+    path, mark, query = target.partition("?")
+    text, taken = _redacted_fields(query, paths)
+    return (f"{path}{mark}{text}", True) if taken else (target, False)
+
+
+def _redacted_fields(text: str, paths: tuple[str, ...]) -> tuple[str, bool]:
+    fields = parse_qsl(text, keep_blank_values=True, encoding="latin-1")
+    if not any(name in paths for name, _ in fields):
+        return text, False
+    return urlencode([(name, REDACTED if name in paths else value) for name, value in fields], encoding="latin-1"), True
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError  # What the second of a name hides would be kept.
+    return members
+
+
+def _take_out(value: Any, path: list[str]) -> bool:
+    """Take out what ``path`` leads to, in each element of a list on the way; return whether there was anything."""
+    if isinstance(value, list):
+        taken = [item for item in value if _take_out(item, path)]
+        return bool(taken)
+    if not isinstance(value, dict) or path[0] not in value:
+        return False
+    if len(path) > 1:
+        return _take_out(value[path[0]], path[1:])
+    value[path[0]] = REDACTED
+    return True

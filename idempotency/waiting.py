@@ -1,0 +1,50 @@
+"""Waiting for the first request of a key, for views that prefer that to 409 (``wait_seconds``)."""
+
+import random
+import threading
+import time
+
+from django.db import connections
+
+from idempotency import conf
+
+_FIRST_WAIT_SECONDS = 0.02
+_LONGEST_WAIT_SECONDS = 0.5
+
+
+class Patience:
+    """How long one request waits: up to ``seconds``, while not too many of this process wait."""
+
+    _waiting = 0
+    _lock = threading.Lock()
+
+    def __init__(self, seconds: float, *, using: str) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._pause = _FIRST_WAIT_SECONDS
+        self._using = using
+
+    def waited(self) -> bool:
+        """Wait a little, longer each time, and return True: look again. False, at once, when it is over.
+
+        The connection is given back before a longer wait, so that waiters do not use up the database's.
+        """
+        left = self._deadline - time.monotonic()
+        if left <= 0 or not self._take_place():
+            return False
+        try:
+            connection = connections[self._using]
+            if self._pause > _FIRST_WAIT_SECONDS and not connection.in_atomic_block:
+                connection.close()
+            time.sleep(min(left, random.uniform(self._pause / 2, self._pause)))
+            self._pause = min(self._pause * 2, _LONGEST_WAIT_SECONDS)
+        finally:
+            with self._lock:
+                Patience._waiting -= 1
+        return True
+
+    def _take_place(self) -> bool:
+        with self._lock:
+            if self._waiting >= conf.get().MAX_WAITING_REQUESTS:
+                return False
+            Patience._waiting += 1
+            return True

@@ -1,0 +1,123 @@
+"""Number 30: a duplicate that waits for the first request."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from django.db.backends.signals import connection_created
+from django.http import HttpRequest, HttpResponse
+from pytest_django import Settings
+
+from tests.conformance.threads import Gate, in_background
+from tests.conformance.views import another_client, both_kinds, create
+from tests.models import Entry
+from tests.serving import Sender, View, problem
+from tests.waiting import eventually
+
+Kind = Callable[..., View]
+Serve = Callable[..., None]
+
+pytestmark = pytest.mark.postgres
+
+
+@contextmanager
+def connections_made() -> Iterator[list[str]]:
+    """Yield a list that grows with each connection that a thread opens."""
+    made: list[str] = []
+
+    def note(**kwargs: object) -> None:
+        made.append(threading.current_thread().name)
+
+    connection_created.connect(note)
+    try:
+        yield made
+    finally:
+        connection_created.disconnect(note)
+
+
+@both_kinds
+def test_30_duplicate_waits_without_a_connection_and_gets_the_replay(kind: Kind, serve: Serve, sender: Sender) -> None:
+    gate = Gate()
+
+    def work(request: HttpRequest) -> HttpResponse:
+        gate.stop_here()
+        return create(request)
+
+    serve(view=kind(work, wait_seconds=30))
+    with connections_made() as made:
+        running = in_background(another_client(sender).send)
+        gate.wait_for_visitor()
+        waiting = [in_background(another_client(sender).send) for _ in range(3)]
+        # Each of them has looked, given its connection back, and looked again.
+        eventually(lambda: sum(made.count(name) > 1 for name in set(made)) == 3)
+    assert not any(future.done() for future in waiting)
+    gate.open()
+    first = running.result()
+    for answer in (future.result() for future in waiting):
+        assert (answer.status_code, answer.content, answer["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert Entry.objects.count() == 1
+
+
+@both_kinds
+def test_30_duplicate_takes_over_from_a_first_that_fails(kind: Kind, serve: Serve, sender: Sender) -> None:
+    gate, failures = Gate(), [True]
+
+    def work(request: HttpRequest) -> HttpResponse:
+        gate.stop_here()
+        if failures:
+            failures.clear()
+            raise RuntimeError("out of luck")
+        return create(request)
+
+    serve(view=kind(work, wait_seconds=30))
+    running = in_background(another_client(sender).send)
+    gate.wait_for_visitor()
+    with connections_made() as made:
+        waiting = in_background(another_client(sender).send)
+        eventually(lambda: len(made) > 1)
+    gate.open()
+    assert running.result().status_code == 500
+    assert waiting.result().status_code == 201
+    assert Entry.objects.count() == 1
+
+
+@both_kinds
+@pytest.mark.parametrize(("seconds", "places"), [(0.3, 10), (30, 1)], ids=["time is over", "no place left"])
+def test_30_waiting_has_its_limits(
+    seconds: float, places: int, kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    settings.IDEMPOTENCY = {"MAX_WAITING_REQUESTS": places}
+    gate = Gate()
+
+    def work(request: HttpRequest) -> HttpResponse:
+        gate.stop_here()
+        return create(request)
+
+    serve(view=kind(work, wait_seconds=seconds))
+    running = in_background(another_client(sender).send)
+    gate.wait_for_visitor()
+    others = [in_background(another_client(sender).send) for _ in range(2)]
+    eventually(lambda: any(future.done() for future in others))
+    refused = next(future for future in others if future.done()).result()
+    assert problem(refused)["code"] == "key_in_use"
+    gate.open()
+    assert running.result().status_code == 201
+    assert {future.result().status_code for future in others} <= {201, 409}
+    assert Entry.objects.count() == 1
+
+
+@both_kinds
+def test_30_mismatch_does_not_wait(kind: Kind, serve: Serve, sender: Sender) -> None:
+    gate = Gate()
+
+    def work(request: HttpRequest) -> HttpResponse:
+        gate.stop_here()
+        return create(request)
+
+    serve(view=kind(work, wait_seconds=60))
+    running = in_background(another_client(sender).send)
+    gate.wait_for_visitor()
+    assert problem(sender.send(body={"a": 2}))["code"] == "key_reused"
+    gate.open()
+    assert running.result().status_code == 201
