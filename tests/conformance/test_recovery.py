@@ -1,4 +1,4 @@
-"""Numbers 38 and 46: resuming, and keys that wait for a person. Number 39 is in ``tests/test_completer.py``."""
+"""Numbers 38 and 46: resuming, and keys that wait for a person."""
 
 from collections.abc import Callable
 

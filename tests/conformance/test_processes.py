@@ -1,0 +1,176 @@
+"""Numbers 36, 39 and 40: what the reaper and the completer do, as clients and the rows see it."""
+
+import io
+from collections.abc import Callable
+
+import pytest
+from django.core.management import call_command
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from pytest_django import Settings
+
+from idempotency.models import IdempotencyKey
+from tests.conformance.threads import Gate, at_once, in_background
+from tests.conformance.views import Counted, another_client, both_kinds, create, make_older, phased_outside, two_phases
+from tests.models import Entry
+from tests.serving import Sender, View, problem
+
+Kind = Callable[..., View]
+Serve = Callable[..., None]
+
+HOUR = 3600
+
+
+def run(command: str) -> str:
+    """Run one pass of a command and return what it says."""
+    said = io.StringIO()
+    call_command(command, stdout=said)
+    return said.getvalue()
+
+
+class Leaving:
+    """A call between two phases that fails as often as it is told to, and counts how often it was made."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.made = failures, 0
+
+    def __call__(self) -> None:
+        self.made += 1
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the other system is down")
+
+
+def begin(request: HttpRequest) -> None:
+    """Write what a first phase commits."""
+    Entry.objects.create(name="begun")
+
+
+def abandon(hours: float = 1) -> None:
+    """Let the clients of all unfinished keys be away for some time."""
+    make_older(hours * HOUR, "created_at", "last_run_at")
+
+
+@both_kinds
+def test_36_finished_keys_go_after_their_retention_and_the_next_is_a_new_request(
+    kind: Kind, serve: Serve, sender: Sender
+) -> None:
+    serve(view=kind(work := Counted()))
+    sender.send(key="old")
+    make_older(73 * HOUR, "created_at", "finished_at")
+    sender.send(key="young")
+    run("reap_keys")
+    assert list(IdempotencyKey.objects.values_list("idempotency_key", flat=True)) == ["young"]
+    assert sender.send(key="young")["Idempotent-Replayed"] == "true"
+    assert "Idempotent-Replayed" not in sender.send(key="old")
+    assert work.runs == 3
+
+
+@pytest.mark.postgres
+def test_36_a_key_in_flight_is_never_touched(serve: Serve, sender: Sender) -> None:
+    gate = Gate()
+    serve(view=two_phases(lambda request: None, create, call=gate.stop_here))
+    running = in_background(another_client(sender).send)
+    gate.wait_for_visitor()
+    make_older(100 * HOUR, "created_at")
+    run("reap_keys")
+    key = IdempotencyKey.objects.get()
+    assert (key.finished_at, key.stuck_at) == (None, None)
+    gate.open()
+    assert running.result().status_code == 201
+
+
+def test_36_unfinished_keys_past_the_retention_are_reported_and_wait_for_a_person(serve: Serve, sender: Sender) -> None:
+    serve(view=two_phases(begin, create, call=Leaving(1)))
+    assert sender.send().status_code == 500
+    abandon(73)
+    said = run("reap_keys")
+    assert "1" in said
+    assert IdempotencyKey.objects.get().stuck_code == "retention_passed"
+    assert problem(sender.send())["code"] == "key_stuck"
+    assert Entry.objects.count() == 1, "nothing is deleted, and nothing done again"
+
+
+def test_36_on_abandon_settles_them_once(serve: Serve, sender: Sender) -> None:
+    settled: list[int] = []
+
+    def on_abandon(key: IdempotencyKey) -> HttpResponse:
+        settled.append(key.pk)
+        return JsonResponse({"refunded": True}, status=410)
+
+    serve(view=two_phases(begin, create, call=Leaving(1), on_abandon=on_abandon))
+    assert sender.send().status_code == 500
+    abandon(73)
+    run("reap_keys"), run("reap_keys")
+    again = sender.send()
+    assert (again.status_code, again.json(), again["Idempotent-Replayed"]) == (410, {"refunded": True}, "true")
+    assert len(settled) == 1
+
+
+def test_39_the_completer_finishes_what_its_client_left_as_its_own_user(serve: Serve, sender: Sender) -> None:
+    def second(request: HttpRequest) -> HttpResponse:
+        assert request.user == sender.user
+        return create(request)
+
+    serve(view=two_phases(begin, second, call=Leaving(1)))
+    assert sender.send().status_code == 500
+    run("complete_keys")
+    assert Entry.objects.count() == 1, "its client may still come back"
+    abandon()
+    run("complete_keys")
+    assert Entry.objects.count() == 2
+    replayed = sender.send()
+    assert (replayed.status_code, replayed["Idempotent-Replayed"]) == (201, "true")
+
+
+@pytest.mark.postgres
+def test_39_several_completers_run_no_key_at_once(serve: Serve, sender: Sender) -> None:
+    serve(view=two_phases(begin, create, call=(call := Leaving(8))))
+    for number in range(8):
+        assert sender.send(key=f"key-{number}").status_code == 500
+    abandon()
+    at_once([lambda: run("complete_keys")] * 4)
+    assert call.made == 16
+    assert IdempotencyKey.objects.finished().count() == 8
+    assert Entry.objects.count() == 16
+
+
+def test_39_after_its_attempts_a_key_is_stuck(serve: Serve, sender: Sender, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 2}
+    serve(view=two_phases(begin, create, call=(call := Leaving(100))))
+    sender.send()
+    for _ in range(2):
+        abandon()
+        IdempotencyKey.objects.update(next_run_at=None)
+        run("complete_keys")
+    assert IdempotencyKey.objects.get().stuck_code == "attempts_exhausted"
+    assert problem(sender.send())["code"] == "key_stuck"
+    assert call.made == 3
+
+
+def test_39_an_answer_that_is_not_stored_is_no_success(serve: Serve, sender: Sender) -> None:
+    answers = [500, 403]
+    serve(view=phased_outside(lambda request: HttpResponse(status=answers.pop(0))))
+    assert sender.send().status_code == 500
+    abandon()
+    run("complete_keys")
+    key = IdempotencyKey.objects.get()
+    assert (key.finished_at, key.completer_attempts) == (None, 1)
+
+
+def test_40_work_whose_downstream_key_has_expired_is_not_done_again(serve: Serve, sender: Sender) -> None:
+    calls: list[str] = []
+
+    def second(request: HttpRequest) -> HttpResponse:
+        calls.append(request.idempotency_key.derive("charge", valid_seconds=23 * HOUR))
+        if len(calls) == 1:
+            raise RuntimeError("the answer was lost")
+        return create(request)
+
+    serve(view=two_phases(begin, second))
+    assert sender.send().status_code == 500
+    abandon(24)
+    refused = sender.send()
+    assert (refused.status_code, problem(refused)["code"], problem(refused)["retryable"]) == (409, "key_stuck", False)
+    assert IdempotencyKey.objects.get().stuck_code == "downstream_key_expired"
+    run("complete_keys")
+    assert len(calls) == 1
