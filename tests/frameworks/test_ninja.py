@@ -1,0 +1,339 @@
+"""What is particular to Django Ninja."""
+
+import json
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import pytest
+from django.db.models import F
+from django.http import HttpRequest, HttpResponse
+from django.test import Client
+from django.urls import path
+from ninja import NinjaAPI, Router, Schema, Status
+from ninja.decorators import decorate_view
+from ninja.errors import HttpError
+from ninja.security import APIKeyHeader, HttpBearer, django_auth
+from ninja.streaming import JSONL
+from ninja.throttling import AnonRateThrottle
+from pytest_django import Settings
+
+from idempotency import scopes
+from idempotency.completer import CompletePass, complete_once
+from idempotency.contrib.ninja import idempotent
+from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
+from tests.concurrency import all_at_once
+from tests.factories import UserFactory
+from tests.models import Account, Entry
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+Serve = Callable[[NinjaAPI], None]
+
+
+class EntryIn(Schema):
+    """What clients send."""
+
+    name: str
+    tags: list[str] = []
+
+
+class EntryOut(Schema):
+    """What they get."""
+
+    id: int
+    name: str
+
+
+class Key(APIKeyHeader):
+    """A key that stands for an account, not for a user."""
+
+    param_name = "X-Api-Key"
+
+    def authenticate(self, request: HttpRequest, key: str | None) -> str | None:
+        """Return the account of the key."""
+        return {"secret-1": "account-1", "secret-2": "account-2"}.get(key or "")
+
+
+@pytest.fixture
+def serve(settings: Settings) -> Serve:
+    """Return a function that puts an API under /api/."""
+
+    def put(*apis: NinjaAPI) -> None:
+        patterns = [path(f"api{number or ''}/", api.urls) for number, api in enumerate(apis)]
+        settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
+
+    return put
+
+
+@pytest.fixture
+def client() -> Client:
+    """Return a client that is signed in."""
+    client = Client(raise_request_exception=False)
+    client.force_login(UserFactory())
+    return client
+
+
+def new_api(**options: Any) -> NinjaAPI:
+    """Return an API for who is signed in."""
+    return NinjaAPI(**{"auth": django_auth, "docs_url": None, "openapi_url": None} | options)
+
+
+def post(client: Client, data: Any, url: str = "/api/entries", **headers: str) -> Any:
+    """Send JSON under the one key of these tests."""
+    return client.post(url, json.dumps(data), content_type="application/json", headers={"Idempotency-Key": "key-1"} | headers)
+
+
+def add_entries(api: NinjaAPI, *decorators: Any) -> None:
+    """Give the API an operation that writes an entry, protected, as users of Ninja write it."""
+
+    @api.post("/entries", response={201: EntryOut})
+    @decorate_view(*decorators or [idempotent])
+    def create(request: HttpRequest, data: EntryIn) -> Any:
+        return Status(201, Entry.objects.create(name=data.name))
+
+
+def test_operation_with_schemas_runs_once(serve: Serve, client: Client) -> None:
+    api = new_api()
+    add_entries(api)
+    serve(api)
+    first, second = (post(client, {"name": "one"}) for _ in range(2))
+    assert (first.status_code, first.json()) == (201, {"id": Entry.objects.get().pk, "name": "one"})
+    assert (second.content, second["Idempotent-Replayed"]) == (first.content, "true")
+
+
+def test_router_may_serve_two_apis(serve: Serve, client: Client) -> None:
+    router, apis = Router(), [new_api(urls_namespace=name) for name in ("one", "two")]
+
+    @router.post("/{number}", response={201: EntryOut})
+    @decorate_view(idempotent())
+    def create(request: HttpRequest, number: int) -> Any:
+        return Status(201, Entry.objects.create(name=str(number)))
+
+    for api in apis:
+        api.add_router("/entries", router)
+    serve(*apis)
+    answers = [post(client, {}, url, **{"Idempotency-Key": url}) for url in ("/api/entries/1", "/api1/entries/2") * 2]
+    assert [answer.json()["name"] for answer in answers] == ["1", "2", "1", "2"]
+    assert ["Idempotent-Replayed" in answer for answer in answers] == [False, False, True, True]
+    assert Entry.objects.count() == 2
+
+
+def test_wrong_parameters_spend_no_key(serve: Serve, client: Client) -> None:
+    api = new_api()
+    add_entries(api)
+    serve(api)
+    assert post(client, {"title": "one"}).status_code == 422
+    assert not IdempotencyKey.objects.exists()
+    assert post(client, {"name": "one"}).status_code == 201
+
+
+def test_throttled_request_leaves_no_record(serve: Serve, client: Client) -> None:
+    api = new_api(auth=None, throttle=AnonRateThrottle("1/d"))
+    add_entries(api, idempotent(scope=lambda request: "all"))
+    serve(api)
+    stranger = Client()
+    assert [post(stranger, {"name": "one"}).status_code for _ in range(2)] == [201, 429]
+    assert IdempotencyKey.objects.count() == 1
+
+
+def test_headers_and_cookies_of_the_response_parameter_are_sent(serve: Serve, client: Client) -> None:
+    api = new_api()
+
+    @api.post("/entries", response=EntryOut)
+    @decorate_view(idempotent)
+    def view(request: HttpRequest, data: EntryIn, response: HttpResponse) -> Any:
+        response["X-Custom"] = "kept"
+        response.set_cookie("private", "secret")
+        return Entry.objects.create(name=data.name)
+
+    serve(api)
+    first, second = (post(client, {"name": "one"}) for _ in range(2))
+    assert (first["X-Custom"], second["X-Custom"], second.content) == ("kept", "kept", first.content)
+    assert ("private" in first.cookies, "private" in second.cookies) == (True, False)
+
+
+def test_scope_may_be_what_the_authentication_returns(serve: Serve) -> None:
+    api = new_api(auth=Key())
+    add_entries(api, idempotent(scope=scopes.attribute("auth")))
+    serve(api)
+    client = Client()
+    mine, again = (post(client, {"name": "one"}, **{"X-Api-Key": "secret-1"}) for _ in range(2))
+    theirs = post(client, {"name": "one"}, **{"X-Api-Key": "secret-2"})
+    assert (again.content, "Idempotent-Replayed" in theirs) == (mine.content, False)
+    assert set(IdempotencyKey.objects.values_list("scope", flat=True)) == {"auth:account-1", "auth:account-2"}
+
+
+@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("error", [HttpError(404, "none"), RuntimeError("bug")], ids=["answer", "bug"])
+def test_what_an_operation_raises_rolls_back_what_it_wrote(
+    serve: Serve, client: Client, settings: Settings, debug: bool, error: Exception
+) -> None:
+    settings.DEBUG = debug
+    api = new_api()
+
+    @api.post("/entries")
+    @decorate_view(idempotent)
+    def view(request: HttpRequest) -> Any:
+        Entry.objects.create(name="made")
+        raise error
+
+    serve(api)
+    statuses = {post(client, {}).status_code for _ in range(2)}
+    assert statuses == {404 if isinstance(error, HttpError) else 500}
+    assert not Entry.objects.exists()
+    assert IdempotencyKey.objects.finished().exists() == isinstance(error, HttpError)
+
+
+def test_answer_that_does_not_fit_its_schema_leaves_nothing(serve: Serve, client: Client) -> None:
+    api = new_api()
+
+    @api.post("/entries", response=EntryOut)
+    @decorate_view(idempotent)
+    def view(request: HttpRequest) -> Any:
+        Entry.objects.create(name="made")
+        return {"name": "no id"}
+
+    serve(api)
+    assert post(client, {}).status_code == 500
+    assert not Entry.objects.exists()
+    assert not IdempotencyKey.objects.exists()
+
+
+def test_exception_handler_of_the_api_makes_the_answer(serve: Serve, client: Client) -> None:
+    class OutOfStock(Exception):
+        pass
+
+    api, runs = new_api(), []
+
+    @api.exception_handler(OutOfStock)
+    def sold(request: HttpRequest, error: Exception) -> HttpResponse:
+        return api.create_response(request, {"error": "sold"}, status=409)
+
+    @api.post("/entries")
+    @decorate_view(idempotent)
+    def view(request: HttpRequest) -> Any:
+        runs.append(Entry.objects.create(name="made"))
+        raise OutOfStock
+
+    serve(api)
+    first, second = (post(client, {}) for _ in range(2))
+    assert (first.status_code, first.json(), second.content) == (409, {"error": "sold"}, first.content)
+    assert (len(runs), Entry.objects.exists()) == (1, False)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("debug", [True, False])
+def test_serialization_failure_is_retried_with_the_parameters_as_they_came(
+    serve: Serve, client: Client, settings: Settings, debug: bool
+) -> None:
+    settings.DEBUG = debug
+    account, api, runs = Account.objects.create(name="one"), new_api(), []
+
+    @api.post("/entries")
+    @decorate_view(idempotent(isolation="serializable"))
+    def view(request: HttpRequest, data: EntryIn) -> Any:
+        runs.append(data)
+        data.tags.append("x")
+        balance = Account.objects.get().balance
+        if len(runs) == 1:
+            all_at_once(lambda number: Account.objects.update(balance=100), 1)
+        Account.objects.filter(pk=account.pk).update(balance=balance + 1)
+        return {"tags": data.tags, "balance": balance + 1}
+
+    serve(api)
+    assert post(client, {"name": "one"}).json() == {"tags": ["x"], "balance": 101}
+    assert len(runs) == 2
+
+
+class Owner(HttpBearer):
+    """A token that returns something of its own."""
+
+    def authenticate(self, request: HttpRequest, token: str) -> dict[str, str] | None:
+        """Return what the token says."""
+        request.user = UserFactory._meta.model.objects.get()
+        return {"plan": "gold"} if token == "secret" else None
+
+
+def prepare(request: HttpRequest, key: IdempotencyKey) -> None:
+    """Give the completer's request what the authentication would have."""
+    request.auth = {"plan": "silver"}
+
+
+@pytest.mark.parametrize(("settled", "plan"), [({}, "user"), ({"PREPARE_REQUEST": prepare}, "silver")], ids=["user", "own"])
+def test_completer_passes_the_authentication(
+    serve: Serve, client: Client, settings: Settings, settled: dict[str, Any], plan: str
+) -> None:
+    settings.IDEMPOTENCY = settled
+    api = new_api(auth=Owner())
+    auths: list[Any] = []
+
+    @api.post("/entries")
+    @decorate_view(idempotent(recovery_points=["made"]))
+    def view(request: HttpRequest) -> Any:
+        key = request.idempotency_key
+        for recovery_point in key.phases():
+            with atomic_phase(key) as phase:
+                if recovery_point == "started":
+                    phase.set_recovery_point("made")
+                else:
+                    auths.append(request.auth)
+                    assert len(auths) > 1, "out of luck"
+                    phase.set_response(api.create_response(request, {"done": True}, status=201))
+        return key.response()
+
+    serve(api)
+    assert post(client, {}, Authorization="Bearer secret").status_code == 500
+    IdempotencyKey.objects.update(
+        created_at=F("created_at") - timedelta(hours=1), last_run_at=F("last_run_at") - timedelta(hours=1)
+    )
+    assert complete_once() == CompletePass(finished=1)
+    assert auths == [{"plan": "gold"}, {"plan": "silver"} if settled else UserFactory._meta.model.objects.get()]
+
+
+def test_nothing_from_the_network_signs_in(serve: Serve) -> None:
+    api = new_api(auth=Owner())
+    add_entries(api)
+    serve(api)
+    user = UserFactory()
+    names = ["_idempotency_claimed_key", "Idempotency-Claimed-Key", "auth", "user"]
+    data = {"name": "one"} | dict.fromkeys(names, user.pk)
+    url = f"/api/entries?{'&'.join(f'{name}={user.pk}' for name in names)}"
+    assert post(Client(), data, url, **dict.fromkeys(names, str(user.pk))).status_code == 401
+    assert not IdempotencyKey.objects.exists()
+
+
+def test_other_decorators_of_an_operation_stay(serve: Serve, client: Client) -> None:
+    def marked(name: str) -> Any:
+        def decorate(run: Any) -> Any:
+            @wraps(run)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                response = run(*args, **kwargs)
+                response[f"X-{name}"] = "seen"
+                return response
+
+            return wrapper
+
+        return decorate
+
+    api = new_api()
+    add_entries(api, marked("Below"), idempotent, marked("Above"))
+    serve(api)
+    answers = [post(client, {"name": "one"}) for _ in range(2)]
+    assert [(answer["X-Below"], answer["X-Above"]) for answer in answers] == [("seen", "seen")] * 2
+    assert Entry.objects.count() == 1
+
+
+def test_what_is_no_operation_is_refused() -> None:
+    with pytest.raises(TypeError, match="decorate_view"):
+        idempotent(lambda request: None)
+
+
+def test_stream_is_refused() -> None:
+    def stream(request: HttpRequest) -> Iterator[EntryOut]:
+        yield EntryOut(id=1, name="one")
+
+    with pytest.raises(TypeError, match="streams"):
+        new_api().post("/entries", response=JSONL[EntryOut])(decorate_view(idempotent)(stream))

@@ -1,0 +1,282 @@
+"""What is particular to Django REST framework."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.core.files.uploadedfile import SimpleUploadedFile
+from django.http import HttpRequest, HttpResponse
+from django.test import Client
+from django.urls import path
+from django.utils.decorators import method_decorator
+from pytest_django import Settings
+from rest_framework import exceptions, generics, renderers, serializers, status
+from rest_framework.decorators import api_view
+from rest_framework.permissions import BasePermission, IsAuthenticated
+from rest_framework.response import Response
+from rest_framework.test import APIClient, APIRequestFactory
+from rest_framework.throttling import BaseThrottle
+from rest_framework.views import APIView, exception_handler
+
+from idempotency.decorators import idempotent
+from idempotency.models import IdempotencyKey
+from tests.factories import UserFactory
+from tests.models import Entry
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+Serve = Callable[[Any], None]
+
+
+class EntrySerializer(serializers.ModelSerializer):
+    """An entry as clients see it."""
+
+    class Meta:
+        model = Entry
+        fields = ["id", "name"]
+
+
+@method_decorator(idempotent, name="create")
+class Entries(generics.CreateAPIView):
+    """A generic view as its users write it."""
+
+    queryset = Entry.objects.all()
+    serializer_class = EntrySerializer
+    permission_classes = [IsAuthenticated]
+
+
+@pytest.fixture
+def serve(settings: Settings) -> Serve:
+    """Return a function that puts a view under /view/."""
+
+    def put(view: Any) -> None:
+        settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", view)]})
+
+    return put
+
+
+@pytest.fixture
+def client() -> APIClient:
+    """Return a client that is signed in without a token, as tests of DRF's users are."""
+    client = APIClient(raise_request_exception=False)
+    client.force_authenticate(UserFactory())
+    return client
+
+
+def post(client: Any, data: Any, **extra: Any) -> Any:
+    """Send data under the one key of these tests."""
+    return client.post("/view/", data, headers={"Idempotency-Key": "key-1", **extra.pop("headers", {})}, **extra)
+
+
+def test_generic_view_creates_once(serve: Serve, client: APIClient) -> None:
+    serve(Entries.as_view())
+    first, second = (post(client, {"name": "one"}, format="json") for _ in range(2))
+    assert (first.status_code, first.json()) == (201, {"id": Entry.objects.get().pk, "name": "one"})
+    assert (second.content, second["Content-Type"]) == (first.content, "application/json")
+    assert second["Idempotent-Replayed"] == "true"
+
+
+def test_errors_of_a_serializer_are_stored(serve: Serve, client: APIClient) -> None:
+    serve(Entries.as_view())
+    first, second = (post(client, {"name": ""}, format="json") for _ in range(2))
+    assert (first.status_code, first.json()) == (400, {"name": ["This field may not be blank."]})
+    assert (second.content, second["Idempotent-Replayed"]) == (first.content, "true")
+
+
+@pytest.mark.parametrize("data_format", ["json", "multipart"])
+def test_data_of_each_parser_reach_the_view(serve: Serve, client: APIClient, data_format: str) -> None:
+    serve(Entries.as_view())
+    assert post(client, {"name": "one"}, format=data_format).json()["name"] == "one"
+
+
+def test_upload_reaches_the_view_and_its_retry_is_the_same_request(serve: Serve, client: APIClient) -> None:
+    @api_view(["POST"])
+    @idempotent
+    def upload(request: Any) -> Response:
+        return Response({"read": request.data["file"].read().decode(), "name": request.data["name"]})
+
+    serve(upload)
+    first, second = (
+        post(client, {"name": "n", "file": SimpleUploadedFile("a.txt", b"content")}, format="multipart") for _ in range(2)
+    )
+    assert first.json() == {"read": "content", "name": "n"}
+    assert (second.content, second["Idempotent-Replayed"]) == (first.content, "true")
+
+
+class NeedsName(BasePermission):
+    """A permission that reads the body before the view does."""
+
+    def has_permission(self, request: Any, view: Any) -> bool:
+        """Refuse what has no name."""
+        return "name" in request.data
+
+
+@pytest.mark.parametrize("data_format", ["json", "multipart"])
+def test_body_may_be_read_by_a_permission(serve: Serve, client: APIClient, data_format: str) -> None:
+    serve(Entries.as_view(permission_classes=[NeedsName]))
+    first, second = (post(client, {"name": "one"}, format=data_format) for _ in range(2))
+    assert (first.status_code, second.content) == (201, first.content)
+    assert post(client, {"name": "two"}, format=data_format).json()["code"] == "key_reused"
+
+
+def test_permission_is_asked_before_a_replay(serve: Serve, client: APIClient) -> None:
+    granted = [True, False]
+
+    class Once(BasePermission):
+        def has_permission(self, request: Any, view: Any) -> bool:
+            return granted.pop(0)
+
+    serve(Entries.as_view(permission_classes=[Once]))
+    assert [post(client, {"name": "one"}).status_code for _ in range(2)] == [201, 403]
+
+
+def test_throttled_request_leaves_no_record(serve: Serve, client: APIClient) -> None:
+    class Never(BaseThrottle):
+        def allow_request(self, request: Any, view: Any) -> bool:
+            return False
+
+    serve(Entries.as_view(throttle_classes=[Never]))
+    assert post(client, {"name": "one"}).status_code == 429
+    assert not IdempotencyKey.objects.exists()
+
+
+def test_answer_is_rendered_in_the_format_that_was_asked_for(serve: Serve, client: APIClient) -> None:
+    class Shouting(renderers.JSONRenderer):
+        media_type, format = "application/vnd.shout+json", "shout"
+
+        def render(self, data: Any, *args: Any, **kwargs: Any) -> bytes:
+            return super().render(data, *args, **kwargs).upper()
+
+    serve(Entries.as_view(renderer_classes=[renderers.JSONRenderer, Shouting]))
+    first, second = (post(client, {"name": "one"}, headers={"Accept": "application/vnd.shout+json"}) for _ in range(2))
+    assert (first["Content-Type"], b'"NAME":"ONE"' in first.content) == ("application/vnd.shout+json", True)
+    assert (second.content, second["Content-Type"], second["Vary"]) == (first.content, first["Content-Type"], first["Vary"])
+
+
+def failure_without_rendering(serve: Serve, client: APIClient, renderer: type[renderers.BaseRenderer]) -> int:
+    """Send one request whose answer cannot be rendered, and return the status."""
+    serve(Entries.as_view(renderer_classes=[renderer]))
+    return int(post(client, {"name": "one"}).status_code)
+
+
+def test_answer_that_cannot_be_rendered_leaves_nothing(serve: Serve, client: APIClient) -> None:
+    class Broken(renderers.JSONRenderer):
+        def render(self, *args: Any, **kwargs: Any) -> bytes:
+            raise RuntimeError("no ink")
+
+    assert failure_without_rendering(serve, client, Broken) == 500
+    assert not Entry.objects.exists()
+    assert not IdempotencyKey.objects.exists()
+
+
+def test_exception_handler_of_the_project_makes_the_answer(serve: Serve, client: APIClient) -> None:
+    class OutOfStock(Exception):
+        pass
+
+    def handler(error: Exception, context: dict[str, Any]) -> Response | None:
+        if isinstance(error, OutOfStock):
+            return Response({"error": "out of stock", "view": type(context["view"]).__name__}, status=status.HTTP_409_CONFLICT)
+        return exception_handler(error, context)
+
+    runs = []
+
+    class Orders(APIView):
+        def get_exception_handler(self) -> Any:
+            return handler
+
+        @idempotent
+        def post(self, request: Any) -> Response:
+            runs.append(Entry.objects.create(name="made"))
+            raise OutOfStock
+
+    serve(Orders.as_view())
+    first, second = (post(client, {"a": 1}) for _ in range(2))
+    assert (first.status_code, first.json()) == (409, {"error": "out of stock", "view": "Orders"})
+    assert (second.content, second["Idempotent-Replayed"]) == (first.content, "true")
+    assert (len(runs), Entry.objects.exists()) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(exceptions.NotAuthenticated, 401), (exceptions.PermissionDenied, 403), (exceptions.Throttled, 429)]
+)
+def test_raised_answers_with_another_cure_are_not_stored(
+    serve: Serve, client: APIClient, error: type[Exception], code: int
+) -> None:
+    @api_view(["POST"])
+    @idempotent
+    def view(request: Any) -> Response:
+        Entry.objects.create(name="made")
+        raise error
+
+    serve(view)
+    assert post(client, {"a": 1}).status_code in (code, 403)
+    assert not Entry.objects.exists()
+    assert not IdempotencyKey.objects.exists()
+
+
+def test_validate_scope_and_key_from_see_the_request_of_the_framework(serve: Serve, client: APIClient) -> None:
+    @api_view(["POST"])
+    @idempotent(
+        validate=lambda request: None if request.data["name"] else Response({"name": "missing"}, status=422),
+        scope=lambda request: f"tenant:{request.data['tenant']}",
+        key_from=lambda request: request.data["id"],
+    )
+    def view(request: Any) -> Response:
+        return Response(EntrySerializer(Entry.objects.create(name=request.data["name"])).data, status=201)
+
+    serve(view)
+    body = {"id": "one", "tenant": 7}
+    refused = client.post("/view/", body | {"name": ""}, format="json")
+    assert (refused.status_code, refused.json()) == (422, {"name": "missing"})
+    first, second = (client.post("/view/", body | {"name": "n"}, format="json") for _ in range(2))
+    assert (first.status_code, second.content) == (201, first.content)
+    assert IdempotencyKey.objects.values_list("scope", "idempotency_key").get() == ("tenant:7", "one")
+
+
+def test_error_renderer_of_the_framework_s_shape(serve: Serve, client: APIClient, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"ERROR_RENDERER": "idempotency.contrib.rest_framework.render_error"}
+    serve(Entries.as_view())
+    response = client.post("/view/", {"name": "one"})
+    assert (response.status_code, response["Content-Type"]) == (400, "application/json")
+    assert set(response.json()) == {"detail", "code"}
+    assert (response.json()["code"], response["Cache-Control"]) == ("key_missing", "no-store")
+
+
+def test_nothing_from_the_network_signs_in(serve: Serve) -> None:
+    user = UserFactory()
+    serve(Entries.as_view())
+    names = ["_force_auth_user", "force_auth_user", "Force-Auth-User", "Idempotency-Claimed-Key", "_idempotency_claimed_key"]
+    stranger = Client(raise_request_exception=False)
+    response = stranger.post(
+        f"/view/?{'&'.join(f'{name}={user.pk}' for name in names)}",
+        json.dumps({"name": "one"} | dict.fromkeys(names, user.pk)),
+        content_type="application/json",
+        headers={"Idempotency-Key": "key-1"} | dict.fromkeys(names, str(user.pk)),
+        **dict.fromkeys(names, str(user.pk)),
+    )
+    assert response.status_code == 403
+    assert not IdempotencyKey.objects.exists()
+
+
+def test_decorator_outside_of_authentication_is_refused() -> None:
+    with pytest.raises(TypeError, match="below @api_view"):
+        idempotent(Entries.as_view())
+
+    @method_decorator(idempotent, name="dispatch")
+    class Outside(APIView):
+        pass
+
+    with pytest.raises(RuntimeError, match="on the handler"):
+        Outside.as_view()(APIRequestFactory().post("/", {}, headers={"Idempotency-Key": "key-1"}))
+
+
+def test_plain_response_of_django_is_taken_too(serve: Serve, client: APIClient) -> None:
+    @api_view(["POST"])
+    @idempotent
+    def view(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(b"\x00\xff", content_type="application/octet-stream", status=202)
+
+    serve(view)
+    first, second = (post(client, {"a": 1}) for _ in range(2))
+    assert (first.status_code, first.content) == (second.status_code, second.content) == (202, b"\x00\xff")
