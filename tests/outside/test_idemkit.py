@@ -1,0 +1,193 @@
+"""The vectors that idemkit publishes for any store of keys, on this one.
+
+The adapter translates names and durations, and decides nothing: each of its calls is one of ``idempotency.keys``. What idemkit
+gives with each call, this app has in its settings, so that the translation has two peculiarities.
+
+- A lease, or a time to live, that is shorter than that of the settings: the row is dated back by the difference. Whether
+  it has run out is then said by the claim, not by the adapter.
+- Released: idemkit forgets the key. Here the row stays, with its fingerprint and its recovery point, because another request
+  may not have the key and a phase may have been committed. A claim of a released key is ``NEW_CLAIMED`` nevertheless, one of
+  a key whose lock ran out is ``LEASE_RECLAIMED``; the row's history tells them apart.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+from django.db import connection
+from django.db.models import F
+from idemkit.conformance import BackendConformance
+from idemkit.core.state import ClaimResult, ClaimResultType, State, StoredRecord
+
+from idempotency import conf, keys
+from idempotency.exceptions import LockLost
+from idempotency.keys import Claim, ClaimedRequest, Outcome
+from idempotency.models import FINISHED, STARTED, IdempotencyKey
+from idempotency.waiting import Patience
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+
+Result = TypeVar("Result")
+
+SCOPE = "idemkit"
+ALIAS = "default"
+#: The lease that most vectors ask for.
+LOCK_TIMEOUT_SECONDS = 30
+
+
+class Backend:
+    """``idempotency.keys`` under the names of idemkit's protocol; each call in a thread with a connection of its own."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+
+    async def claim(
+        self, effective_key: str, fingerprint: str, fingerprint_version: int, lease_ttl_seconds: float
+    ) -> ClaimResult:
+        request = _request(effective_key, f"{fingerprint}:{fingerprint_version}")
+
+        def run() -> ClaimResult:
+            claim = keys.claim_phased(request, (STARTED,), using=ALIAS)
+            if claim.outcome is Outcome.CLAIMED:
+                _date_back("locked_at", claim.key, LOCK_TIMEOUT_SECONDS - lease_ttl_seconds)
+            return _result(claim, request)
+
+        return await self._call(run)
+
+    async def complete(
+        self,
+        effective_key: str,
+        claim_token: str,
+        response_status: int,
+        response_headers: dict[str, str],
+        response_body: bytes,
+        expires_after_seconds: float,
+    ) -> bool:
+        def run(key: IdempotencyKey) -> None:
+            keys.finish(key, response_status, response_headers, response_body, using=ALIAS)
+            _date_back("finished_at", key, conf.get().RETENTION_HOURS * 3600 - expires_after_seconds)
+
+        return await self._fenced(effective_key, claim_token, run)
+
+    async def release(self, effective_key: str, claim_token: str) -> bool:
+        def run(key: IdempotencyKey) -> None:
+            keys.release(key, "released", using=ALIAS)
+            if key.history == IdempotencyKey.objects.get(pk=key.pk).history:
+                raise LockLost  # It is only logged: the app has nothing to do about it.
+
+        return await self._fenced(effective_key, claim_token, run)
+
+    async def renew(self, effective_key: str, claim_token: str, lease_ttl_seconds: float) -> bool:
+        def run(key: IdempotencyKey) -> None:
+            keys.renew(key, using=ALIAS)
+            _date_back("locked_at", key, LOCK_TIMEOUT_SECONDS - lease_ttl_seconds)
+
+        return await self._fenced(effective_key, claim_token, run)
+
+    async def wait_for_completion(self, effective_key: str, timeout_seconds: float) -> StoredRecord | None:
+        def run() -> StoredRecord | None:
+            patience = Patience(timeout_seconds, using=ALIAS)
+            while (key := _row(effective_key)).finished_at is None:
+                if not patience.waited():
+                    return None
+            return _record(key)
+
+        return await self._call(run)
+
+    async def _fenced(self, effective_key: str, claim_token: str, change: Callable[[IdempotencyKey], None]) -> bool:
+        def run() -> bool:
+            key = _row(effective_key)
+            # The run that was given the token: it knows no other, and was not told how far others have come.
+            key.fence, key.recovery_point = _uuid(claim_token), STARTED
+            try:
+                change(key)
+            except LockLost:
+                return False
+            return True
+
+        return await self._call(run)
+
+    async def _call(self, run: Callable[[], Result]) -> Result:
+        def with_connection() -> Result:
+            try:
+                return run()
+            finally:
+                connection.close()
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, with_connection)
+
+
+def _uuid(token: str) -> uuid.UUID:
+    """Return the token as one of this app's; a foreign one becomes a UUID too, so that the database has to refuse it."""
+    try:
+        return uuid.UUID(token)
+    except ValueError:
+        return uuid.uuid5(uuid.NAMESPACE_OID, token)
+
+
+def _request(effective_key: str, fingerprint: str) -> ClaimedRequest:
+    return ClaimedRequest(
+        scope=SCOPE,
+        idempotency_key=effective_key,
+        user_id=None,
+        method="POST",
+        path="/idemkit",
+        body=b"",
+        content_type="",
+        headers={},
+        remote_addr="",
+        fingerprint=fingerprint,
+    )
+
+
+def _row(effective_key: str) -> IdempotencyKey:
+    return IdempotencyKey.objects.get(scope=SCOPE, idempotency_key=effective_key)
+
+
+def _date_back(column: str, key: IdempotencyKey, seconds: float) -> None:
+    """Let a duration that began just now end ``seconds`` earlier."""
+    if seconds:
+        IdempotencyKey.objects.filter(pk=key.pk).update(**{column: F(column) - timedelta(seconds=seconds)})
+
+
+def _result(claim: Claim, request: ClaimedRequest) -> ClaimResult:
+    if claim.outcome is Outcome.CLAIMED:
+        before = [entry["event"] for entry in _row(request.idempotency_key).history][-2:-1]
+        kind = ClaimResultType.LEASE_RECLAIMED if before == ["claimed"] else ClaimResultType.NEW_CLAIMED
+        return ClaimResult(kind, _record(claim.key), str(claim.key.claim_token))
+    kinds = {Outcome.IN_PROGRESS: ClaimResultType.ALREADY_CLAIMED, Outcome.FINISHED: ClaimResultType.ALREADY_COMPLETED}
+    # While the winner of a race has not committed, its row cannot be seen by anybody.
+    return ClaimResult(kinds[claim.outcome], _record(claim.key or IdempotencyKey(idempotency_key=request.idempotency_key)))
+
+
+def _record(key: IdempotencyKey) -> StoredRecord:
+    finished: Any = key.finished_at is not None
+    assert finished == (key.recovery_point == FINISHED)
+    return StoredRecord(
+        effective_key=key.idempotency_key,
+        state=State.COMPLETED if finished else State.CLAIMED,
+        fingerprint=key.request_fingerprint,
+        fingerprint_version=1,
+        claim_token=str(key.claim_token or ""),
+        claimed_at=key.last_run_at.timestamp() if key.last_run_at else 0,
+        lease_until=(key.locked_at.timestamp() if key.locked_at else 0) + LOCK_TIMEOUT_SECONDS,
+        completed_at=key.finished_at.timestamp() if key.finished_at else None,
+        response_status=key.response_code,
+        response_headers=key.response_headers or {},
+        response_body=bytes(key.response_body or b""),
+    )
+
+
+def test_44_the_vectors_of_idemkit_hold(settings: Any, record_property: Callable[[str, object], None]) -> None:
+    settings.IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": LOCK_TIMEOUT_SECONDS}
+    with ThreadPoolExecutor(max_workers=25) as threads:
+        report = asyncio.run(BackendConformance(Backend(threads)).run())
+
+    passed = report.total - len(report.failures)
+    record_property("counts", f"idemkit: {passed} of {report.total} vectors")
+    assert report.passed, report.report()
+    assert report.total == 13
