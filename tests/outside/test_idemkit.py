@@ -26,7 +26,7 @@ from idemkit.core.state import ClaimResult, ClaimResultType, State, StoredRecord
 from idempotency import conf, keys
 from idempotency.exceptions import LockLost
 from idempotency.keys import Claim, ClaimedRequest, Outcome
-from idempotency.models import FINISHED, STARTED, IdempotencyKey
+from idempotency.models import STARTED, IdempotencyKey
 from idempotency.waiting import Patience
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
@@ -160,25 +160,36 @@ def _result(claim: Claim, request: ClaimedRequest) -> ClaimResult:
         kind = ClaimResultType.LEASE_RECLAIMED if before == ["claimed"] else ClaimResultType.NEW_CLAIMED
         return ClaimResult(kind, _record(claim.key), str(claim.key.claim_token))
     kinds = {Outcome.IN_PROGRESS: ClaimResultType.ALREADY_CLAIMED, Outcome.FINISHED: ClaimResultType.ALREADY_COMPLETED}
-    # While the winner of a race has not committed, its row cannot be seen by anybody.
-    return ClaimResult(kinds[claim.outcome], _record(claim.key or IdempotencyKey(idempotency_key=request.idempotency_key)))
+    # While the winner of a race has not committed, nobody can see its row.
+    return ClaimResult(kinds[claim.outcome], _record(claim.key) if claim.key else _unseen_record(request))
 
 
 def _record(key: IdempotencyKey) -> StoredRecord:
-    finished: Any = key.finished_at is not None
-    assert finished == (key.recovery_point == FINISHED)
+    claimed_at, finished = key.last_run_at.timestamp(), key.finished_at is not None
     return StoredRecord(
         effective_key=key.idempotency_key,
         state=State.COMPLETED if finished else State.CLAIMED,
         fingerprint=key.request_fingerprint,
         fingerprint_version=1,
-        claim_token=str(key.claim_token or ""),
-        claimed_at=key.last_run_at.timestamp() if key.last_run_at else 0,
-        lease_until=(key.locked_at.timestamp() if key.locked_at else 0) + LOCK_TIMEOUT_SECONDS,
-        completed_at=key.finished_at.timestamp() if key.finished_at else None,
+        claim_token=str(key.claim_token),
+        claimed_at=claimed_at,
+        lease_until=claimed_at + LOCK_TIMEOUT_SECONDS,
+        completed_at=key.finished_at.timestamp() if finished else None,
         response_status=key.response_code,
         response_headers=key.response_headers or {},
         response_body=bytes(key.response_body or b""),
+    )
+
+
+def _unseen_record(request: ClaimedRequest) -> StoredRecord:
+    return StoredRecord(
+        effective_key=request.idempotency_key,
+        state=State.CLAIMED,
+        fingerprint=request.fingerprint,
+        fingerprint_version=1,
+        claim_token="",
+        claimed_at=0,
+        lease_until=0,
     )
 
 
