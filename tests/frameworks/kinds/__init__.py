@@ -12,6 +12,7 @@ KINDS = [
     Kind("class, method", django_views.class_method, 302),
     Kind("async function", django_views.async_function, 302),
     Kind("async method", django_views.async_method, 302),
+    Kind("async, post", django_views.async_by_post, 302),
     Kind("form", django_views.form, 302, by_form=True),
     Kind("DRF APIView", rest_views.api_view_class, 401, by_token=True),
     Kind("DRF @api_view", rest_views.api_view_function, 401, by_token=True),

@@ -118,6 +118,25 @@ def async_method(job: Job) -> Patterns:
     return at_both(login_required(Entries.as_view()))
 
 
+def async_by_post(job: Job) -> Patterns:
+    """A class-based view with async methods, decorated from outside."""
+    body = async_body_of(job, django_answer, DJANGO_ERRORS)
+
+    @method_decorator(job.protect(), name="put")
+    @method_decorator(job.protect(), name="post")
+    class Entries(View):
+        async def get(self, request: HttpRequest) -> HttpResponseBase:
+            return await body(request)
+
+        async def post(self, request: HttpRequest) -> HttpResponseBase:
+            return await body(request)
+
+        async def put(self, request: HttpRequest) -> HttpResponseBase:
+            return await body(request)
+
+    return at_both(login_required(Entries.as_view()))
+
+
 def form(job: Job) -> Patterns:
     """A view of an HTML form, whose key comes in a hidden field."""
     body = body_of(job, django_answer, DJANGO_ERRORS)
