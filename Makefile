@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo serve test lint clean
+.PHONY: demo serve test conformance fuzz lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -27,6 +27,18 @@ test:
 	step $(PY) -m pytest $(PYTEST_ARGS); \
 	step env DATABASE_URL=sqlite:///$(CURDIR)/.run/core.sqlite3 $(PY) -m pytest -m "not postgres and not murphy" $(PYTEST_ARGS); \
 	$(call end,test)
+
+# Each number of the contract as a line, and what the suites of others say.
+conformance:
+	$(call set-up,conformance,test)
+	@$(PY) -m tests.conformance $(PYTEST_ARGS)
+
+# At least 20,000 requests that nobody would think of.
+fuzz:
+	$(call set-up,fuzz,test)
+	@$(steps); \
+	step $(PY) -m pytest -q tests/fuzz $(PYTEST_ARGS); \
+	$(call end,fuzz)
 
 lint:
 	$(call set-up,lint,lint)

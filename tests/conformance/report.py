@@ -1,0 +1,68 @@
+"""A plugin of pytest for ``make conformance``: it runs the tests that bear numbers, and says of each number whether it holds.
+
+A number holds when it has a test and each of its tests passed; one that was skipped did not. Number 41 is the table of
+frameworks as a whole. What a test hands to ``record_property("counts", ...)`` is printed as it is.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conformance.titles import TITLES
+
+FRAMEWORKS, EVERY_KIND_OF_VIEW = "tests/frameworks/", 41
+#: What is in these is run without a number too.
+FOLDERS = ("tests/conformance/", FRAMEWORKS, "tests/outside/")
+#: Proved by suites of others, with counts of their own.
+OUTSIDE = {43: "stripe", 44: "idemkit", 45: "schemathesis"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not about the contract."""
+    kept = [item for item in items if item.nodeid.startswith(FOLDERS) or list(_numbers(item.nodeid))]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def _numbers(test: str) -> Iterator[int]:
+    if found := re.search(r"::test_(\d\d)_", test):
+        yield int(found.group(1))
+    if test.startswith(FRAMEWORKS):
+        yield EVERY_KIND_OF_VIEW
+
+
+class Report:
+    """What became of each number."""
+
+    def __init__(self) -> None:
+        self.passed: dict[int, int] = defaultdict(int)
+        self.not_passed: dict[int, list[str]] = defaultdict(list)
+        self.counts: dict[int, list[str]] = defaultdict(list)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note how one step of a test ended."""
+        for number in _numbers(report.nodeid):
+            if report.outcome != "passed" or hasattr(report, "wasxfail"):
+                self.not_passed[number].append(report.nodeid)
+            elif report.when == "call":
+                self.passed[number] += 1
+            if report.when == "call":
+                self.counts[number] += [str(value) for name, value in report.user_properties if name == "counts"]
+
+    def holds(self, number: int) -> bool:
+        """Whether the number has tests, and all of them passed."""
+        return bool(self.passed[number]) and not self.not_passed[number]
+
+    def failed(self) -> int:
+        """Return how many numbers do not hold."""
+        return sum(not self.holds(number) for number in TITLES)
+
+    def lines(self) -> Iterator[str]:
+        """Return a line for each number, then the counts of the outside suites."""
+        for number, title in TITLES.items():
+            verdict = "pass" if self.holds(number) else "fail" if self.not_passed[number] else "fail (no test)"
+            yield f"{number:02} {verdict} {title}"
+        for number, suite in OUTSIDE.items():
+            yield from self.counts[number] or [f"{suite}: no counts; {self.passed[number]} tests passed"]
