@@ -2,6 +2,8 @@
 
 A number holds when it has a test and each of its tests passed; one that was skipped did not. Number 41 is the table of
 frameworks as a whole. What a test hands to ``record_property("counts", ...)`` is printed as it is.
+
+PYTEST_DONT_REWRITE: it is imported before pytest.
 """
 
 import re
