@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 
 from django.conf import settings
 from django.db import models
-from django.db.models import Q
+from django.db.models import F, Q
 from django.db.models.functions import Now
 from django.http import HttpResponseBase
 
@@ -67,8 +67,13 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         return self.filter(finished_at__isnull=True)
 
     def stuck(self) -> "IdempotencyKeyQuerySet":
-        """Keys that wait for a person."""
-        return self.unfinished().filter(stuck_at__isnull=False)
+        """Keys that wait for a person: given up on, and not acknowledged since."""
+        unseen = Q(acknowledged_at__isnull=True) | Q(acknowledged_at__lt=F("stuck_at"))
+        return self.unfinished().filter(unseen, stuck_at__isnull=False)
+
+    def acknowledged(self) -> "IdempotencyKeyQuerySet":
+        """Stuck keys that a person has taken off the list without finishing them."""
+        return self.unfinished().filter(acknowledged_at__gte=F("stuck_at"))
 
     def in_flight(self) -> "IdempotencyKeyQuerySet":
         """Keys that a run holds at the moment."""
@@ -131,6 +136,9 @@ class IdempotencyKey(models.Model):
     locked_at = models.DateTimeField(null=True, blank=True, help_text="Since when a run holds the key; each phase renews it.")
     finished_at = models.DateTimeField(null=True, blank=True)
     stuck_at = models.DateTimeField(null=True, blank=True)
+    acknowledged_at = models.DateTimeField(
+        null=True, blank=True, help_text="When a person took the stuck key off the list; counts if it is not before stuck_at."
+    )
 
     claim_token = models.UUIDField(null=True, blank=True, help_text="The current claim: the fence.")
     attempts = models.PositiveIntegerField(default=0, help_text="Claims so far, by clients and by the completer.")
@@ -168,6 +176,12 @@ class IdempotencyKey(models.Model):
 
     class Meta:
         verbose_name = "idempotency key"
+        permissions = [
+            ("complete_idempotencykey", "Can have an idempotency key completed"),
+            ("release_idempotencykey", "Can release the lock of an idempotency key"),
+            ("answer_idempotencykey", "Can answer an idempotency key"),
+            ("acknowledge_idempotencykey", "Can acknowledge a stuck idempotency key"),
+        ]
         constraints = [
             models.UniqueConstraint(fields=["scope", "idempotency_key"], name="idempotency_key_unique"),
             models.CheckConstraint(
@@ -285,11 +299,16 @@ class StagedJob(models.Model):
     )
 
     class Meta:
+        permissions = [
+            ("retry_stagedjob", "Can hand a failed staged job over again"),
+            ("discard_stagedjob", "Can discard a failed staged job"),
+        ]
         constraints = [
             models.CheckConstraint(condition=~Q(job_name="") & ~Q(queue=""), name="idempotency_job_not_empty"),
         ]
         indexes = [
             models.Index(fields=["run_at"], name="idempotency_job_waiting", condition=Q(failed_at__isnull=True)),
+            models.Index(fields=["failed_at"], name="idempotency_job_failed", condition=Q(failed_at__isnull=False)),
         ]
 
     def __str__(self) -> str:
@@ -329,3 +348,18 @@ class ProcessedMessage(models.Model):
 
     def __str__(self) -> str:
         return f"{self.source} {self.message_id}"
+
+
+class ProcessHeartbeat(models.Model):
+    """The last sign of life of a loop (enqueuer, completer, reaper) of one process; removed when it is told to stop."""
+
+    name = models.CharField(max_length=50, help_text="The command, such as enqueue_jobs.")
+    host = models.CharField(max_length=100)
+    pid = models.PositiveIntegerField()
+    beat_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["name", "host", "pid"], name="idempotency_heartbeat_unique")]
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.host}, process {self.pid}"
