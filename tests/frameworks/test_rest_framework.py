@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.core.files.uploadedfile import SimpleUploadedFile
+from django.db.models import F
 from django.http import HttpRequest, HttpResponse
 from django.test import Client
 from django.urls import path
@@ -19,10 +21,13 @@ from rest_framework.test import APIClient, APIRequestFactory
 from rest_framework.throttling import BaseThrottle
 from rest_framework.views import APIView, exception_handler
 
+from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
+from tests.concurrency import all_at_once
 from tests.factories import UserFactory
-from tests.models import Entry
+from tests.models import Account, Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -104,6 +109,33 @@ def test_upload_reaches_the_view_and_its_retry_is_the_same_request(serve: Serve,
     assert (second.content, second["Idempotent-Replayed"]) == (first.content, "true")
 
 
+@pytest.mark.postgres
+@pytest.mark.parametrize("data_format", ["json", "multipart"])
+def test_data_are_as_they_came_when_a_serialization_failure_makes_the_view_run_again(
+    serve: Serve, client: APIClient, data_format: str
+) -> None:
+    Account.objects.create(name="one")
+    seen: list[Any] = []
+
+    @api_view(["POST"])
+    @idempotent(isolation="serializable")
+    def view(request: Any) -> Response:
+        if data_format == "json":
+            seen.append(request.data.pop("name"))
+        else:
+            seen.append(request.data["file"].read())
+        balance = Account.objects.get().balance
+        if len(seen) == 1:
+            all_at_once(lambda number: Account.objects.update(balance=100), 1)
+        Account.objects.update(balance=balance + 1)
+        return Response({"balance": balance + 1})
+
+    serve(view)
+    data = {"name": "n"} if data_format == "json" else {"file": SimpleUploadedFile("a.txt", b"content")}
+    assert post(client, data, format=data_format).json() == {"balance": 101}
+    assert seen == [seen[0]] * 2
+
+
 class NeedsName(BasePermission):
     """A permission that reads the body before the view does."""
 
@@ -154,18 +186,13 @@ def test_answer_is_rendered_in_the_format_that_was_asked_for(serve: Serve, clien
     assert (second.content, second["Content-Type"], second["Vary"]) == (first.content, first["Content-Type"], first["Vary"])
 
 
-def failure_without_rendering(serve: Serve, client: APIClient, renderer: type[renderers.BaseRenderer]) -> int:
-    """Send one request whose answer cannot be rendered, and return the status."""
-    serve(Entries.as_view(renderer_classes=[renderer]))
-    return int(post(client, {"name": "one"}).status_code)
-
-
 def test_answer_that_cannot_be_rendered_leaves_nothing(serve: Serve, client: APIClient) -> None:
     class Broken(renderers.JSONRenderer):
         def render(self, *args: Any, **kwargs: Any) -> bytes:
             raise RuntimeError("no ink")
 
-    assert failure_without_rendering(serve, client, Broken) == 500
+    serve(Entries.as_view(renderer_classes=[Broken]))
+    assert post(client, {"name": "one"}).status_code == 500
     assert not Entry.objects.exists()
     assert not IdempotencyKey.objects.exists()
 
@@ -241,6 +268,40 @@ def test_error_renderer_of_the_framework_s_shape(serve: Serve, client: APIClient
     assert (response.status_code, response["Content-Type"]) == (400, "application/json")
     assert set(response.json()) == {"detail", "code"}
     assert (response.json()["code"], response["Cache-Control"]) == ("key_missing", "no-store")
+
+
+def give_a_token(request: HttpRequest, key: IdempotencyKey) -> None:
+    """Give the completer's request what the authentication would have."""
+    request._force_auth_token = "of the completer"
+
+
+def test_completer_may_be_given_what_the_authentication_returns(serve: Serve, client: APIClient, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": give_a_token}
+    seen: list[Any] = []
+
+    class Orders(APIView):
+        permission_classes = [IsAuthenticated]
+
+        @idempotent(recovery_points=["made"])
+        def post(self, request: Any) -> Response:
+            key = request.idempotency_key
+            for recovery_point in key.phases():
+                with atomic_phase(key) as phase:
+                    if recovery_point == "started":
+                        phase.set_recovery_point("made")
+                    else:
+                        seen.append((request.user.pk, request.auth))
+                        assert len(seen) > 1, "out of luck"
+                        phase.set_response(Response({"name": request.data["name"]}, status=201))
+            return key.response()
+
+    serve(Orders.as_view())
+    assert post(client, {"name": "one"}, format="json").status_code == 500
+    hour = timedelta(hours=1)
+    IdempotencyKey.objects.update(created_at=F("created_at") - hour, last_run_at=F("last_run_at") - hour)
+    assert complete_once() == CompletePass(finished=1)
+    assert seen == [(seen[0][0], None), (seen[0][0], "of the completer")]
+    assert post(client, {"name": "one"}, format="json").json() == {"name": "one"}
 
 
 def test_nothing_from_the_network_signs_in(serve: Serve) -> None:
