@@ -1,10 +1,8 @@
 """Clients that behave like phones: they retry with the same key, lose connections, press twice and go away."""
 
 import json
-import random
 import socket
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +10,11 @@ from urllib.parse import urlsplit
 
 import httpx
 
-#: One try; together with the tries it stays finite, and a try ends before the lock of its key does.
+from idempotency.client import Retries, make_client
+
+#: One try ends before the lock of its key does.
 TRY_SECONDS = 8.0
-TRIES = 40
-#: After this a client gives up, whatever it was told.
-DEADLINE_SECONDS = 75.0
-LONGEST_PAUSE_SECONDS = 3.0
+RETRIES = Retries(deadline_seconds=75, first_pause_seconds=0.4, longest_pause_seconds=3)
 
 
 class CannotSimulate(Exception):
@@ -111,25 +108,15 @@ class Phones:
             self.tally.complain(booking, f"{answer.status_code} {answer.text[:200]}")
 
     def _until_settled(self, booking: Booking) -> Outcome:
-        outcome, deadline = Outcome(booking), time.monotonic() + DEADLINE_SECONDS
-        while outcome.tries < TRIES and time.monotonic() < deadline:
-            outcome.tries += 1
-            pause = random.uniform(0.1, min(0.2 * 2**outcome.tries, LONGEST_PAUSE_SECONDS))
+        outcome = Outcome(booking)
+        with make_client(RETRIES, transport=_Tries(self, outcome), base_url=self.http.base_url, timeout=TRY_SECONDS) as client:
             try:
-                answer = self._post(booking)
-            except httpx.TransportError as error:
-                self.tally.count(f"no answer: {type(error).__name__}")
-            else:
-                self.tally.count(f"answer {answer.status_code}")
-                if not _is_temporary(answer):
-                    outcome.answer = answer
-                    return outcome
-                pause = max(pause, float(answer.headers.get("Retry-After", 0)))
-            time.sleep(min(pause, LONGEST_PAUSE_SECONDS))
+                answer = client.post("/rides", content=_encoded(booking.body), headers=_headers(booking))
+            except httpx.TransportError:
+                return outcome
+        # Told to come back, and no time left for it: this client gave up.
+        outcome.answer = answer if "Retry-After" not in answer.headers else None
         return outcome
-
-    def _post(self, booking: Booking) -> httpx.Response:
-        return self.http.post("/rides", content=_encoded(booking.body), headers=_headers(booking))
 
     def _duplicates(self, booking: Booking) -> Outcome:
         """Send the booking three times at once: one runs, all end with the same bytes."""
@@ -200,6 +187,27 @@ class Phones:
         self.tally.count(f"fault {when}")
 
 
+class _Tries(httpx.BaseTransport):
+    """Sends what is tried through the connections of the phones, and counts it."""
+
+    def __init__(self, phones: Phones, outcome: Outcome) -> None:
+        self._phones, self._outcome = phones, outcome
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self._outcome.tries += 1
+        tally = self._phones.tally
+        try:
+            answer = self._phones.http.send(request)
+        except httpx.TransportError as error:
+            tally.count(f"no answer: {type(error).__name__}")
+            raise
+        tally.count(f"answer {answer.status_code}")
+        if answer.status_code == 500:
+            # Another try may end well; that it was needed is a mistake of the service.
+            tally.complain(self._outcome.booking, f"500 {answer.text[:200]}")
+        return httpx.Response(answer.status_code, headers=answer.headers, stream=httpx.ByteStream(answer.content))
+
+
 def _encoded(body: dict[str, Any]) -> bytes:
     return json.dumps(body).encode()
 
@@ -214,8 +222,3 @@ def _headers(booking: Booking) -> dict[str, str]:
 
 def _is_stuck(answer: httpx.Response) -> bool:
     return answer.status_code == 409 and answer.json().get("code") == "key_stuck"
-
-
-def _is_temporary(answer: httpx.Response) -> bool:
-    """Tell whether the answer asks for the same request again."""
-    return answer.status_code in (429, 502, 503, 504) or (answer.status_code == 409 and "Retry-After" in answer.headers)

@@ -99,9 +99,21 @@ class Forgetful(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@pytest.fixture
-def forgetful() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Forgetful) as server:
+class Stumbling(Forgetful):
+    """A server whose first answer is a 500."""
+
+    def do_POST(self):
+        if not type(self).booked:
+            type(self).booked += 1
+            self.send_error(500)
+        else:
+            super().do_POST()
+
+
+@pytest.fixture(params=[Forgetful])
+def forgetful(request) -> Iterator[str]:
+    request.param.booked = 0
+    with ThreadingHTTPServer(("127.0.0.1", 0), request.param) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -113,6 +125,16 @@ def test_a_wrong_answer_is_noticed(forgetful, kind):
     phones = Phones(forgetful, Tally())
 
     phones.play(Booking("sim-1", kind, "demo-joe" if kind == "declined" else "demo-jane", RIDE))
+    phones.close()
+
+    assert len(phones.tally.wrong) == 1
+
+
+@pytest.mark.parametrize("forgetful", [Stumbling], indirect=True)
+def test_an_internal_error_is_noticed_even_if_the_retry_succeeds(forgetful):
+    phones = Phones(forgetful, Tally())
+
+    assert phones.play(Booking("sim-1", "plain", "demo-jane", RIDE)).label == "201"
     phones.close()
 
     assert len(phones.tally.wrong) == 1
