@@ -7,7 +7,7 @@ from urllib.parse import unquote
 from django.http import HttpResponseBase
 from django.urls import Resolver404, resolve
 
-from idempotency import conf, http, keys, signals
+from idempotency import claims, conf, http, keys, signals
 from idempotency.calls import rendered
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
@@ -41,7 +41,7 @@ def settle(pk: int, *, using: str) -> bool | None:
             return None
         logger.warning("key %s is stuck (%s): %s", key.key_hash if key else pk, RETENTION_PASSED, reason)
     else:
-        key = keys.claim_by_id(pk, delay_seconds=0, using=using)
+        key = claims.claim_by_id(pk, delay_seconds=0, using=using)
         if key is None:
             return None
         begun = (

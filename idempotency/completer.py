@@ -26,7 +26,7 @@ from django.urls import Resolver404, resolve
 from django.utils import timezone, translation
 from django.utils.module_loading import import_string
 
-from idempotency import conf, keys, signals
+from idempotency import claims, conf, keys, signals
 from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
 from idempotency.http import REDACTED_MARK
 from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet
@@ -100,6 +100,16 @@ def complete_once(
     return CompletePass(**sum((run.result() for run in runs), Counter()))
 
 
+def complete_key(pk: int, *, using: str | None = None) -> str | None:
+    """Run one unlocked key that is not stuck on from its recovery point, now, however young it is.
+
+    Return "finished", "stuck", or "failed" for a key that was released with its error, and is due again after
+    COMPLETER_IDLE_SECONDS; None, with nothing done, when a run holds it, a person has it, it has its response, or its next run
+    is not due. What the view raises is logged and kept on the key; a lost database is raised. Not for use in a transaction.
+    """
+    return _complete(pk, 0, using or router.db_for_write(IdempotencyKey))
+
+
 def _abandoned(alias: str) -> IdempotencyKeyQuerySet:
     return IdempotencyKeyQuerySet(IdempotencyKey, using=alias).abandoned()
 
@@ -120,7 +130,7 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
     if attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, attempts, alias):
         return "stuck"
     delay = min(limits.COMPLETER_IDLE_SECONDS * 2**attempts, _MAX_DELAY_SECONDS)
-    key = keys.claim_by_id(pk, delay_seconds=delay, using=alias)
+    key = claims.claim_by_id(pk, delay_seconds=delay, using=alias)
     if key is None:
         return None
     keys.emit(signals.key_claimed, key, None)

@@ -11,10 +11,10 @@ from django.db.utils import Error
 from django.http import Http404, HttpRequest, HttpResponseBase
 from django.http.multipartparser import MultiPartParserError
 
-from idempotency import conf, header, http, keys, problems, scopes, signals
+from idempotency import claims, conf, header, http, keys, problems, scopes, signals
 from idempotency.calls import Call
 from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, ResponseNotCommitted
-from idempotency.keys import Claim, ClaimedRequest, Outcome
+from idempotency.claims import Claim, ClaimedRequest, Outcome
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.options import Options
 from idempotency.problems import Problem
@@ -87,7 +87,7 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
     def attempt(run: Run) -> HttpResponseBase:
         while True:
             with durable_transaction(level, using=using):
-                claim = keys.claim_plain(described, using=using)
+                claim = claims.claim_plain(described, using=using)
                 if claim.outcome is Outcome.CLAIMED:
                     with _bound(request, claim.key):
                         response = run()
@@ -118,9 +118,9 @@ def _phased(call: Call, options: Options, described: ClaimedRequest, *, using: s
     """Claim the key of a phased view, then run the view from the key's recovery point."""
     refuse_outer_transaction(using)
     patience = Patience(options.wait_seconds, using=using)
-    claim = keys.claim_phased(described, options.every_point()[:-1], using=using)
+    claim = claims.claim_phased(described, options.every_point()[:-1], using=using)
     while claim.outcome is Outcome.IN_PROGRESS and patience.waited():
-        claim = keys.claim_phased(described, options.every_point()[:-1], using=using)
+        claim = claims.claim_phased(described, options.every_point()[:-1], using=using)
     if claim.outcome is not Outcome.CLAIMED:
         return _refuse_or_replay(claim, call.request, using=using)
     if claim.key.attempts > 1:

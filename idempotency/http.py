@@ -10,7 +10,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, RawPostData
 
 from idempotency import conf, problems
 from idempotency.fingerprint import fingerprint, is_multipart, target
-from idempotency.keys import ClaimedRequest
+from idempotency.claims import ClaimedRequest
 from idempotency.models import IdempotencyKey
 from idempotency.options import Options
 from idempotency.redaction import redacted_body, redacted_target

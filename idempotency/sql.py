@@ -7,6 +7,7 @@ is always a parameter. Durations are seconds, times are the database's clock.
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from idempotency import conf
 from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, IdempotencyKey
@@ -15,12 +16,26 @@ from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, Idempo
 HISTORY_LIMIT = 50
 
 TABLE = IdempotencyKey._meta.db_table
-#: Read with each claim. The rest is large, or for people: the model loads it when it is asked for.
-FIELDS = [
-    field
+#: What is read of a key by its id, with its age. The rest is large, or for people: the model loads it when it is asked for.
+READ = tuple(
+    field.attname
     for field in IdempotencyKey._meta.concrete_fields
     if field.name not in {"request_body", "request_content_type", "request_headers", "remote_addr", "last_error", "history"}
-]
+)
+#: What a claim returns of the key that it claimed, with its age: all that the claim has not written itself.
+CLAIMED = ("id", "user_id", "attempts", "seed", "recovery_point")
+#: What a claim returns of a key that it met, with whether it is expired and what is left of its lock.
+MET = (
+    *("id", "user_id", "attempts", "recovery_point", "request_fingerprint", "finished_at", "stuck_at", "stuck_code"),
+    *("response_code", "response_headers", "response_body"),
+)
+_COLUMNS = {field.attname: field.column for field in IdempotencyKey._meta.concrete_fields}
+
+
+def parts(values: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, tuple[Any, ...], str]:
+    """Return what a claim's row says: of the key it claimed, None if it claimed none; of the one it met; its verdict."""
+    claimed, met, verdict = values[: len(CLAIMED) + 1], values[len(CLAIMED) + 1 : -1], values[-1]
+    return (claimed if claimed[0] is not None else None), met, verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +82,9 @@ _CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 #: A run that does not know that its own last COMMIT went through must not write over what it committed.
 _REACHED = "k.recovery_point = %(reached)s"
+_NOTHING_CLAIMED = ", ".join(["NULL"] * (len(CLAIMED) + 1))
+_NOTHING_MET = ", ".join(["NULL"] * (len(MET) + 2))
+_OF_MET = ", ".join(f"met.{name}" for name in [*(_COLUMNS[name] for name in MET), "expired", "lock_seconds"])
 _FENCE = "k.id = %(id)s AND k.claim_token = %(token)s"
 
 
@@ -84,30 +102,33 @@ class Statements:
             f"(k.finished_at IS NULL AND k.request_fingerprint = %(request_fingerprint)s AND {self.unlocked} "
             f"AND {_NOT_STUCK} AND {dialect.known_point})"
         )
-        self.columns = self._columns("k.")
-        #: SQLite knows no alias in RETURNING.
-        self.returned = self._columns("")
 
-    def _columns(self, prefix: str) -> str:
-        since, created_at, locked_at = self.dialect.seconds_since, f"{prefix}created_at", f"{prefix}locked_at"
-        return ", ".join(
-            [
-                *(f"{prefix}{field.column}" for field in FIELDS),
-                f"{self.expired.replace('k.', prefix)} AS expired",
-                f"{since.format(created_at)} AS age_seconds",
-                f"COALESCE({self.lock_timeout_seconds} - {since.format(locked_at)}, 0) AS lock_seconds",
-            ]
-        )
+    def _columns(self, names: tuple[str, ...], prefix: str) -> str:
+        return ", ".join(f"{prefix}{_COLUMNS[name]}" for name in names)
+
+    def _read(self, prefix: str) -> str:
+        age = self.dialect.seconds_since.format(f"{prefix}created_at")
+        return f"{self._columns(READ, prefix)}, {age} AS age_seconds"
+
+    @property
+    def _claimed(self) -> str:
+        # SQLite knows no alias in RETURNING.
+        return f"{self._columns(CLAIMED, '')}, {self.dialect.seconds_since.format('created_at')} AS age_seconds"
+
+    @property
+    def _met(self) -> str:
+        left = f"{self.lock_timeout_seconds} - {self.dialect.seconds_since.format('k.locked_at')}"
+        return f"{self._columns(MET, 'k.')}, {self.expired} AS expired, COALESCE({left}, 0) AS lock_seconds"
 
     @cached_property
     def read(self) -> str:
-        """The key of a scope."""
-        return f"SELECT {self.columns}, false FROM {TABLE} AS k WHERE {_OF_CLIENT}"
+        """The key of a scope, in the shape of a claim that met it."""
+        return f"SELECT {_NOTHING_CLAIMED}, {self._met}, 'exists' FROM {TABLE} AS k WHERE {_OF_CLIENT}"
 
     @cached_property
     def read_by_id(self) -> str:
         """The key with an id."""
-        return f"SELECT {self.columns}, false FROM {TABLE} AS k WHERE k.id = %(id)s"
+        return f"SELECT {self._read('k.')} FROM {TABLE} AS k WHERE k.id = %(id)s"
 
     def _insert(self, *, finished: bool, source: str) -> str:
         """Insert the request that the parameters describe, for each row of ``source``."""
@@ -130,14 +151,14 @@ class Statements:
     @cached_property
     def upsert(self) -> str:
         """Claim the key of a phased view: insert it, or take it over if it is claimable. No row: somebody else has it."""
-        return self._upsert("WHERE true")
+        return f"{self._upsert('WHERE true')}, {_NOTHING_MET}, 'free'"
 
     def _upsert(self, source: str) -> str:
         return (
             self._insert(finished=False, source=source)
             + f"ON CONFLICT (scope, idempotency_key) DO UPDATE SET claim_token = excluded.claim_token, locked_at = {self.now}, "
             f"last_run_at = {self.now}, attempts = k.attempts + 1, {_CLEAR_STUCK}, history = {self.dialect.append_event} "
-            f"WHERE {self.claimable} RETURNING {self.returned}, true AS claimed"
+            f"WHERE {self.claimable} RETURNING {self._claimed}"
         )
 
     @cached_property
@@ -148,15 +169,14 @@ class Statements:
         """
         # A plain view's row is not visible before COMMIT, and an INSERT would wait for it: its lock tells at once.
         guard = (
-            "WHERE CASE WHEN EXISTS (SELECT 1 FROM existing) THEN (SELECT existing.claimable FROM existing) "
+            "WHERE CASE WHEN EXISTS (SELECT 1 FROM met) THEN (SELECT met.claimable FROM met) "
             "ELSE pg_try_advisory_xact_lock(%(lock)s) END"
         )
         return (
-            f"WITH existing AS MATERIALIZED (SELECT {self.columns}, {self.claimable} AS claimable FROM {TABLE} AS k "
+            f"WITH met AS MATERIALIZED (SELECT {self._met}, {self.claimable} AS claimable FROM {TABLE} AS k "
             f"WHERE {_OF_CLIENT}), "
             f"claimed AS ({self._upsert(guard)}) "
-            f"SELECT * FROM claimed UNION ALL SELECT {self._of('existing')}, false FROM existing "
-            "WHERE NOT EXISTS (SELECT 1 FROM claimed)"
+            f"SELECT claimed.*, {_OF_MET}, '' FROM (SELECT) AS one LEFT JOIN claimed ON true LEFT JOIN met ON true"
         )
 
     @cached_property
@@ -169,16 +189,13 @@ class Statements:
         source = "FROM verdict WHERE verdict.verdict = 'free'"
         return (
             "WITH limits AS MATERIALIZED (SELECT set_config('idle_in_transaction_session_timeout', %(lock_ms)s, true)), "
-            f"existing AS MATERIALIZED (SELECT {self.columns} FROM {TABLE} AS k WHERE {_OF_CLIENT}), "
+            f"met AS MATERIALIZED (SELECT {self._met} FROM {TABLE} AS k WHERE {_OF_CLIENT}), "
             "verdict AS MATERIALIZED (SELECT CASE "
-            "WHEN EXISTS (SELECT 1 FROM existing WHERE NOT existing.expired) THEN 'exists' "
+            "WHEN EXISTS (SELECT 1 FROM met WHERE NOT met.expired) THEN 'exists' "
             "WHEN NOT pg_try_advisory_xact_lock(%(mark_key)s, %(mark_request)s) THEN 'same' "
             "WHEN NOT pg_try_advisory_xact_lock(%(lock)s) THEN 'other' ELSE 'free' END AS verdict FROM limits), "
-            f"inserted AS ({self._insert(finished=True, source=source)} ON CONFLICT DO NOTHING RETURNING {self.returned}), "
-            f"found AS (SELECT *, true AS claimed FROM inserted UNION ALL SELECT *, false FROM existing "
-            "WHERE NOT EXISTS (SELECT 1 FROM inserted)) "
-            f"SELECT {self._of('found')}, CASE WHEN found.claimed THEN 'claimed' ELSE verdict.verdict END "
-            "FROM verdict LEFT JOIN found ON true"
+            f"claimed AS ({self._insert(finished=True, source=source)} ON CONFLICT DO NOTHING RETURNING {self._claimed}) "
+            f"SELECT claimed.*, {_OF_MET}, verdict.verdict FROM verdict LEFT JOIN claimed ON true LEFT JOIN met ON true"
         )
 
     @cached_property
@@ -186,13 +203,8 @@ class Statements:
         """Claim for a plain view on SQLite, which has one writer at a time and needs no other lock."""
         return (
             self._insert(finished=True, source="WHERE true")
-            + f"ON CONFLICT DO NOTHING RETURNING {self.returned}, 'claimed' AS verdict"
+            + f"ON CONFLICT DO NOTHING RETURNING {self._claimed}, {_NOTHING_MET}, 'free'"
         )
-
-    @staticmethod
-    def _of(source: str) -> str:
-        names = [field.column for field in FIELDS] + ["expired", "age_seconds", "lock_seconds"]
-        return ", ".join(f"{source}.{name}" for name in names)
 
     @cached_property
     def claim_by_id(self) -> str:
@@ -202,7 +214,7 @@ class Statements:
             f"attempts = k.attempts + 1, completer_attempts = k.completer_attempts + 1, "
             f"next_run_at = {self.dialect.later.format('%(delay)s')}, history = {self.dialect.append_event} "
             f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} "
-            f"AND (k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self.returned}, true"
+            f"AND (k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._read('')}"
         )
 
     @cached_property

@@ -757,18 +757,18 @@ def test_a_view_whose_other_database_is_down_stops_no_other_key(serve: Serve, se
 
 @pytest.mark.postgres
 def test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default() -> None:
-    from idempotency import keys
+    from idempotency import claims
     from tests.test_keys import POINTS, request
 
     for turn in range(40):
-        keys.claim_phased(request(f"key-{turn}"), POINTS, using="default")
+        claims.claim_phased(request(f"key-{turn}"), POINTS, using="default")
     make_older(91, "locked_at")
 
     def client(number: int) -> None:
         with connection.cursor() as cursor:
             cursor.execute("SET default_transaction_isolation = 'repeatable read'")
         for turn in range(40):
-            keys.claim_phased(request(f"key-{turn}"), POINTS, using="default")
+            claims.claim_phased(request(f"key-{turn}"), POINTS, using="default")
 
     at_once([partial(client, number) for number in range(8)])
 

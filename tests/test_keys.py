@@ -8,9 +8,9 @@ import pytest
 from django.db import IntegrityError, connection, transaction
 from django.db.models.functions import Now
 
-from idempotency import keys
+from idempotency import claims, keys
+from idempotency.claims import ClaimedRequest, Outcome
 from idempotency.exceptions import LockLost
-from idempotency.keys import ClaimedRequest, Outcome
 from idempotency.models import IdempotencyKey
 from idempotency.sql import HISTORY_LIMIT
 from tests.concurrency import all_at_once
@@ -38,9 +38,9 @@ def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:o
     )
 
 
-def claim(described: ClaimedRequest | None = None) -> keys.Claim:
+def claim(described: ClaimedRequest | None = None) -> claims.Claim:
     """Claim as a phased view does."""
-    return keys.claim_phased(described or request(), POINTS, using="default")
+    return claims.claim_phased(described or request(), POINTS, using="default")
 
 
 def finish(key: IdempotencyKey) -> None:
@@ -117,7 +117,7 @@ def test_scopes_do_not_see_each_other() -> None:
 
 def test_length_prefixes_keep_locks_of_different_keys_apart() -> None:
     def locks(scope: str, key: str) -> Any:
-        return keys._lock_parameters(request(key, scope=scope))["lock"]
+        return claims._lock_parameters(request(key, scope=scope))["lock"]
 
     assert locks("user:1", "23") != locks("user:12", "3")
 
@@ -153,7 +153,7 @@ def test_the_plain_claim_retires_an_expired_key_with_its_own_transaction() -> No
     finish(old)
     IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=74), finished_at=Now() - timedelta(hours=73))
     with transaction.atomic():
-        found = keys.claim_plain(request(), using="default")
+        found = claims.claim_plain(request(), using="default")
         transaction.set_rollback(True)
     assert found.outcome is Outcome.CLAIMED
     old.refresh_from_db()
@@ -163,7 +163,7 @@ def test_the_plain_claim_retires_an_expired_key_with_its_own_transaction() -> No
 @pytest.mark.postgres
 def test_a_replay_writes_nothing_and_takes_no_transaction_id() -> None:
     finish(claim().key)
-    for look in (claim, lambda: keys.claim_plain(request(), using="default")):
+    for look in (claim, lambda: claims.claim_plain(request(), using="default")):
         with transaction.atomic(), connection.cursor() as cursor:
             assert look().outcome is Outcome.FINISHED
             cursor.execute(

@@ -23,9 +23,9 @@ from django.db.models import F
 from idemkit.conformance import BackendConformance
 from idemkit.core.state import ClaimResult, ClaimResultType, State, StoredRecord
 
-from idempotency import conf, keys
+from idempotency import claims, conf, keys
 from idempotency.exceptions import LockLost
-from idempotency.keys import Claim, ClaimedRequest, Outcome
+from idempotency.claims import Claim, ClaimedRequest, Outcome
 from idempotency.models import STARTED, IdempotencyKey
 from idempotency.waiting import Patience
 
@@ -51,7 +51,7 @@ class Backend:
         request = _request(effective_key, f"{fingerprint}:{fingerprint_version}")
 
         def run() -> ClaimResult:
-            claim = keys.claim_phased(request, (STARTED,), using=ALIAS)
+            claim = claims.claim_phased(request, (STARTED,), using=ALIAS)
             if claim.outcome is Outcome.CLAIMED:
                 _date_back("locked_at", claim.key, LOCK_TIMEOUT_SECONDS - lease_ttl_seconds)
             return _result(claim, request)
