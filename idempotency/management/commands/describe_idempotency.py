@@ -1,0 +1,61 @@
+"""``manage.py describe_idempotency``: print what each protected view promises."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandParser
+
+from idempotency.policy import Policy, policies
+
+
+class Command(BaseCommand):
+    """Parse, and print ``policies()``."""
+
+    help = (
+        "Print the policy of each protected view in the URLs: its path and methods, where the key stands and what it looks "
+        "like, what is stored and for how long. No database is asked. Exit status: 0 printed, 2 usage."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--json", action="store_true", help="As a JSON array of objects.")
+        parser.add_argument("--urlconf", metavar="MODULE", help="Other URLs than those of ROOT_URLCONF.")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        found = list(policies(options["urlconf"]))
+        if options["json"]:
+            self.stdout.write(json.dumps([asdict(policy) for policy in found], indent=2))
+            return
+        for policy in found:
+            self.stdout.write(f"{' '.join(policy.methods)} {policy.path}")
+            for name, value in _lines(policy):
+                self.stdout.write(f"    {name + ':':<17}{value}")
+            self.stdout.write("")
+        self.stdout.write(f"{len(found)} protected view{'' if len(found) == 1 else 's'}.")
+
+
+def _lines(policy: Policy) -> list[tuple[str, str]]:
+    elsewhere = f", else {policy.key_from}" if policy.key_from else ""
+    validator = f"; {policy.key_validator}" if policy.key_validator else ""
+    never = ", ".join(map(str, policy.never_stored_statuses))
+    lines = [
+        ("view", policy.view + (f" ({policy.name})" if policy.name else "")),
+        ("header", ", ".join(policy.headers) + elsewhere),
+        ("required", "yes" if policy.required else "no: without a key the request runs unprotected"),
+        ("key", f"{policy.key_min_length} to {policy.key_max_length} characters, {policy.key_format}{validator}"),
+        ("scope", policy.scope),
+        ("recovery points", ", ".join(policy.recovery_points) or "none: one transaction"),
+        ("isolation", policy.isolation),
+        ("stored", f"{', '.join(policy.stored_statuses)}, for {policy.retention_hours} hours after it finished"),
+        ("never stored", never + ("" if "5xx" in policy.stored_statuses else ", 5xx")),
+        ("another request", f"{policy.mismatch_status} for the same key"),
+        ("in flight", f"waits {policy.wait_seconds:g} s, then 409" if policy.wait_seconds else "409 at once"),
+        ("taken over", f"after {policy.lock_timeout_seconds} s without a sign of life"),
+    ]
+    if policy.using:
+        lines.append(("database", policy.using))
+    if policy.redact:
+        lines.append(("not kept", ", ".join(policy.redact)))
+    if not policy.store_body:
+        lines.append(("not kept", "the body of the request"))
+    return lines
