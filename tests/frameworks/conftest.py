@@ -63,12 +63,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _write(table: dict[str, dict[str, str]], write: Callable[[str], None]) -> None:
     names = [kind.name for kind in KINDS]
-    width = max(map(len, table))
     write("")
-    write(f"{'cases by kinds of view':{width}}  " + "  ".join(names))
+    write("kinds of view: " + ", ".join(f"{number} {name}" for number, name in enumerate(names, 1)))
+    width = max(map(len, table))
+    write(f"{'case':{width}} " + "".join(f"{number:^7}" for number in range(1, len(names) + 1)).rstrip())
     for case in sorted(table):
-        cells = [f"{table[case].get(name, ''):^{len(name)}}" for name in names]
-        write(f"{case:{width}}  " + "  ".join(cells).rstrip())
+        write(f"{case:{width}} " + "".join(f"{table[case].get(name, ''):^7}" for name in names).rstrip())
     failed = sum(cell == "FAILED" for row in table.values() for cell in row.values())
     seen = {name for row in table.values() for name in row}
     write(f"frameworks: {len(table)} cases x {len(seen)} kinds of view: " + (f"FAILED {failed}" if failed else "ok"))

@@ -1,7 +1,8 @@
 """What the first request with a key does, over all kinds of view."""
 
 import pytest
-from django.http import JsonResponse
+from django.db import transaction
+from django.http import HttpRequest, JsonResponse
 
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
@@ -18,7 +19,7 @@ both = pytest.mark.styles(False, True)
 def refusing(refusal: type[Exception]) -> Work:
     """Return work that writes an entry, and then refuses."""
 
-    def do(request: object) -> Reply:
+    def do(request: HttpRequest) -> Reply:
         create(request)
         raise refusal
 
@@ -182,7 +183,7 @@ def test_validate_refuses_before_the_key_is_spent(service: Service) -> None:
 
 @both
 def test_staged_job_is_committed_with_the_work_or_not_at_all(service: Service) -> None:
-    def do(request: object) -> Reply:
+    def do(request: HttpRequest) -> Reply:
         reply = create(request)
         stage_job("tests.jobs_for_tests.record", {"user": 1})
         return crash() if work.runs == 1 else reply
@@ -192,6 +193,29 @@ def test_staged_job_is_committed_with_the_work_or_not_at_all(service: Service) -
     assert not StagedJob.objects.exists()
     assert [service.send().status_code for _ in range(2)] == [201, 201]
     assert StagedJob.objects.get().idempotency_key == IdempotencyKey.objects.get()
+
+
+@both
+def test_33_refusals_of_this_app_are_problems(service: Service) -> None:
+    service.serve()
+    response = service.send(key=None)
+    assert (response["Content-Type"], response["Cache-Control"]) == ("application/problem+json", "no-store")
+    assert response.json().items() >= {"status": 400, "code": "key_missing", "retryable": False}.items()
+
+
+@both
+@pytest.mark.postgres
+def test_hook_runs_once_and_after_the_commit(service: Service) -> None:
+    seen: list[int] = []
+
+    def do(request: HttpRequest) -> Reply:
+        reply = create(request)
+        transaction.on_commit(lambda: seen.extend(all_at_once(lambda number: Entry.objects.count(), 1)))
+        return crash() if work.runs == 1 else reply
+
+    work = service.serve(Work(do))
+    assert [service.send().status_code for _ in range(3)] == [500, 201, 201]
+    assert seen == [1]
 
 
 @both

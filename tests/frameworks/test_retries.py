@@ -133,6 +133,41 @@ def test_29_second_request_is_refused_while_the_first_runs(
 
 @both
 @pytest.mark.postgres
+def test_30_second_request_may_wait_for_the_first(service: Service) -> None:
+    gate = Gate()
+
+    def do(request: HttpRequest) -> Reply:
+        gate.wait_here()
+        return create(request)
+
+    work = service.serve(Work(do), wait_seconds=20)
+    waiting = service.caller.again()
+    with background(service.send) as first:
+        gate.wait_until_reached()
+        with background(waiting.send) as second:
+            gate.open()
+    assert (second.result().content, second.result()["Idempotent-Replayed"]) == (first.result().content, "true")
+    assert (work.runs, Entry.objects.count()) == (1, 1)
+
+
+@phased
+@pytest.mark.postgres
+def test_31_late_run_changes_nothing_after_another_took_over(service: Service) -> None:
+    gate = Gate()
+    work = service.serve(call=gate.wait_here)
+    other = service.caller.again()
+    with background(service.send) as late:
+        gate.wait_until_reached()
+        IdempotencyKey.objects.update(locked_at=F("locked_at") - timedelta(seconds=91))
+        winner = other.send()
+        gate.open()
+    assert (winner.status_code, "Idempotent-Replayed" in winner) == (201, False)
+    assert (late.result().content, late.result()["Idempotent-Replayed"]) == (winner.content, "true")
+    assert (work.runs, Entry.objects.count()) == (1, 1)
+
+
+@both
+@pytest.mark.postgres
 def test_32_serialization_failure_is_retried_inside_the_request(service: Service) -> None:
     account = Account.objects.create(name="one")
 
