@@ -48,7 +48,11 @@ def settle(pk: int, *, using: str) -> bool | None:
             "on_abandon was begun and did not come to its end: what it did elsewhere may be done. Look there, then settle it."
         )
         keys.mark_stuck(key, ON_ABANDON, begun, using=using)
-        if _run(on_abandon, key, using):
+        try:
+            settled = _run(on_abandon, key, using)
+        except LockLost:
+            return None  # Somebody has settled it from the admin meanwhile.
+        if settled:
             keys.emit(signals.key_finished, keys.read(pk, using=using), None)
             return True
     keys.emit(signals.key_stuck, keys.read(pk, using=using), None)
@@ -56,7 +60,7 @@ def settle(pk: int, *, using: str) -> bool | None:
 
 
 def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
-    """Run it and store its response; return whether that settled the key."""
+    """Run it and store its response; return whether that settled the key. Raises LockLost if a person was faster."""
     try:
         response = rendered(on_abandon(key))
         if http.is_stored(response):
@@ -64,7 +68,7 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
             return True
         failure = f"on_abandon returned status {response.status_code}, which is never stored."
     except LockLost:
-        return False  # Somebody has settled it from the admin meanwhile.
+        raise
     except Exception as error:
         logger.exception("on_abandon of key %s failed", key.key_hash)
         failure = f"on_abandon failed: {type(error).__name__}: {error}"

@@ -7,11 +7,17 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 from asgiref.sync import async_to_sync
+from django.contrib.auth.mixins import AccessMixin
 from django.db import connections, models, transaction
 from django.http import HttpRequest, HttpResponseBase
 from django.views import View as BaseView
 
 View = Callable[..., Any]
+
+OUTSIDE = (
+    " is decorated with @idempotent, outside of authentication and permissions: a stored response would be for everybody. Put "
+    "it below them: on the function itself, or on the handler of the class (post(), create(), ...)."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +43,11 @@ class Call:
                 if not isinstance(owner, BaseView):
                     owner = None  # whatever else it is may serve other requests too
                 if hasattr(owner, "initialize_request"):
-                    raise RuntimeError(
-                        "@idempotent stands on dispatch() of a Django REST framework view, outside of authentication and "
-                        "permissions: a stored response would be for everybody. Put it on the handler: post(), create(), ..."
-                    )
+                    raise RuntimeError("dispatch() of a Django REST framework view" + OUTSIDE)
+                if isinstance(owner, AccessMixin) and getattr(view, "__name__", "") == "dispatch":
+                    raise RuntimeError(f"dispatch() of {type(owner).__name__}, which checks access there" + OUTSIDE)
                 return cls(view, args, kwargs, seen, seen, owner)
-            if isinstance(inner := getattr(seen, "_request", None), HttpRequest):
+            if hasattr(seen, "parser_context") and isinstance(inner := getattr(seen, "_request", None), HttpRequest):
                 return cls(view, args, kwargs, inner, seen, seen.parser_context["view"])
         raise TypeError("@idempotent protects views: the first argument of a function, the second of a method, is the request.")
 

@@ -9,7 +9,7 @@ from asgiref.sync import sync_to_async
 from django.http import HttpRequest, HttpResponseBase
 
 from idempotency.atomic_requests import EVERY_ALIAS
-from idempotency.calls import Call, View
+from idempotency.calls import OUTSIDE, Call, View
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.execution import answer
 from idempotency.header import KeyFrom, refuse_key_from
@@ -106,11 +106,9 @@ def idempotent(
     )
 
     def decorate(view: View) -> View:
-        if hasattr(view, "cls"):
-            raise TypeError(
-                "@idempotent stands above a view of Django REST framework, outside of authentication and permissions: a stored "
-                "response would be for everybody. Put it below @api_view, or on the handler: post(), create(), ..."
-            )
+        # Django REST framework says ``cls``; login_required and its like leave what LoginRequiredMiddleware reads.
+        if hasattr(view, "cls") or (hasattr(view, "login_url") and hasattr(view, "redirect_field_name")):
+            raise TypeError(f"{getattr(view, '__name__', view)}" + OUTSIDE)
 
         @wraps(view)
         def protected(*args: Any, **kwargs: Any) -> HttpResponseBase:

@@ -13,8 +13,8 @@ from django.http.multipartparser import MultiPartParserError
 
 from idempotency import claims, conf, header, http, keys, problems, scopes, signals
 from idempotency.calls import Call
-from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, ResponseNotCommitted
 from idempotency.claims import Claim, ClaimedRequest, Outcome
+from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, ResponseNotCommitted
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.options import Options
 from idempotency.problems import Problem
@@ -107,9 +107,11 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
     try:
         return retried(lambda: attempt(call.response), call, level)
     except Exception as error:
-        answer = _stored_answer(error, call)
+        answer = _answer_to(error, call)
         if answer is None:
             raise
+        if not http.is_stored(answer):
+            return answer
         # As under ATOMIC_REQUESTS, what the view wrote before it raised is rolled back; its answer alone is stored.
         return retried(lambda: attempt(lambda: answer), call, level)
 
@@ -164,7 +166,7 @@ def _settled(call: Call, run: PhasedRun) -> HttpResponseBase:
     try:
         response = call.response()
     except Exception as error:
-        answer = _stored_answer(error, call) if run.untouched else None
+        answer = _answer_to(error, call) if run.untouched else None
         if answer is None:
             raise
         response = answer
@@ -182,12 +184,13 @@ def _settled(call: Call, run: PhasedRun) -> HttpResponseBase:
     raise ResponseNotCommitted(f"A response with status {response.status_code} is not the one a phase stored. " + STORE_IT)
 
 
-def _stored_answer(error: Exception, call: Call) -> HttpResponseBase | None:
-    """Return the answer that the framework, or Django, makes of an exception, if it is one that is stored."""
+def _answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
+    """Return the answer that a framework makes of an exception, or the one of Django if it is stored; None: raise it on."""
     if isinstance(error, Error | IdempotencyError | Problem):
         return None
-    answer = call.answer_to(error)
-    if answer is None and (isinstance(error, _HTTP_EXCEPTIONS) or conf.get().STORE_5XX):
+    if (answer := call.answer_to(error)) is not None:
+        return answer
+    if isinstance(error, _HTTP_EXCEPTIONS) or conf.get().STORE_5XX:
         answer = response_for_exception(call.request, error)
     return answer if answer is not None and http.is_stored(answer) else None
 

@@ -9,6 +9,7 @@ from django.db import connection
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
+from idempotency import interventions
 from idempotency.abandonment import settle
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
@@ -105,3 +106,17 @@ def test_of_several_processes_one_settles_it(abandoned: Any) -> None:
     key = abandoned(on_abandon)
     assert sorted(all_at_once(lambda number: settle(key.pk, using="default"), 4), key=str) == [None, None, None, True]
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_person_who_answers_while_it_runs_has_the_last_word(fails: bool, abandoned: Any, sender: Sender) -> None:
+    def refund(key: IdempotencyKey) -> HttpResponseBase:
+        seen = IdempotencyKey.objects.get().claim_token
+        assert interventions.answer(key.pk, seen, JsonResponse({"by": "a person"}, status=410), by="ann")
+        if fails:
+            raise RuntimeError("too late")
+        return HttpResponse("late")
+
+    key = abandoned(refund)
+    assert settle(key.pk, using="default") is None
+    assert sender.send().json() == {"by": "a person"}

@@ -12,7 +12,8 @@ def render(
 ) -> HttpResponse:
     """Return ``{"error": {"type", "code", "message"}}``, and say to Stripe's clients whether to send the request again.
 
-    Set ``IDEMPOTENCY["ERROR_RENDERER"]`` to "idempotency.contrib.stripe_errors.render".
+    Set ``IDEMPOTENCY["ERROR_RENDERER"]`` to "idempotency.contrib.stripe_errors.render" and ``MISMATCH_STATUS`` to 400: Stripe's
+    clients know an idempotency error by that status.
     Source: the errors of Stripe's API, and the header ``Stripe-Should-Retry`` that its official clients follow.
     """
     kind = "api_error" if status >= 500 else "idempotency_error" if code.startswith("key_") else "invalid_request_error"
