@@ -121,6 +121,25 @@ def test_router_may_serve_two_apis(serve: Serve, client: Client) -> None:
     assert Entry.objects.count() == 2
 
 
+def test_whole_router_may_be_protected(serve: Serve, client: Client) -> None:
+    router, api = Router(), new_api()
+    router.add_decorator(idempotent, mode="view")
+
+    @router.post("/entries", response={201: EntryOut})
+    def create(request: HttpRequest, data: EntryIn) -> Any:
+        return Status(201, Entry.objects.create(name=data.name))
+
+    @router.get("/entries")
+    def count(request: HttpRequest) -> Any:
+        return {"count": Entry.objects.count()}
+
+    api.add_router("", router)
+    serve(api)
+    first, second = (post(client, {"name": "one"}) for _ in range(2))
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert client.get("/api/entries").json() == {"count": 1}
+
+
 def test_wrong_parameters_spend_no_key(serve: Serve, client: Client) -> None:
     api = new_api()
     add_entries(api)
