@@ -11,6 +11,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, RawPostData
 from idempotency import conf, problems
 from idempotency.fingerprint import fingerprint, is_multipart, target
 from idempotency.claims import ClaimedRequest
+from idempotency.header import header
 from idempotency.models import IdempotencyKey
 from idempotency.options import Options
 from idempotency.redaction import redacted_body, redacted_target
@@ -40,7 +41,7 @@ def describe(request: HttpRequest, scope: str, key: str, options: Options) -> Cl
     """
     body, content_type = _body(request)
     user = user_of(request)
-    headers = {name: value for name in _KEPT_REQUEST_HEADERS if (value := request.headers.get(name)) and value.isprintable()}
+    headers = {name: value for name in _KEPT_REQUEST_HEADERS if (value := header(request, name)) and value.isprintable()}
     headers |= {"Host": _printable(request.META.get("HTTP_HOST", "")), "scheme": request.scheme or "http"}
     kept, path, taken = (body if options.store_body else None), target(request), False
     if options.redact:
