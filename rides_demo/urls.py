@@ -19,6 +19,8 @@ urlpatterns = [
     path("", pages.home, name="home"),
     path("sign-in", pages.sign_in, name="sign-in"),
     path("sign-out", pages.sign_out, name="sign-out"),
+    path("page/booking", pages.booking, name="page-booking"),
+    path("page/stripe", pages.stripe, name="page-stripe"),
     path("rides", views.create_ride),
     path("rides/<int:ride_id>", views.ride_detail),
     path("rides/<int:ride_id>/texts", views.text_pilot),

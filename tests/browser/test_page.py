@@ -1,0 +1,136 @@
+"""The web page of Rocket Rides: however it is pressed, and whatever Stripe does, one ride and one charge."""
+
+from collections.abc import Callable
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.visitor import STRIPE_WORKS, Visitor
+from tests.murphy.service import SLOW_SECONDS, Service
+
+pytestmark = [pytest.mark.postgres, pytest.mark.murphy]
+
+ACCEPTED = "Payment accepted."
+looks = pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("light", 390), ("dark", 1280), ("dark", 390)])
+
+
+def expect_one_booking(service: Service, visitor: Visitor) -> None:
+    visitor.expect_counts(rides=1, charges=1, receipts=1)
+    (booking,) = service.books()
+    assert (booking["recovery_point"], booking["receipts"]) == ("finished", 1)
+    assert service.charges() == {booking["charge"]: booking["ride"]}
+
+
+def test_a_double_click_books_once(service: Service, visitor: Visitor) -> None:
+    visitor.sign_in()
+    service.strike_stripe({"fault": "slow", "seconds": SLOW_SECONDS})
+
+    visitor.book.dblclick()
+
+    visitor.expect_status(ACCEPTED)
+    expect_one_booking(service, visitor)
+    assert visitor.requests_sent() >= 2
+    expect(visitor.page.locator("#heard")).to_contain_text("replayed")
+
+
+def test_a_click_after_the_answer_gets_the_same_answer(service: Service, visitor: Visitor) -> None:
+    visitor.sign_in()
+    visitor.book.click()
+    visitor.expect_status(ACCEPTED)
+
+    visitor.book.click()
+
+    expect(visitor.page.locator("#heard")).to_contain_text(
+        "201 Payment accepted. Your pilot is on their way! The stored answer"
+    )
+    expect_one_booking(service, visitor)
+
+
+def test_a_new_booking_is_another_one(service: Service, visitor: Visitor) -> None:
+    visitor.sign_in()
+    visitor.book.click()
+    visitor.expect_status(ACCEPTED)
+
+    visitor.page.get_by_role("link", name="Start a new booking").click()
+    visitor.book.click()
+    visitor.expect_status(ACCEPTED)
+
+    assert len(service.books()) == len(service.charges()) == 2
+
+
+@pytest.mark.parametrize("broken", ["Is down", "Charges, then hangs up"])
+def test_the_page_says_that_stripe_is_broken_and_the_retry_after_the_repair_books_once(
+    service: Service, visitor: Visitor, broken: str
+) -> None:
+    visitor.sign_in()
+    visitor.stripe(broken)
+    visitor.book.click()
+    visitor.expect_status("503: The payment provider cannot be reached at the moment. Trying again with the same key")
+    expect(visitor.page.locator("#steps [data-point=ride_created]")).to_have_attribute("data-state", "done")
+    visitor.shoot(f"page-stripe-{broken.split()[-1].lower()}")
+
+    visitor.stripe(STRIPE_WORKS)
+
+    visitor.expect_status(ACCEPTED)
+    expect_one_booking(service, visitor)
+
+
+def test_a_declined_card_is_an_answer_that_stands(service: Service, visitor: Visitor) -> None:
+    visitor.sign_in("demo-joe")
+
+    visitor.book.click()
+
+    visitor.expect_status("Your card was declined.")
+    visitor.expect_counts(rides=1, charges=0, receipts=0)
+    assert visitor.requests_sent() == 1
+
+
+def test_a_booking_that_waits_for_a_person_leads_to_its_key(service: Service, visitor: Visitor) -> None:
+    visitor.sign_in()
+    visitor.stripe("Fails for good")
+
+    visitor.book.click()
+
+    visitor.expect_status("This booking is stuck: it waits for a person.")
+    expect(visitor.page.locator("#steps [data-point=charge_created]")).to_have_attribute("data-state", "stuck")
+    visitor.shoot("page-stuck")
+    (key,) = service.rows("SELECT id FROM idempotency_idempotencykey WHERE stuck_at IS NOT NULL")
+    expect(visitor.page.get_by_role("link", name="Open this key in the admin")).to_have_attribute(
+        "href", f"/admin/idempotency/idempotencykey/{key['id']}/change/"
+    )
+
+
+@looks
+def test_the_page_shows_a_booking_without_errors(visit: Callable[..., Visitor], scheme: str, width: int) -> None:
+    visitor = visit(scheme, width)
+    visitor.go("/")
+    visitor.shoot("page-sign-in")
+    assert visitor.fits()
+    visitor.sign_in()
+    visitor.book.click()
+    visitor.expect_counts(rides=1, charges=1, receipts=1)
+    expect(visitor.page.locator("#rides")).to_contain_text("receipt sent to jane@example.com")
+
+    visitor.shoot("page-booked")
+
+    assert visitor.errors == []
+    assert visitor.elsewhere == []
+    assert visitor.fits()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_keeps_nobody_out(visit: Callable[..., Visitor], axe_script: str, scheme: str) -> None:
+    visitor = visit(scheme)
+    visitor.go("/")
+    assert visitor.barriers(axe_script) == []
+    visitor.sign_in()
+    visitor.stripe("Is down")
+    visitor.book.click()
+    visitor.expect_status("Trying again")
+    expect(visitor.page.locator("#steps [data-state=waiting]")).to_have_count(1)
+    assert visitor.barriers(axe_script) == []
+
+    visitor.stripe(STRIPE_WORKS)
+    visitor.expect_status(ACCEPTED)
+
+    assert visitor.barriers(axe_script) == []

@@ -1,0 +1,79 @@
+"""A visitor with a browser window: what the pages show, what the console says, what was fetched from where."""
+
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import BrowserContext, Locator, Page, expect
+
+STRIPE_WORKS = "Works"
+
+
+class Visitor:
+    """One window on the service; ``errors`` is what its console said, ``elsewhere`` what it asked of other servers."""
+
+    def __init__(self, context: BrowserContext, url: str, screenshots: Path, name: str) -> None:
+        self.page: Page = context.new_page()
+        self.url, self.name = url, name
+        self.errors: list[str] = []
+        self.elsewhere: list[str] = []
+        self._screenshots = screenshots
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        context.on(
+            "request", lambda request: None if request.url.startswith((url, "data:")) else self.elsewhere.append(request.url)
+        )
+
+    def go(self, path: str) -> None:
+        self.page.goto(f"{self.url}{path}")
+
+    def sign_in(self, rider: str = "demo-jane") -> None:
+        """Open the page and sign in there."""
+        self.go("/")
+        self.page.locator(f"button[value={rider}]").click()
+
+    def sign_in_to_admin(self, path: str, username: str = "admin", password: str = "admin") -> None:
+        """Open ``path`` of the admin, through its login."""
+        self.go(f"/admin/login/?next={path}")
+        self.page.get_by_label("Username").fill(username)
+        self.page.get_by_label("Password").fill(password)
+        self.page.get_by_role("button", name="Log in").click()
+
+    @property
+    def book(self) -> Locator:
+        return self.page.get_by_role("button", name="Book for $20.00")
+
+    def stripe(self, position: str) -> None:
+        """Move the switch, and wait until it is there."""
+        self.page.get_by_label(position, exact=True).check()
+        expect(self.page.locator("#stripe-outcome")).to_have_text(f"Stripe {position.lower()} now.")
+
+    def expect_status(self, text: str) -> None:
+        expect(self.page.locator("#outcome")).to_contain_text(text)
+
+    def expect_counts(self, **counts: int) -> None:
+        """Wait until the page counts so many ``rides``, ``charges``, ``receipts``."""
+        for name, count in counts.items():
+            expect(self.page.locator(f"#count-{name}")).to_have_text(str(count))
+
+    def requests_sent(self) -> int:
+        """Return how often the page says that it sent the booking."""
+        return int(self.page.locator("#sent").inner_text())
+
+    def shoot(self, what: str) -> None:
+        """Keep a picture of the whole page."""
+        self.page.screenshot(path=self._screenshots / f"{what}-{self.name}.png", full_page=True)
+
+    def fits(self) -> bool:
+        """Return whether nothing is wider than the window."""
+        return bool(self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
+
+    def barriers(self, axe_script: str) -> list[str]:
+        """Return the serious and critical violations that axe-core finds, with the elements."""
+        self.page.evaluate(axe_script)
+        found: list[dict[str, Any]] = self.page.evaluate("axe.run().then((result) => result.violations)")
+        return [
+            f"{violation['id']}: {node['html']}"
+            for violation in found
+            if violation["impact"] in ("serious", "critical")
+            for node in violation["nodes"]
+        ]
