@@ -14,13 +14,14 @@ from functools import lru_cache
 from typing import Protocol
 from uuid import UUID
 
-from django.db import connections, router, transaction
+from django.db import InterfaceError, OperationalError, connections, router, transaction
 from django.db.models import Count, DurationField, ExpressionWrapper, F, Max, Q, QuerySet
 from django.db.models.functions import Now
 from django.utils.module_loading import import_string
 
 from idempotency import conf
 from idempotency.exceptions import IdempotencyError
+from idempotency.inbox import STAGED_JOBS, took_effect
 from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
@@ -43,15 +44,33 @@ class BrokerUnavailable(IdempotencyError):
     the next pass goes on."""
 
 
+class OfferAgain(IdempotencyError):
+    """The broker took the job but may lose it: the row stays, and is offered again after ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"offered again after {seconds:g} s")
+        self.seconds = seconds
+
+
+class TookEffect(IdempotencyError):
+    """The job that was offered again is done: its row is deleted, and it is not counted again."""
+
+
+class NoEffect(IdempotencyError):
+    """The job was handed over as often as a job is, and never took effect. Look at the workers and at what it raises there,
+    then ``manage.py staged_jobs retry``."""
+
+
 class Backend(Protocol):
     """Where the jobs of a queue go: what a dotted path in ``IDEMPOTENCY["ENQUEUERS"]`` names. Built once, without arguments."""
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
         """Give ``jobs`` to the broker and return the refused ones by their id; the others are its own from here on.
 
-        A job refused with BrokerUnavailable was not looked at: it burns no attempt. Raises BrokerUnavailable when that is so of
-        all of them. Any other error makes the enqueuer try the jobs one by one. It must return within the timeouts of the
-        database: no call without a timeout of BROKER_TIMEOUT_SECONDS or less, and no more after BATCH_SECONDS.
+        A job refused with BrokerUnavailable was not looked at: it burns no attempt. One with OfferAgain was taken and stays
+        staged; when it comes here again and took effect meanwhile, it is answered with TookEffect. Raises BrokerUnavailable
+        when nothing can be taken. Any other error makes the enqueuer try the jobs one by one. It must return within the
+        timeouts of the database: no call without a timeout of BROKER_TIMEOUT_SECONDS or less, and no more after BATCH_SECONDS.
         """
         ...
 
@@ -59,22 +78,38 @@ class Backend(Protocol):
 class OneByOne:
     """The base of a backend whose broker takes one job at a time."""
 
+    #: For a queue that loses a job when a worker dies at the wrong moment: the job stays staged until the inbox has it, and is
+    #: handed over again after so long, then after double the time, and so on. None: the queue keeps what it took.
+    follow_up_seconds: float | None = None
+
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
         """Hand over one job after the other, for BATCH_SECONDS at most; what one raises refuses that one alone."""
-        refusals: dict[UUID, Exception] = {}
+        refusals: dict[UUID, Exception] = dict.fromkeys(self._done(jobs), TookEffect())
         deadline = time.monotonic() + BATCH_SECONDS
-        for position, job in enumerate(jobs):
+        waiting = [job for job in jobs if job.pk not in refusals]
+        for position, job in enumerate(waiting):
             try:
                 if time.monotonic() > deadline:
                     raise BrokerUnavailable(f"The broker took {position} of {len(jobs)} jobs in {BATCH_SECONDS} s.")
+                if self.follow_up_seconds and job.attempts >= MAX_ATTEMPTS:
+                    raise NoEffect
                 # A queue may live in this very database: what is refused there must not break the enqueuer's transaction.
                 with transaction.atomic(using=job._state.db):
                     self.hand_over_one(queue, job)
+                if self.follow_up_seconds:
+                    refusals[job.pk] = OfferAgain(self.follow_up_seconds * 2**job.attempts)
             except BrokerUnavailable as error:  # Those before it are the broker's: they must not go out again.
-                return refusals | dict.fromkeys((left.pk for left in jobs[position:]), error)
+                return refusals | dict.fromkeys((left.pk for left in waiting[position:]), error)
             except Exception as error:
                 refusals[job.pk] = error
         return refusals
+
+    def _done(self, jobs: Sequence[StagedJob]) -> list[UUID]:
+        offered = [str(job.pk) for job in jobs if self.follow_up_seconds and job.attempts]
+        try:
+            return [UUID(done) for done in took_effect(STAGED_JOBS, offered)]
+        except (OperationalError, InterfaceError) as error:
+            raise BrokerUnavailable(f"Whether jobs took effect cannot be read at the moment: {error}") from error
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:
         """Give one job to the broker; raise what it is refused with, or BrokerUnavailable."""
@@ -160,7 +195,8 @@ def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: 
         by_queue: dict[str, list[StagedJob]] = defaultdict(list)
         for job in jobs:
             by_queue[job.queue].append(job)
-        taken: list[UUID] = []
+        done: list[UUID] = []
+        later: dict[float, list[UUID]] = defaultdict(list)
         deadline = time.monotonic() + BATCH_SECONDS
         for queue, of_queue in by_queue.items():
             try:
@@ -168,7 +204,13 @@ def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: 
                     for job in part:
                         match refusals.get(job.pk):
                             case None:
-                                taken.append(job.pk)
+                                done.append(job.pk)
+                                counts["handed_over"] += 1
+                            case TookEffect():
+                                done.append(job.pk)
+                            case OfferAgain(seconds=seconds):
+                                later[seconds].append(job.pk)
+                                counts["handed_over"] += 1
                             case BrokerUnavailable() as error:
                                 unreachable[queue] = error
                             case error:
@@ -177,8 +219,10 @@ def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: 
                 unreachable[queue] = error
             if time.monotonic() > deadline:
                 break  # What is left stays where it is, for the next batch.
-        StagedJob.objects.using(alias).filter(pk__in=taken).delete()
-    counts["handed_over"] += len(taken)
+        StagedJob.objects.using(alias).filter(pk__in=done).delete()
+        for seconds, ids in later.items():
+            wait = timedelta(seconds=seconds)
+            StagedJob.objects.using(alias).filter(pk__in=ids).update(attempts=F("attempts") + 1, run_at=Now() + wait)
     return bool(jobs)
 
 

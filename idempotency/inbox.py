@@ -3,7 +3,7 @@
 The row that says "processed" and the effects commit together; so a failure leaves no row, and the next delivery does the work.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections, router, transaction
@@ -56,6 +56,14 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
         yield first
         if first:
             _refuse_broken_transaction(connections[alias])
+
+
+def took_effect(source: str, message_ids: Collection[str], *, using: str | None = None) -> set[str]:
+    """Return those of ``message_ids`` that were processed, and that within the retention; nothing is written."""
+    if not message_ids:
+        return set()
+    messages = ProcessedMessage.objects.using(using or router.db_for_write(ProcessedMessage))
+    return set(messages.filter(source=source, message_id__in=message_ids).values_list("message_id", flat=True))
 
 
 def _refuse_broken_transaction(connection: BaseDatabaseWrapper) -> None:

@@ -11,13 +11,12 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from django.conf import settings
 from django.db import connection, transaction
-from django.db.models import Q
-from django.utils import timezone
 from django_tasks_db.models import DBTaskResult
 
 from idempotency import enqueuer
 from idempotency.contrib import celery as celery_backend
 from idempotency.contrib import rq as rq_backend
+from idempotency.models import StagedJob
 from tests.celery_for_tests import app, broker_url
 from tests.managing import start
 from tests.waiting import eventually
@@ -72,8 +71,15 @@ class Broker:
     def __init__(self, redis: Any) -> None:
         self.redis = redis
 
+    #: Whether a job stays staged until it took effect.
+    follows_up = True
+
     def waiting(self) -> int:
         """Return the number of messages that a worker could take now."""
+        raise NotImplementedError
+
+    def lose(self) -> None:
+        """Lose the messages, as when a worker dies in the instant in which it takes them."""
         raise NotImplementedError
 
     def idle(self) -> bool:
@@ -107,9 +113,14 @@ class Broker:
             supervisor.join()
 
     def work(self, until: Callable[[], Any]) -> None:
-        """Let workers run until ``until`` is true and nothing is left to do, at most 40 seconds."""
+        """Let workers and the enqueuer run until ``until`` is true and nothing is left to do, at most 40 seconds."""
+
+        def done() -> bool:
+            enqueuer.enqueue_once()
+            return until() and self.idle() and not StagedJob.objects.exists()
+
         with self.working():
-            eventually(lambda: until() and self.idle(), 40)
+            eventually(done, 40)
 
 
 class Rq(Broker):
@@ -117,6 +128,7 @@ class Rq(Broker):
 
     backend = "idempotency.contrib.rq.RQBackend"
     worker = "from django.core.management import call_command; call_command('rqworker', 'default', '--with-scheduler')"
+    follows_up = False
     poison = ({"queue": "nowhere"}, "RQ_QUEUES has no queue 'nowhere'")
 
     def waiting(self) -> int:
@@ -150,6 +162,9 @@ class Celery(Broker):
     def waiting(self) -> int:
         return self.redis.llen("celery")
 
+    def lose(self) -> None:
+        self.redis.delete("celery")
+
     def idle(self) -> bool:
         return not self.waiting() and not self.redis.hlen("unacked")
 
@@ -170,15 +185,16 @@ class Tasks(Broker):
 
     backend = "idempotency.contrib.tasks.TasksBackend"
     worker = (
-        "from idempotency.contrib import tasks; tasks.AGAIN_SECONDS = (2,) * 30\n"
         "from django.core.management import call_command\n"
         "call_command('db_worker', '--interval', '0.1', '--no-startup-delay', verbosity=0)"
     )
     poison = ({"queue": "nowhere"}, "Queue 'nowhere' is not valid for backend")
 
     def waiting(self) -> int:
-        later = Q(run_after__gt=timezone.now(), run_after__year__lt=9999)
-        return DBTaskResult.objects.filter(status="READY").exclude(later).count()
+        return DBTaskResult.objects.filter(status="READY").count()
+
+    def lose(self) -> None:
+        DBTaskResult.objects.update(status="RUNNING")
 
     def idle(self) -> bool:
         return not self.waiting()

@@ -1,17 +1,12 @@
-"""What the processes of ``test_processes_killed.py`` run: a view, a job, a broker and a worker. Each run leaves a row."""
+"""What the processes of ``test_processes_killed.py`` run: a view and a job. Each run leaves a row."""
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 from uuid import UUID
 
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from django.urls import path
-from rq import Retry, SimpleWorker
-from rq.utils import now
 
-from idempotency.contrib.rq import RQBackend
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.jobs import stage_job
@@ -57,33 +52,12 @@ def two_phases(request: HttpRequest, number: int) -> HttpResponseBase:
 urlpatterns = [path("two-phases/<int:number>", two_phases)]
 
 
-class AtOnceAgain(RQBackend):
-    """Take some time over a batch; jobs are tried again without a wait, for which a scheduler would be needed."""
-
-    retry = Retry(max=100)
+class TakesTime:
+    """Put before a backend: it takes some time over a batch, before and after the broker has it."""
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
         """Hand over, and answer late."""
         take_time()
-        refusals = super().hand_over(queue, jobs)
+        refusals: Mapping[UUID, Exception] = super().hand_over(queue, jobs)  # type: ignore[misc]
         take_time()
         return refusals
-
-
-class SoleWorker(SimpleWorker):
-    """The only worker, which does not fork: so it takes up at once what the one before it had in hand when it was killed.
-
-    RQ does this after a lease of some minutes, because another worker may be at it.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        # The TTL less 15 seconds is how long it waits for a job before it looks whether maintenance is due.
-        super().__init__(*args, **options | {"maintenance_interval": 1, "worker_ttl": 16})
-
-    def clean_registries(self) -> None:
-        """Queue again what was taken and not ended."""
-        for queue in self.queues:
-            while self.connection.lmove(queue.intermediate_queue.key, queue.key, "RIGHT", "LEFT"):
-                pass
-            queue.started_job_registry.cleanup(timestamp=math.inf)
-        self.last_cleaned_at = now()

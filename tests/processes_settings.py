@@ -1,5 +1,7 @@
 """Settings of the processes that ``test_processes_killed.py`` kills: short waits, and their own views."""
 
+import os
+
 from tests.settings import *  # noqa: F403
 
 ROOT_URLCONF = "tests.processes_service"
@@ -8,5 +10,5 @@ IDEMPOTENCY = {
     "LOCK_TIMEOUT_SECONDS": 3,
     "COMPLETER_MIN_AGE_SECONDS": 1,
     "COMPLETER_IDLE_SECONDS": 1,
-    "ENQUEUERS": {"*": "tests.processes_service.AtOnceAgain"},
+    "ENQUEUERS": {"*": os.environ["TEST_BACKEND"]},
 }

@@ -4,14 +4,15 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 from django.db import connection
 from django.utils import timezone
 
-from idempotency.contrib import tasks as tasks_backend
 from idempotency.contrib.celery import CeleryBackend, OnceTask
-from idempotency.enqueuer import BrokerUnavailable, EnqueuePass, enqueue_once
+from idempotency.contrib.tasks import TasksBackend
+from idempotency.enqueuer import MAX_ATTEMPTS, BrokerUnavailable, EnqueuePass, enqueue_once
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
@@ -28,7 +29,8 @@ pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__.lower())
 def queue(request, broker, settings, monkeypatch):
     """Return the queue, empty, with the enqueuer handing over to it."""
-    monkeypatch.setattr(tasks_backend, "AGAIN_SECONDS", (2,) * 30)
+    for backend in (CeleryBackend, TasksBackend):
+        monkeypatch.setattr(backend, "follow_up_seconds", 2)
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": request.param.backend}}
     return request.param(broker)
 
@@ -50,18 +52,48 @@ def test_a_worker_runs_the_job_with_its_arguments(queue, user):
     stage("record", user.pk, "by position")
     StagedJobFactory(job_name="tests.jobs_for_tests.record", job_args={"user": user.pk, "label": "by name"})
     assert enqueue_once() == EnqueuePass(handed_over=2)
-    assert not StagedJob.objects.exists()
+    assert StagedJob.objects.exists() == queue.follows_up
     queue.work(until=lambda: effects() == 2)
     assert set(AuditRecord.objects.values_list("action", flat=True)) == {"by position", "by name"}
 
 
 def test_a_job_that_is_handed_over_twice_takes_effect_once(queue, user):
     for _ in range(2):
+        StagedJob.objects.all().delete()
         stage("record", user.pk, pk="01900000-0000-7000-8000-000000000001")
         assert enqueue_once() == EnqueuePass(handed_over=1)
     assert queue.waiting() == 2
     queue.work(until=effects)
     assert effects() == 1
+
+
+def due_now():
+    StagedJob.objects.update(run_at=timezone.now())
+
+
+@pytest.mark.parametrize("queue", [Celery, Tasks], indirect=True)
+def test_a_job_that_the_queue_lost_is_handed_over_again_and_the_row_stays_until_it_took_effect(queue, user):
+    stage("record", user.pk)
+    for _ in range(2):
+        due_now()
+        assert enqueue_once() == EnqueuePass(handed_over=1)
+        assert enqueue_once() == EnqueuePass(), "not at once"
+        queue.lose()
+    due_now()
+    queue.work(until=effects)
+    assert effects() == 1
+    assert not StagedJob.objects.exists()
+
+
+@pytest.mark.parametrize("queue", [Celery, Tasks], indirect=True)
+def test_a_job_that_never_takes_effect_ends_in_the_list_of_the_failed(queue, user):
+    job = stage("record", user.pk, attempts=MAX_ATTEMPTS - 1)
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    due_now()
+    assert enqueue_once() == EnqueuePass(failed=1)
+    job.refresh_from_db()
+    assert "never took effect" in job.last_error
+    assert job.failed_at
 
 
 def test_a_job_that_raises_leaves_nothing_and_is_tried_again(queue, user, tmp_path):
@@ -107,12 +139,12 @@ def test_a_delivery_that_meets_another_one_comes_back(queue, user):
         try:
             assert entered.wait(10)
             for _ in range(2):  # It was refused, and came back.
-                eventually(waits_for_a_lock, 30)
+                eventually(lambda: enqueue_once() and waits_for_a_lock(), 30)
                 eventually(lambda: not waits_for_a_lock(), 30)
         finally:
             leave.set()
         assert isinstance(other.exception(), RuntimeError)
-        eventually(effects, 30)
+        eventually(lambda: enqueue_once() and effects(), 30)
         eventually(queue.idle, 30)
     assert effects() == 1
     assert ProcessedMessage.objects.count() == 1
@@ -151,6 +183,7 @@ def test_a_broker_that_is_slower_than_every_timeout_does_not_get_the_jobs_again_
     with line.listener, queue.through(line.url):
         stage("record", user.pk)
         assert enqueue_once() == EnqueuePass(handed_over=1)
+        StagedJob.objects.update(run_at=timezone.now() + timedelta(hours=1))  # If it is followed up: not now.
         for _ in range(3):
             stage("record", user.pk)
         line.open.clear()
@@ -158,10 +191,11 @@ def test_a_broker_that_is_slower_than_every_timeout_does_not_get_the_jobs_again_
             for _ in range(4):
                 with pytest.raises(BrokerUnavailable):
                     enqueue_once()
-        assert set(StagedJob.objects.values_list("attempts", flat=True)) == {0}
+        assert set(StagedJob.objects.filter(run_at__lte=timezone.now()).values_list("attempts", flat=True)) == {0}
         line.open.set()
         assert queue.waiting() <= 4, "what was there, and at most one copy of the rest"
         assert enqueue_once() == EnqueuePass(handed_over=3)
+    due_now()
     queue.work(until=lambda: effects() == 4)
     assert effects() == 4
 

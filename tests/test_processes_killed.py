@@ -19,6 +19,7 @@ from rides_demo.services import Postgres, Redis
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.managing import environment, run
 from tests.models import Entry
+from tests.processes_queues import QUEUES, Celery, Rq
 from tests.processes_service import HOPELESS, JOB
 from tests.test_reaper import ago, expired_keys
 from tests.waiting import eventually
@@ -28,7 +29,6 @@ pytestmark = [pytest.mark.murphy, pytest.mark.django_db(transaction=True)]
 SETTINGS = "tests.processes_settings"
 COMMANDS = {
     "enqueuer": "enqueue_jobs --loop --interval 0.1 --batch-size 25",
-    "worker": "rqworker default --worker-class tests.processes_service.SoleWorker --verbosity 1",
     "completer": "complete_keys --loop --interval 0.2 --batch-size 20 --concurrency 3",
     "reaper": "reap_keys --loop --interval 0.2 --batch-size 2",
     "all three": "idempotency_worker --enqueue-interval 0.1 --complete-interval 0.1 --reap-interval 0.1",
@@ -42,12 +42,12 @@ JOBS, KEYS, EXPIRED = 2000, 500, 300
 class Processes:
     """Some of the commands, each in a process of its own that is started again when it ends, as systemd does."""
 
-    def __init__(self, stack, folder, *names, **changes):
-        given = environment(DJANGO_SETTINGS_MODULE=SETTINGS, **changes)
-        self.by_name = {name: self._start(stack, folder, name, given) for name in names}
+    def __init__(self, stack, folder, queue, *names, **changes):
+        given = environment(DJANGO_SETTINGS_MODULE=SETTINGS, TEST_BACKEND=queue.backend, **changes)
+        self.by_name = {name: self._start(stack, folder, name, queue, given) for name in names}
 
-    def _start(self, stack, folder, name, given):
-        command = [sys.executable, "-m", "django", *COMMANDS[name].split()]
+    def _start(self, stack, folder, name, queue, given):
+        command = queue.worker if name == "worker" else [sys.executable, "-m", "django", *COMMANDS[name].split()]
         return stack.enter_context(
             Process(name, command, environment=given, folder=settings.BASE_DIR, output=folder / f"{name}.log")
         )
@@ -85,39 +85,42 @@ def abandon(count):
     )
 
 
-def idle(broker):
-    """Whether RQ has nothing to do and nothing in hand, on whatever list."""
-    return not any(
-        (broker.llen("rq:queue:default"), broker.llen("rq:queue:default:intermediate"), broker.zcard("rq:wip:default"))
-    )
+@pytest.fixture(params=QUEUES, ids=lambda queue: queue.__name__.lower())
+def queue(request):
+    return request.param
 
 
 def entries():
     return Counter(Entry.objects.values_list("name", flat=True))
 
 
-def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(broker, tmp_path):
+def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broker, tmp_path):
     chance = random.Random(SEED)
     names = [f"job {number}" for number in range(JOBS)]
     keys = IdempotencyKey.objects
     abandon(KEYS)
     expired_keys(EXPIRED)
     expired = keys.filter(finished_at__lt=ago(hours=72))
+    unfinished = keys.unfinished().filter(stuck_at=None)
+
+    def left():
+        return {
+            "staged": StagedJob.objects.count(),
+            "in the queue": not queue.idle(broker),
+            "expired": expired.count(),
+            "unfinished": unfinished.count(),
+        }
+
     with ExitStack() as stack:
-        processes = Processes(stack, tmp_path, "enqueuer", "worker", "completer", "reaper")
+        processes = Processes(stack, tmp_path, queue, "enqueuer", "worker", "completer", "reaper")
         for kill in range(KILLS):
             stage(names[kill::KILLS])
             threading.Event().wait(chance.uniform(0.1, 1.5))
             processes.kill(chance.choice(list(processes.by_name)))
-        processes.until(
-            lambda: (
-                not StagedJob.objects.exists()
-                and idle(broker)
-                and not expired.exists()
-                and not keys.unfinished().filter(stuck_at=None).exists()
-            ),
-            40,
-        )
+        try:
+            processes.until(lambda: not any(left().values()), 90)
+        except AssertionError:
+            pytest.fail(f"What is left: {left()}, with {len(entries())} effects")
 
     finished = {int(path.rpartition("/")[2]) for path in keys.finished().values_list("request_path", flat=True)}
     stuck = dict(keys.stuck().values_list("request_path", "stuck_code"))
@@ -132,13 +135,15 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(broker, tmp_
     for effect in ("second phase", "job"):
         assert {name for name in done if name.startswith(f"{effect} of ")} == {f"{effect} of {number}" for number in finished}
     assert {f"first phase of {number}" for number in finished} <= set(done)
-    assert broker.zcard("rq:failed:default") == 0
+    assert queue.given_up(broker) == 0
 
 
-def test_redis_that_is_away_for_a_while_loses_no_job_and_fails_none(short_folder, tmp_path):
+@pytest.mark.parametrize("queue", [Rq, Celery], indirect=True)
+def test_a_broker_that_is_away_for_a_while_loses_no_job_and_fails_none(queue, short_folder, tmp_path):
+    """Django Tasks have no broker but the database, which the next test takes away."""
     names = [f"job {number}" for number in range(300)]
     with Redis(short_folder / "redis") as server, ExitStack() as stack:
-        processes = Processes(stack, tmp_path, "enqueuer", "worker", REDIS_URL=server.url)
+        processes = Processes(stack, tmp_path, queue, "enqueuer", "worker", REDIS_URL=server.url)
         stage(names[:200])
         eventually(lambda: len(entries()) > 20, 20)
         server.stop()
@@ -149,8 +154,9 @@ def test_redis_that_is_away_for_a_while_loses_no_job_and_fails_none(short_folder
         assert StagedJob.objects.filter(attempts=0, failed_at=None).count() >= 100
         server.start()
         with redis.Redis.from_url(server.url) as connection:
-            processes.until(lambda: not StagedJob.objects.exists() and idle(connection) and len(entries()) == 300, 30)
-            assert connection.zcard("rq:failed:default") == 0
+            done = lambda: not StagedJob.objects.exists() and queue.idle(connection) and len(entries()) == 300  # noqa: E731
+            processes.until(done, 30)
+            assert queue.given_up(connection) == 0
         processes.by_name["enqueuer"].stop()
         assert [log.read_text().count(words) for words in ("cannot go on", "goes on again", "Traceback")] == [1, 1, 0]
     assert entries() == Counter(names)
@@ -170,37 +176,38 @@ def own_postgres(short_folder):
         connection.close()
 
 
-def test_all_loops_come_back_after_postgres_was_restarted(broker, own_postgres, tmp_path):
+def test_all_loops_come_back_after_postgres_was_restarted(queue, broker, own_postgres, tmp_path):
     log = tmp_path / "all three.log"
 
-    def every_loop_works():
-        queued = broker.llen("rq:queue:default")
-        stage(["a job"])
+    def every_loop_works(number):
+        stage([f"job {number}"])
         ProcessedMessage.objects.create(source="s", message_id="1", processed_at=ago(days=31))
         abandon(2)
-        eventually(
+        processes.until(
             lambda: (
                 not IdempotencyKey.objects.unfinished().filter(stuck_at=None).exists()
-                and not ProcessedMessage.objects.exists()
+                and not ProcessedMessage.objects.filter(source="s").exists()
                 and not StagedJob.objects.exists()
-                and broker.llen("rq:queue:default") == queued + 2
+                and queue.idle(broker)
+                and (entries()[f"job {number}"], entries()["job of 1"]) == (1, number + 1)
             ),
-            20,
+            30,
         )
 
     def lines(words):
         return sorted(re.findall(rf"(\w+): {words}", log.read_text()))
 
     with ExitStack() as stack:
-        process = Processes(stack, tmp_path, "all three").by_name["all three"]
+        processes = Processes(stack, tmp_path, queue, "all three", "worker")
+        process = processes.by_name["all three"]
         pid = process.pid
-        every_loop_works()
+        every_loop_works(0)
         for number, end in enumerate((own_postgres.stop, own_postgres.crash), start=1):
             end()
             connection.close()
             eventually(lambda number=number: lines("cannot go on") == sorted(LOOPS * number))
             own_postgres.start()
-            every_loop_works()
+            every_loop_works(number)
         eventually(lambda: lines("goes on again") == sorted(LOOPS * 2))
         assert process.pid == pid
     assert "Traceback" not in log.read_text()

@@ -77,10 +77,15 @@ class CeleryBackend(OneByOne):
 
     #: False hands over tasks without the base OnceTask too: a second delivery then runs them again.
     protected = True
+    #: With Redis as the broker: a worker takes a message and then notes that it has it, and one that is killed in between
+    #: loses it. Ten times, over a week.
+    follow_up_seconds: float | None = 600
 
     def __init__(self) -> None:
         self.app: Celery = current_app._get_current_object()
         self._kept = threading.local()
+        if not self.protected or self.app.connection_for_write().transport.driver_type != "redis":
+            self.follow_up_seconds = None
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:
         """Publish one message. Raises BrokerUnavailable, LookupError for an unknown task, TypeError for an unprotected one."""
