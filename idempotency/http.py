@@ -9,8 +9,8 @@ from django.core.exceptions import BadRequest
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, RawPostDataException
 
 from idempotency import conf, problems
-from idempotency.fingerprint import fingerprint, is_multipart, target
 from idempotency.claims import ClaimedRequest
+from idempotency.fingerprint import fingerprint, is_multipart, target
 from idempotency.header import header
 from idempotency.models import IdempotencyKey
 from idempotency.options import Options
@@ -55,7 +55,7 @@ def describe(request: HttpRequest, scope: str, key: str, options: Options) -> Cl
         scope=scope,
         idempotency_key=key,
         user_id=user.pk if user is not None else None,
-        method=request.method or "",
+        method=(request.method or "")[:20],
         path=path,
         body=kept,
         content_type=_printable(content_type),
