@@ -224,6 +224,29 @@ def test_exception_handler_of_the_project_makes_the_answer(serve: Serve, client:
     assert (len(runs), Entry.objects.exists()) == (1, False)
 
 
+def test_exception_handler_that_answers_all_is_asked_once(serve: Serve, client: APIClient) -> None:
+    asked: list[str] = []
+
+    def handler(error: Exception, context: dict[str, Any]) -> Response:
+        asked.append(str(error))
+        return Response({"error": "ours"}, status=500)
+
+    class Orders(APIView):
+        def get_exception_handler(self) -> Any:
+            return handler
+
+        @idempotent
+        def post(self, request: Any) -> Response:
+            Entry.objects.create(name="made")
+            raise RuntimeError("out of luck")
+
+    serve(Orders.as_view())
+    response = post(client, {"a": 1})
+    assert (response.status_code, response.json(), asked) == (500, {"error": "ours"}, ["out of luck"])
+    assert not Entry.objects.exists()
+    assert not IdempotencyKey.objects.exists()
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(exceptions.NotAuthenticated, 401), (exceptions.PermissionDenied, 403), (exceptions.Throttled, 429)]
 )
@@ -321,7 +344,7 @@ def test_nothing_from_the_network_signs_in(serve: Serve) -> None:
 
 
 def test_decorator_outside_of_authentication_is_refused() -> None:
-    with pytest.raises(TypeError, match="below @api_view"):
+    with pytest.raises(TypeError, match="outside of authentication"):
         idempotent(Entries.as_view())
 
     @method_decorator(idempotent, name="dispatch")
