@@ -7,8 +7,8 @@ import pytest
 from django.contrib.auth.models import Permission
 from django.utils import timezone
 
-from idempotency import admin as idempotency_admin
-from idempotency.admin import state_of
+from idempotency.admin import reading
+from idempotency.admin.states import state_of
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
 
@@ -79,7 +79,7 @@ def test_the_list_costs_the_same_for_one_key_and_for_fifty(staff, django_assert_
 
 
 def test_a_long_list_is_counted_up_to_a_limit(staff, monkeypatch):
-    monkeypatch.setattr(idempotency_admin, "MAX_COUNT", 3)
+    monkeypatch.setattr(reading, "MAX_COUNT", 3)
     IdempotencyKeyFactory.create_batch(5)
     assert staff.get(KEYS).context["cl"].result_count == 3
 
@@ -99,7 +99,7 @@ def test_a_key_shows_its_request_its_response_and_its_history(staff):
     assert "Grünau" in page
     assert "<script>alert" not in page
     assert "&quot;id&quot;: 7" in page
-    assert page.index("client</li>") < page.index("<strong>recovery point</strong> ride_created</li>")
+    assert page.index("<strong>claimed</strong> client") < page.index("<strong>recovery point</strong> ride_created")
     assert "no route" in page
 
 

@@ -17,6 +17,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, close_old_connections, connections
 
 from idempotency.enqueuer import BrokerUnavailable
+from idempotency.heartbeats import Heartbeat
 
 logger = logging.getLogger("idempotency")
 
@@ -65,7 +66,8 @@ class Loop:
 
     A pass that fails ends neither the loop nor its process: the next one tries again, on a new connection. The log gets a line
     when that begins and when it is over. ``say`` is given the counts of each pass that did something. ``beat`` is called every
-    few seconds and between the batches of a pass, but not while the last pass failed.
+    few seconds and between the batches of a pass, but not while the last pass failed; at that pace, a heartbeat is kept in the
+    database ``using`` as well, for the dashboard of the admin.
     """
 
     def __init__(
@@ -77,9 +79,11 @@ class Loop:
         stop: StopSignal,
         say: Callable[[Any], None],
         beat: Callable[[], None] = lambda: None,
+        using: str = DEFAULT_DB_ALIAS,
     ) -> None:
         self.name = name
         self._run_pass, self._interval, self._stop, self._say, self._beat = run_pass, interval, stop, say, beat
+        self._heartbeat = Heartbeat(name, using=using)
         self._failure: object = None
         self._failures = 0
 
@@ -92,6 +96,7 @@ class Loop:
                 while (left := due - time.monotonic()) > 0 and not self._stop_requested(min(left, BEAT_SECONDS)):
                     pass
         finally:
+            self._heartbeat.remove()
             connections.close_all()
 
     def _pause_seconds(self) -> float:
@@ -101,6 +106,7 @@ class Loop:
     def _stop_requested(self, wait_seconds: float = 0) -> bool:
         if self._failure is None:
             self._beat()
+            self._heartbeat.beat()
         return self._stop.requested(wait_seconds)
 
     def _turn(self) -> None:
@@ -181,7 +187,7 @@ class PassCommand(BaseCommand):
         stop = StopSignal()
         with stop.installed():
             if options["loop"]:
-                Loop(name, run_pass, interval=options["interval"], stop=stop, say=say).run()
+                Loop(name, run_pass, interval=options["interval"], stop=stop, say=say, using=options["database"]).run()
                 return
             try:
                 say(run_pass(stop=stop.requested))

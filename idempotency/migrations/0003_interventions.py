@@ -5,41 +5,59 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-
     dependencies = [
-        ('idempotency', '0002_fillfactor'),
+        ("idempotency", "0002_fillfactor"),
     ]
 
     operations = [
         migrations.CreateModel(
-            name='ProcessHeartbeat',
+            name="ProcessHeartbeat",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('name', models.CharField(help_text='The command, such as enqueue_jobs.', max_length=50)),
-                ('host', models.CharField(max_length=100)),
-                ('pid', models.PositiveIntegerField()),
-                ('beat_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("name", models.CharField(help_text="The command, such as enqueue_jobs.", max_length=50)),
+                ("host", models.CharField(max_length=100)),
+                ("pid", models.PositiveIntegerField()),
+                ("beat_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
             ],
         ),
         migrations.AlterModelOptions(
-            name='idempotencykey',
-            options={'permissions': [('complete_idempotencykey', 'Can have an idempotency key completed'), ('release_idempotencykey', 'Can release the lock of an idempotency key'), ('answer_idempotencykey', 'Can answer an idempotency key'), ('acknowledge_idempotencykey', 'Can acknowledge a stuck idempotency key')], 'verbose_name': 'idempotency key'},
+            name="idempotencykey",
+            options={
+                "permissions": [
+                    ("complete_idempotencykey", "Can have an idempotency key completed"),
+                    ("release_idempotencykey", "Can release the lock of an idempotency key"),
+                    ("answer_idempotencykey", "Can answer an idempotency key"),
+                    ("acknowledge_idempotencykey", "Can acknowledge a stuck idempotency key"),
+                ],
+                "verbose_name": "idempotency key",
+            },
         ),
         migrations.AlterModelOptions(
-            name='stagedjob',
-            options={'permissions': [('retry_stagedjob', 'Can hand a failed staged job over again'), ('discard_stagedjob', 'Can discard a failed staged job')]},
+            name="stagedjob",
+            options={
+                "permissions": [
+                    ("retry_stagedjob", "Can hand a failed staged job over again"),
+                    ("discard_stagedjob", "Can discard a failed staged job"),
+                ]
+            },
         ),
         migrations.AddField(
-            model_name='idempotencykey',
-            name='acknowledged_at',
-            field=models.DateTimeField(blank=True, help_text='When a person took the stuck key off the list; counts if it is not before stuck_at.', null=True),
+            model_name="idempotencykey",
+            name="acknowledged_at",
+            field=models.DateTimeField(
+                blank=True,
+                help_text="When a person took the stuck key off the list; counts if it is not before stuck_at.",
+                null=True,
+            ),
         ),
         migrations.AddIndex(
-            model_name='stagedjob',
-            index=models.Index(condition=models.Q(('failed_at__isnull', False)), fields=['failed_at'], name='idempotency_job_failed'),
+            model_name="stagedjob",
+            index=models.Index(
+                condition=models.Q(("failed_at__isnull", False)), fields=["failed_at"], name="idempotency_job_failed"
+            ),
         ),
         migrations.AddConstraint(
-            model_name='processheartbeat',
-            constraint=models.UniqueConstraint(fields=('name', 'host', 'pid'), name='idempotency_heartbeat_unique'),
+            model_name="processheartbeat",
+            constraint=models.UniqueConstraint(fields=("name", "host", "pid"), name="idempotency_heartbeat_unique"),
         ),
     ]

@@ -97,6 +97,7 @@ class Command(BaseCommand):
                 stop=stop,
                 say=partial(self._say, name),
                 beat=partial(_touch, folder / name) if folder is not None else lambda: None,
+                using=options["database"],
             )
             threads.append(threading.Thread(target=loop.run, name=name))
         with stop.installed():

@@ -2,16 +2,17 @@
 
 import argparse
 import json
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 from uuid import UUID
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connections
-from django.db.models import F, QuerySet
-from django.db.models.functions import Now
+from django.db.models import F
 
 from idempotency.enqueuer import backlog
+from idempotency.interventions import discard_jobs, retry_jobs
 from idempotency.models import StagedJob
 
 
@@ -64,12 +65,10 @@ class Command(BaseCommand):
             self.stdout.write(f"{state}  {job.pk}  {job.attempts} refusals  {job.queue}  {job.job_name}  {error}".rstrip())
 
     def retry(self, using: str, options: dict[str, Any]) -> None:
-        count = self._failed(using, options).update(failed_at=None, attempts=0, run_at=Now())
-        self._conclude("made due again", count, options)
+        self._conclude("made due again", retry_jobs(_chosen(options), using=using), options)
 
     def purge(self, using: str, options: dict[str, Any]) -> None:
-        _, deleted = self._failed(using, options).delete()
-        self._conclude("deleted", deleted.get(StagedJob._meta.label, 0), options)
+        self._conclude("deleted", discard_jobs(_chosen(options), using=using), options)
 
     def stats(self, using: str, options: dict[str, Any]) -> None:
         waiting = backlog(using=using)
@@ -79,10 +78,6 @@ class Command(BaseCommand):
             oldest = f"{waiting.oldest_seconds:.1f} s"
             self.stdout.write(f"staged_jobs: {waiting.depth} due, the oldest for {oldest}, {waiting.failed} failed")
 
-    def _failed(self, using: str, options: dict[str, Any]) -> QuerySet[StagedJob]:
-        failed = StagedJob.objects.using(using).filter(failed_at__isnull=False)
-        return failed if options["all"] else failed.filter(pk__in=options["ids"])
-
     def _conclude(self, done: str, count: int, options: dict[str, Any]) -> None:
         """Say how many; an id that is not that of a failed job is an error."""
         self.stdout.write(f"staged_jobs: {count} {done}")
@@ -90,3 +85,7 @@ class Command(BaseCommand):
             raise CommandError(
                 f"staged_jobs: {missing} of the ids are not those of failed jobs (see staged_jobs list --failed).", returncode=1
             )
+
+
+def _chosen(options: dict[str, Any]) -> Collection[UUID] | None:
+    return None if options["all"] else options["ids"]

@@ -1,0 +1,168 @@
+"""The buttons of a key: what each does, who may press it, and when it makes sense.
+
+What a button does is re-checked in the UPDATE that does it: a page is out of date as soon as it is shown.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from django import forms
+from django.contrib import messages
+from django.http import HttpRequest, HttpResponse
+
+from idempotency import interventions
+from idempotency.abandonment import ON_ABANDON
+from idempotency.models import IdempotencyKey
+
+#: A level of the messages framework and a sentence for the person; what the admin log keeps, "" if nothing was done.
+Result = tuple[int, str, str]
+
+_TOO_LATE = "Nothing was done: the key has moved since you looked at it. This is how it stands now."
+
+
+class PressForm(forms.Form):
+    """What every button sends: the claim that the person saw."""
+
+    seen = forms.UUIDField(required=False, widget=forms.HiddenInput)
+
+
+class NoteForm(PressForm):
+    """A button with a note for the history."""
+
+    note = forms.CharField(
+        max_length=150, required=False, help_text="For the history: what you found, or the number of a ticket."
+    )
+
+
+class AnswerForm(PressForm):
+    """The response with which each retry of the client is answered."""
+
+    status = forms.IntegerField(initial=409, help_text="A 2xx if the work was done, else a 4xx such as 409, 410 or 422.")
+    body = forms.CharField(
+        widget=forms.Textarea(attrs={"rows": 8}), required=False, strip=False, help_text="JSON, or plain text; may be empty."
+    )
+
+    def clean(self) -> dict[str, Any]:
+        """Build the response, and refuse one that does not end a request."""
+        cleaned: dict[str, Any] = super().clean() or {}
+        if not 100 <= cleaned.get("status", 0) <= 599:
+            self.add_error("status", "This is not the status of a response.")
+            return cleaned
+        body = cleaned.get("body", "")
+        cleaned["response"] = response = HttpResponse(body, status=cleaned["status"], content_type=_content_type(body))
+        if problem := interventions.answer_problem(response):
+            self.add_error(None, problem)
+        return cleaned
+
+
+def _content_type(body: str) -> str:
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return "text/plain; charset=utf-8"
+    return "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Button:
+    """An intervention as the admin offers it."""
+
+    label: str
+    permission: str
+    explanation: str
+    possible: Callable[[IdempotencyKey, str], bool]
+    press: Callable[[IdempotencyKey, dict[str, Any], str, str], Result]
+    form: type[PressForm] = PressForm
+
+
+def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
+    match interventions.complete_now(key.pk, _seen(sent), by=by, using=using):
+        case None:
+            return messages.WARNING, _TOO_LATE, ""
+        case "finished":
+            return messages.SUCCESS, "The request was completed: its response is stored.", "Completed."
+        case "stuck":
+            return messages.ERROR, "The request was run, and is stuck again: see the reason.", "Run; it is stuck again."
+        case "failed":
+            text = "The request was run and failed: see its last error. The completer tries again."
+            return messages.ERROR, text, "Run; it failed."
+    return messages.WARNING, "The key was handed back, and another process is running it now.", "Handed back to the completer."
+
+
+def _release(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
+    if not interventions.release_lock(key.pk, _seen(sent), by=by, using=using):
+        return messages.WARNING, _TOO_LATE, ""
+    return messages.SUCCESS, "The lock is released: the run that held it can commit nothing any more.", "Released the lock."
+
+
+def _answer(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
+    response = sent["response"]
+    if not interventions.answer(key.pk, _seen(sent), response, by=by, using=using):
+        return messages.WARNING, _TOO_LATE, ""
+    text = f"Answered with status {response.status_code}."
+    return messages.SUCCESS, f"{text} Each retry of the client gets this response.", text
+
+
+def _acknowledge(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
+    if not interventions.acknowledge(key.pk, _seen(sent), by=by, note=sent["note"], using=using):
+        return messages.WARNING, _TOO_LATE, ""
+    return messages.SUCCESS, "The key is off the list of stuck keys. It has no response, and stays.", "Acknowledged."
+
+
+def _seen(sent: dict[str, Any]) -> UUID | None:
+    seen: UUID | None = sent["seen"]
+    return seen
+
+
+BUTTONS = {
+    "complete": Button(
+        label="Complete now",
+        permission="complete_idempotencykey",
+        explanation="The request is run on from its recovery point, now and in this process, as the user who sent it. What it "
+        "has done already is not done again. Should it fail, the completer goes on with it, with all its attempts "
+        "anew.",
+        possible=lambda key, state: state not in ("in flight", "finished") and key.stuck_code != ON_ABANDON,
+        press=_complete,
+    ),
+    "answer": Button(
+        label="Answer",
+        permission="answer_idempotencykey",
+        explanation="The request is over, and each retry of its client gets the response that you write here. Nothing is "
+        "undone: if the answer says that it failed, first take back what it has begun, here and at other "
+        "services.",
+        possible=lambda key, state: state not in ("in flight", "finished"),
+        press=_answer,
+        form=AnswerForm,
+    ),
+    "acknowledge": Button(
+        label="Acknowledge",
+        permission="acknowledge_idempotencykey",
+        explanation="The key leaves the list of stuck keys. Nothing else changes: it has no response, a retry of its client is "
+        "refused as before, and it is kept until it is answered or completed.",
+        possible=lambda key, state: state == "stuck",
+        press=_acknowledge,
+        form=NoteForm,
+    ),
+    "release": Button(
+        label="Release the lock",
+        permission="release_idempotencykey",
+        explanation="For a run that is known to be dead, or to hang. It loses the key: it can commit nothing any more, and "
+        "the next retry, or the completer, goes on from the recovery point. A call to another service that is "
+        "under way goes on there.",
+        possible=lambda key, state: state == "in flight",
+        press=_release,
+    ),
+}
+
+
+def offered(key: IdempotencyKey, state: str, may: Callable[[str], bool]) -> dict[str, Button]:
+    """Return the buttons that make sense in this state and that the person may press."""
+    return {name: button for name, button in BUTTONS.items() if button.possible(key, state) and may(button.permission)}
+
+
+def username(request: HttpRequest) -> str:
+    """Return who presses, for the history."""
+    return request.user.get_username()[:100]

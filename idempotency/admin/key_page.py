@@ -1,0 +1,151 @@
+"""What the page of a key shows beside its fields: where it stands, what happened, what belongs to it."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from urllib.parse import unquote
+
+from django.contrib.admin import AdminSite
+from django.http import HttpRequest
+from django.urls import Resolver404, resolve
+from django.utils import timezone
+from django.utils.dateparse import parse_datetime
+
+from idempotency.admin.reading import admin_url, first_line
+from idempotency.models import FINISHED, STARTED, ForeignCall, IdempotencyKey, StagedJob
+from idempotency.options import options_of
+
+#: So many rows of one kind are shown of those that belong to a key.
+MAX_LINKED = 10
+
+
+class DeclaredPoints:
+    """The recovery points that views declare; each view is looked up once for a page."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], tuple[str, ...] | None] = {}
+
+    def of(self, key: IdempotencyKey) -> tuple[str, ...] | None:
+        """Return the points of the view that answers the key's request, none for a plain one; None without a protected view."""
+        place = key.request_path.partition("?")[0], key.request_method
+        if place not in self._found:
+            self._found[place] = _declared(*place)
+        return self._found[place]
+
+
+def _declared(path: str, method: str) -> tuple[str, ...] | None:
+    try:
+        options = options_of(resolve(unquote(path)).func, method)
+    except Resolver404:
+        return None
+    return options.every_point() if options else None
+
+
+def progress(key: IdempotencyKey, points: tuple[str, ...] | None) -> str:
+    """Return the recovery point with its place among those declared, as in ``ride_created (2/4)``."""
+    if not points or key.recovery_point not in points:
+        return key.recovery_point
+    return f"{key.recovery_point} ({points.index(key.recovery_point) + 1}/{len(points)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A recovery point on the line: ``place`` is passed, here, unknown or ahead."""
+
+    name: str
+    place: str
+    at: datetime | None
+    errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A line of the history."""
+
+    name: str
+    detail: str
+    at: datetime | None
+    seconds_later: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """Rows of one model that point at the key: their pk and where to see them."""
+
+    name: str
+    rows: list[tuple[Any, str]] = field(default_factory=list)
+    more: bool = False
+
+
+def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
+    """Return the phases of the key in their order, with the place where it stands and the errors met at each."""
+    order = list(points or (STARTED, FINISHED))
+    unknown = key.recovery_point not in order
+    if unknown:
+        order.insert(-1, key.recovery_point)
+    here = order.index(key.recovery_point)
+    reached, errors = _reached(key)
+    stops = []
+    for position, name in enumerate(order):
+        place = "passed" if position < here or key.finished_at else "ahead"
+        if position == here and not key.finished_at:
+            place = "unknown" if unknown else "here"
+        stops.append(Stop(name, place, reached.get(name), errors[name]))
+    return stops
+
+
+def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[str]]:
+    """Return when each point was reached, and how many errors there were at it, as far as the history remembers."""
+    reached: dict[str, datetime | None] = {STARTED: key.created_at, FINISHED: key.finished_at}
+    errors: Counter[str] = Counter()
+    here = STARTED
+    for event in key.history:
+        if event["event"] == "recovery point":
+            here = event["detail"]
+            reached[here] = parse_datetime(event["at"])
+        elif event["event"] == "error":
+            errors[here] += 1
+    return reached, errors
+
+
+def events(key: IdempotencyKey) -> list[Event]:
+    """Return the history, the oldest first."""
+    found: list[Event] = []
+    before: datetime | None = None
+    for event in key.history:
+        at = parse_datetime(event["at"])
+        if at is not None and timezone.is_naive(at):
+            at = timezone.make_aware(at, timezone.get_default_timezone())
+        later = (at - before).total_seconds() if at and before else None
+        found.append(Event(event["event"], event["detail"], at, later))
+        before = at or before
+    return found
+
+
+def linked(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, using: str) -> Iterator[Linked]:
+    """Yield the rows of other apps' models with a foreign key to ``key``, a few of each; one query for each model."""
+    for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
+        model: Any = relation.related_model
+        if not (relation.one_to_many or relation.one_to_one) or relation.concrete or model in (StagedJob, ForeignCall):
+            continue
+        foreign_key: Any = relation.field  # type: ignore[union-attr]
+        if model._meta.auto_created or not (foreign_key.db_index or foreign_key.unique):
+            continue  # Without an index it would be a search through the whole table.
+        rows = model._base_manager.using(using).filter(**{foreign_key.name: key.pk}).order_by()
+        pks = list(rows.values_list("pk", flat=True)[: MAX_LINKED + 1])
+        if pks:
+            shown = [(pk, admin_url(site, request, model, pk)) for pk in pks[:MAX_LINKED]]
+            yield Linked(str(model._meta.verbose_name), shown, more=len(pks) > MAX_LINKED)
+
+
+def belongings(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, using: str) -> dict[str, Any]:
+    """Return what belongs to ``key``, a bounded number of rows of each kind, for the template."""
+    jobs = StagedJob.objects.using(using).filter(idempotency_key=key.pk).order_by("run_at")[:MAX_LINKED]
+    calls = ForeignCall.objects.using(using).filter(key=key.pk).order_by("pk")[:MAX_LINKED]
+    return {
+        "linked": list(linked(key, site, request, using=using)),
+        "jobs": [(job, admin_url(site, request, StagedJob, job.pk), first_line(job.last_error)) for job in jobs],
+        "calls": [(call, admin_url(site, request, ForeignCall, call.pk)) for call in calls],
+    }

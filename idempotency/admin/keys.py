@@ -1,0 +1,233 @@
+"""Keys: the list, the page of one, and the buttons."""
+
+import json
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+from django.contrib import admin, messages
+from django.contrib.auth import get_user_model
+from django.core.exceptions import PermissionDenied
+from django.db import router, transaction
+from django.db.models import Q, QuerySet
+from django.db.models.functions import Now
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.safestring import SafeString
+from django.utils.timesince import timesince
+
+from idempotency import interventions
+from idempotency.admin import dashboard, key_page
+from idempotency.admin.actions import BUTTONS, offered, username
+from idempotency.admin.codes import STUCK_CODES
+from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, first_line, masked, preformatted, pretty
+from idempotency.admin.states import AgeFilter, RecoveryPointFilter, StateFilter, StuckCodeFilter, next_step, state_of
+from idempotency.models import IdempotencyKey
+
+_BIGGEST_ID = 2**63 - 1
+_LARGE_COLUMNS = ("request_body", "request_headers", "response_body", "response_headers", "history", "seed")
+_REQUEST_PARTS = ("request_headers_shown", "request_shown")
+_TIMES = ("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "acknowledged_at", "next_run_at")
+
+
+@admin.register(IdempotencyKey)
+class IdempotencyKeyAdmin(ReadOnlyAdmin):
+    """The list of keys, the page of one key, its buttons, and the dashboard."""
+
+    list_display = ("id", "request", "state", "progress", "age", "attempts", "last_error_line", "reason", "sender")
+    list_filter = (StateFilter, AgeFilter, StuckCodeFilter, RecoveryPointFilter)
+    actions = ("hand_back", "acknowledge")
+    ordering = ("-created_at",)
+    search_fields = ("idempotency_key",)
+    search_help_text = "The whole idempotency key, the number of its row, a scope such as user:7, or the name of a user."
+    fieldsets = (
+        (None, {"fields": ("error_shown",)}),
+        ("Request", {"fields": ("request", "sender", "scope", "idempotency_key", "remote_addr", *_REQUEST_PARTS)}),
+        ("Response", {"fields": ("response_code", "response_headers_shown", "response_shown")}),
+        ("Runs", {"fields": (*_TIMES, "attempts", "completer_attempts")}),
+    )
+
+    def get_urls(self) -> list[URLPattern]:
+        """Add the dashboard and the buttons; the button of a key is under its own path."""
+        view = self.admin_site.admin_view
+        own = [
+            path("dashboard/", view(self.dashboard_view), name="idempotency_dashboard"),
+            path("<int:pk>/press/<slug:name>/", view(self.press_view), name="idempotency_press"),
+        ]
+        return own + super().get_urls()
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Return the keys with the time of the database; in the list without what the list does not show."""
+        keys: QuerySet[Any] = super().get_queryset(request).annotate(read_at=Now())
+        match = request.resolver_match
+        if match and (match.url_name or "").endswith("_changelist"):
+            keys = keys.defer(*_LARGE_COLUMNS)
+        return keys
+
+    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
+        """Find a key as a whole, case-sensitively as it counts, or by the number of its row, its scope, or its user's name."""
+        if not search_term:
+            return queryset, False
+        found = Q(idempotency_key=search_term) | Q(scope=search_term)
+        if search_term.isdecimal() and int(search_term) <= _BIGGEST_ID:
+            found |= Q(pk=int(search_term))
+        users = get_user_model()
+        if user := users._default_manager.filter(**{users.USERNAME_FIELD: search_term}).only("pk").first():
+            # By scope, which has an index; the column of the user has none.
+            found |= Q(scope=f"user:{user.pk}")
+        return queryset.filter(found), False
+
+    def get_changelist_instance(self, request: HttpRequest) -> Any:
+        """Look up, once for the page, what the rows need beside their own columns."""
+        changelist = super().get_changelist_instance(request)
+        keys, points = list(changelist.result_list), key_page.DeclaredPoints()
+        users = get_user_model()._default_manager.in_bulk({key.user_id for key in keys if key.user_id is not None})
+        for key in keys:
+            key.declared, key.sent_by = points.of(key), users.get(key.user_id)
+        changelist.result_list = keys
+        return changelist
+
+    @admin.display(description="request")
+    def request(self, key: IdempotencyKey) -> SafeString:
+        return masked(f"{key.request_method} {key.request_path}")
+
+    @admin.display(description="state")
+    def state(self, key: Any) -> str:
+        return state_of(key, key.read_at)
+
+    @admin.display(description="recovery point")
+    def progress(self, key: Any) -> str:
+        return key_page.progress(key, key.declared)
+
+    @admin.display(description="age")
+    def age(self, key: Any) -> str:
+        return timesince(key.created_at, key.read_at, depth=1)
+
+    @admin.display(description="stuck because")
+    def reason(self, key: IdempotencyKey) -> str:
+        return f"{key.stuck_code}: {first_line(key.stuck_reason)}" if key.stuck_code else ""
+
+    @admin.display(description="user")
+    def sender(self, key: Any) -> str:
+        """Return the id, and the name of a user who is still there."""
+        return f"{key.sent_by.get_username()} ({key.user_id})" if key.sent_by else str(key.user_id or "")
+
+    @admin.display(description="last error")
+    def error_shown(self, key: IdempotencyKey) -> SafeString:
+        return preformatted(key.last_error)
+
+    @admin.display(description="headers")
+    def request_headers_shown(self, key: IdempotencyKey) -> SafeString:
+        return preformatted(pretty(key.request_headers))
+
+    @admin.display(description="body")
+    def request_shown(self, key: IdempotencyKey) -> SafeString:
+        return preformatted("(not kept)" if key.request_body is None else pretty(key.request_params))
+
+    @admin.display(description="headers")
+    def response_headers_shown(self, key: IdempotencyKey) -> SafeString:
+        return preformatted(pretty(key.response_headers))
+
+    @admin.display(description="body")
+    def response_shown(self, key: IdempotencyKey) -> SafeString:
+        """Return the stored body, JSON indented."""
+        if key.finished_at is None:
+            return preformatted("")
+        if key.response_body is None:
+            return preformatted("(not kept)")
+        text = bytes(key.response_body).decode("utf-8", "replace")
+        try:
+            return preformatted(pretty(json.loads(text)))
+        except (ValueError, RecursionError):
+            return preformatted(text)
+
+    def render_change_form(self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any) -> HttpResponse:
+        """Show where the key stands, what happened, what comes next, and what the person may do about it."""
+        key = context["original"]
+        state = state_of(key, key.read_at)
+        context |= {
+            "state": state,
+            "line": key_page.line(key, key.declared),
+            "events": key_page.events(key),
+            "next_step": next_step(key, key.read_at, has_view=key.declared is not None),
+            "stuck_code": STUCK_CODES.get(key.stuck_code),
+            "buttons": offered(key, state, partial(self.holds, request)),
+            **key_page.belongings(key, self.admin_site, request, using=self._alias(key)),
+        }
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
+        """Return the key with what its page needs beside its own columns."""
+        key: Any = super().get_object(request, object_id, from_field)
+        if key is not None:
+            key.declared = key_page.DeclaredPoints().of(key)
+            key.sent_by = get_user_model()._default_manager.filter(pk=key.user_id).first() if key.user_id else None
+        return key
+
+    def _alias(self, key: IdempotencyKey) -> str:
+        return router.db_for_write(IdempotencyKey, instance=key)
+
+    # A run of a view must not happen inside a transaction, and what was done is not to be undone by a later error of the page.
+    @transaction.non_atomic_requests
+    def press_view(self, request: HttpRequest, pk: int, name: str) -> HttpResponse:
+        """Ask, then do what a button says, write it into the admin log, and show the key again."""
+        button = BUTTONS.get(name)
+        if button is None:
+            raise Http404
+        if not self.holds(request, button.permission):
+            raise PermissionDenied
+        key = self.get_object(request, str(pk))
+        if key is None:
+            raise Http404
+        page = reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change", args=(pk,))
+        form = button.form(request.POST or None, initial={"seen": key.claim_token})
+        if request.method == "POST" and form.is_valid():
+            level, text, logged = button.press(key, form.cleaned_data, username(request), self._alias(key))
+            if logged:
+                self.log_change(request, key, logged)
+            self.message_user(request, text, level)
+            return HttpResponseRedirect(page)
+        context = {"title": button.label, "opts": self.opts, "key": key, "button": button, "form": form, "page": page}
+        template = "admin/idempotency/idempotencykey/press.html"
+        return TemplateResponse(request, template, self.admin_site.each_context(request) | {"media": self.media} | context)
+
+    def has_complete_permission(self, request: HttpRequest) -> bool:
+        """Tell whether the person may have keys completed."""
+        return self.holds(request, "complete_idempotencykey")
+
+    def has_acknowledge_permission(self, request: HttpRequest) -> bool:
+        """Tell whether the person may acknowledge keys."""
+        return self.holds(request, "acknowledge_idempotencykey")
+
+    @admin.action(description="Hand back to the completer, which runs them", permissions=["complete"])
+    def hand_back(self, request: HttpRequest, chosen: QuerySet[Any]) -> None:
+        """Give each of the chosen keys back to the completer."""
+        self._each(request, chosen, interventions.hand_back, "Handed back to the completer.")
+
+    @admin.action(description="Acknowledge: take off the list, leave as they are", permissions=["acknowledge"])
+    def acknowledge(self, request: HttpRequest, chosen: QuerySet[Any]) -> None:
+        """Take each of the chosen keys off the list of stuck ones."""
+        self._each(request, chosen, interventions.acknowledge, "Acknowledged.")
+
+    def _each(self, request: HttpRequest, chosen: QuerySet[Any], intervene: Any, logged: str) -> None:
+        keys: list[IdempotencyKey] = list(chosen.only("pk", "claim_token", "request_method", "request_path")[: MAX_CHOSEN + 1])
+        done = 0
+        for key in keys[:MAX_CHOSEN]:
+            seen: UUID | None = key.claim_token
+            if intervene(key.pk, seen, by=username(request), using=self._alias(key)):
+                self.log_change(request, key, logged)
+                done += 1
+        left = len(keys) - done
+        text = f"{done} done." if not left else f"{done} done; the others were running, finished, or not in a state for it."
+        if len(keys) > MAX_CHOSEN:
+            text += f" At most {MAX_CHOSEN} are taken at once."
+        self.message_user(request, text, messages.WARNING if left else messages.SUCCESS)
+
+    def dashboard_view(self, request: HttpRequest) -> HttpResponse:
+        """Show how much waits, where, and for whom."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        context = {"title": "Idempotency dashboard", "opts": self.opts, **dashboard.numbers(request, self.admin_site)}
+        template = "admin/idempotency/dashboard.html"
+        return TemplateResponse(request, template, self.admin_site.each_context(request) | {"media": self.media} | context)

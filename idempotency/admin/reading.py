@@ -1,0 +1,103 @@
+"""What all pages share: rows that the machine writes and a person reads, on tables with millions of them."""
+
+import json
+from typing import Any
+
+from django.contrib import admin
+from django.contrib.admin import AdminSite
+from django.core.paginator import Paginator
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest
+from django.urls import NoReverseMatch, reverse
+from django.utils.functional import cached_property
+from django.utils.html import escape, format_html
+from django.utils.safestring import SafeString, mark_safe
+
+from idempotency.redaction import REDACTED
+
+#: A page counts at most so many rows; the further ones are found by a filter or the search.
+MAX_COUNT = 5000
+#: So many rows does one action take at most.
+MAX_CHOSEN = 500
+MAX_SHOWN_CHARACTERS = 20_000
+_ENCODED_REDACTED = "%5Bredacted%5D"
+_MASK = '<mark class="idem-redacted" title="not kept: see redact=">redacted</mark>'
+
+
+class BoundedPaginator(Paginator):  # type: ignore[type-arg]
+    """A paginator that counts up to MAX_COUNT rows: counting a million takes longer than showing fifty."""
+
+    @cached_property
+    def count(self) -> int:
+        """Return how many rows there are, or MAX_COUNT if there are more."""
+        rows = self.object_list
+        return rows.order_by()[:MAX_COUNT].count() if isinstance(rows, QuerySet) else len(rows)
+
+
+class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in the stubs alone
+    """Rows that nobody adds, changes or deletes by hand."""
+
+    actions: Any = None
+    paginator = BoundedPaginator
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER  # they count the whole table, once for each choice of a filter
+    sortable_by = ()
+    list_per_page = 50
+
+    class Media:
+        css = {"all": ["idempotency/admin.css"]}
+
+    def has_add_permission(self, request: HttpRequest, *args: Any) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return False
+
+    def holds(self, request: HttpRequest, permission: str) -> bool:
+        """Tell whether the person has one of this app's own permissions, and may see what it is about."""
+        return self.has_view_permission(request) and request.user.has_perm(f"{self.opts.app_label}.{permission}")
+
+    @admin.display(description="last error")
+    def last_error_line(self, row: Any) -> str:
+        """Return the first line of the last error."""
+        return first_line(row.last_error)
+
+
+def first_line(text: str) -> str:
+    """Return the beginning of ``text``, fit for a cell of a table."""
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= 100 else f"{line[:99]}…"
+
+
+def pretty(value: Any) -> str:
+    """Return a JSON value with its lines indented; text as it is."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def preformatted(text: str) -> SafeString:
+    """Return ``text`` with its line breaks, what was redacted masked, and not endless."""
+    shown = text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}\n… ({len(text)} characters)"
+    return format_html('<pre class="idem-text">{}</pre>', masked(shown))
+
+
+def masked(text: str) -> SafeString:
+    """Return ``text`` escaped, with a mark where a value was redacted."""
+    # JSON may hold a lone surrogate, which no page can.
+    escaped = str(escape(text.encode("utf-8", "replace").decode()))
+    return mark_safe(escaped.replace(REDACTED, _MASK).replace(_ENCODED_REDACTED, _MASK))
+
+
+def admin_url(site: AdminSite, request: HttpRequest, model: type[Model], pk: Any) -> str:
+    """Return where the admin shows a row; "" if it does not, or not to this person."""
+    row_admin = site._registry.get(model)
+    if row_admin is None or not row_admin.has_view_permission(request):
+        return ""
+    try:
+        return reverse(f"{site.name}:{model._meta.app_label}_{model._meta.model_name}_change", args=(pk,))
+    except NoReverseMatch:
+        return ""

@@ -1,0 +1,183 @@
+"""What a person may do to a key that the machine does not get on with, and to a job that it gave up on.
+
+Each is one conditional UPDATE, in autocommit. ``seen`` is the ``claim_token`` that the person saw: when anything has run the
+key since, nothing is changed and the person must look again. What moves a key writes a new token, as a claim does: of two people
+who press at once one succeeds, and a late run finds itself fenced off. ``by`` is a name for the key's history, which is written
+in the same UPDATE.
+
+The admin calls these functions; they serve in a shell as well.
+"""
+# ruff: noqa: S608 - the names of columns and the conditions are this module's own; what a person types is always a parameter
+
+import json
+import logging
+import uuid
+from collections.abc import Collection
+from typing import Any
+
+from django.db import connections, router
+from django.db.models import QuerySet
+from django.db.models.functions import Now
+from django.http import HttpResponse
+
+from idempotency import conf, http, keys, signals, sql
+from idempotency.abandonment import ON_ABANDON
+from idempotency.completer import complete_key
+from idempotency.models import FINISHED, IdempotencyKey, StagedJob
+from idempotency.transactions import own_cursor, refuse_outer_transaction
+
+logger = logging.getLogger("idempotency")
+
+_MAX_DETAIL_LENGTH = 200
+_NOT_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
+
+
+def release_lock(pk: int, seen: uuid.UUID | None, *, by: str, using: str | None = None) -> bool:
+    """Take the lock away from the run that holds the key; return whether this call did it.
+
+    On return the key is unlocked and stands at its last recovery point: a retry of its client goes on from there at once, the
+    completer once the key is old and idle enough. The run that held it can commit nothing for it any more. What that run is
+    doing elsewhere goes on: this is the expiry of its lock, only earlier.
+    """
+    return _change(
+        pk, seen, "locked_at = NULL", "k.locked_at IS NOT NULL", using, event="lock released", detail=f"by {by}", rotate=True
+    )
+
+
+def hand_back(pk: int, seen: uuid.UUID | None, *, by: str, using: str | None = None) -> bool:
+    """Give a key back to the completer, with all its attempts; return whether this call did it.
+
+    On return the key is neither locked nor stuck, and due. Not done for a key that a run holds, for a finished one, and for one
+    whose ``on_abandon`` was begun: what that undid must not be built upon, so such a key can only be answered.
+    """
+    text = _text(using)
+    return _change(
+        pk,
+        seen,
+        f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, {_NOT_STUCK}",
+        f"{text.unlocked} AND k.stuck_code <> '{ON_ABANDON}'",
+        using,
+        event="handed back",
+        detail=f"to the completer, by {by}",
+        rotate=True,
+    )
+
+
+def complete_now(pk: int, seen: uuid.UUID | None, *, by: str, using: str | None = None) -> str | None:
+    """Give a key back as ``hand_back`` does, and run it in this very process; return what ``complete_key`` returns.
+
+    A death in between leaves the key to the completer. Takes as long as the view takes. Raises RuntimeError in a transaction.
+    """
+    refuse_outer_transaction(_alias(using))
+    return complete_key(pk, using=_alias(using)) if hand_back(pk, seen, by=by, using=using) else None
+
+
+def answer(pk: int, seen: uuid.UUID | None, response: HttpResponse, *, by: str, using: str | None = None) -> bool:
+    """Finish an unlocked key with a response of the person's choice, stuck or not; return whether this call did it.
+
+    On return each retry of the client is answered with ``response``. Nothing else is done or undone: what the request has
+    committed, here and elsewhere, stays as it is. Raises ValueError for a response that ``answer_problem`` refuses.
+    """
+    if problem := answer_problem(response):
+        raise ValueError(problem)
+    code, headers, body = http.stored_parts(response)
+    text = _text(using)
+    done = _change(
+        pk,
+        seen,
+        f"recovery_point = '{FINISHED}', finished_at = {text.now}, locked_at = NULL, {_NOT_STUCK}, "
+        "response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
+        text.unlocked,
+        using,
+        event="answered",
+        detail=f"status {code}, by {by}",
+        rotate=True,
+        code=code,
+        headers=json.dumps(headers),
+        body=body,
+    )
+    if done:
+        keys.emit(signals.key_finished, keys.read(pk, using=_alias(using)), None)
+    return done
+
+
+def answer_problem(response: HttpResponse) -> str:
+    """Return why ``response`` cannot be the end of a request, or nothing: only a stored 2xx or 4xx tells a client to stop."""
+    code = response.status_code
+    if not (200 <= code < 300 or 400 <= code < 500) or not http.is_stored(response):
+        return f"Status {code} does not end a request for its client: choose a 2xx, or a 4xx such as 409, 410 or 422."
+    if len(response.content) > conf.get().MAX_STORED_BODY_BYTES:
+        return f"The body is longer than {conf.get().MAX_STORED_BODY_BYTES} bytes (MAX_STORED_BODY_BYTES)."
+    if code in (204, 205) and response.content:
+        return f"A response with status {code} has no body."
+    return ""
+
+
+def acknowledge(pk: int, seen: uuid.UUID | None, *, by: str, note: str = "", using: str | None = None) -> bool:
+    """Take a stuck key off the list of those that wait for a person; return whether this call did it.
+
+    On return the key is as stuck as before: it has no response, its client gets 409, nothing runs or deletes it.
+    ``QuerySet.acknowledged()`` finds it. Should it become stuck anew, it is on the list again.
+    """
+    text = _text(using)
+    return _change(
+        pk,
+        seen,
+        f"acknowledged_at = {text.now}",
+        "k.stuck_at IS NOT NULL AND (k.acknowledged_at IS NULL OR k.acknowledged_at < k.stuck_at)",
+        using,
+        event="acknowledged",
+        detail=f"by {by}{': ' if note else ''}{note}",
+        rotate=False,
+    )
+
+
+def retry_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:
+    """Make failed jobs due again, with all their attempts; return how many. ``None`` is all of them."""
+    return _failed(ids, using).update(failed_at=None, attempts=0, run_at=Now())
+
+
+def discard_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:
+    """Delete failed jobs for good: they will never run. Return how many. ``None`` is all of them."""
+    _, deleted = _failed(ids, using).delete()
+    return deleted.get(StagedJob._meta.label, 0)
+
+
+def _failed(ids: Collection[uuid.UUID] | None, using: str | None) -> QuerySet[StagedJob]:
+    failed = StagedJob.objects.using(using or router.db_for_write(StagedJob)).filter(failed_at__isnull=False)
+    return failed if ids is None else failed.filter(pk__in=ids)
+
+
+def _alias(using: str | None) -> str:
+    return using or router.db_for_write(IdempotencyKey)
+
+
+def _text(using: str | None) -> sql.Statements:
+    return sql.statements(connections[_alias(using)].vendor)
+
+
+def _change(
+    pk: int, seen: uuid.UUID | None, changes: str, condition: str, using: str | None, *, rotate: bool, **parameters: Any
+) -> bool:
+    """Change an unfinished key if nothing has claimed it since it was seen, and write down who did it."""
+    alias, text = _alias(using), _text(using)
+    token = IdempotencyKey._meta.get_field("claim_token")
+    same = "k.claim_token = %(seen)s" if seen else "k.claim_token IS NULL"
+    if rotate:
+        changes = f"claim_token = %(token)s, {changes}"
+    statement = (
+        f"UPDATE {sql.TABLE} AS k SET {changes}, history = {text.dialect.append_event} "
+        f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition}"
+    )
+    parameters |= {
+        "id": pk,
+        "seen": token.get_db_prep_value(seen, connections[alias]),
+        "token": token.get_db_prep_value(uuid.uuid4(), connections[alias]),
+        "detail": parameters["detail"].replace("\0", "").encode("utf-8", "replace").decode()[:_MAX_DETAIL_LENGTH],
+    }
+    with own_cursor(alias) as cursor:
+        cursor.execute(statement, parameters)
+        done: bool = cursor.rowcount == 1
+    if done:
+        logger.warning("key %s: %s %s", pk, parameters["event"], parameters["detail"])
+    return done
