@@ -1,58 +1,104 @@
 """System checks (ids ``idempotency.E001`` and on): mistakes are found before the first request, not at it.
 
-None of them asks a database: ``manage.py check`` works without one.
+None of them asks a database: ``manage.py check`` works without one. The ids stand in docs/reference.md. Here are those of the
+settings; those of views are in ``idempotency.view_checks``.
 """
 
 from typing import Any
 
+from django.apps import apps
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Warning, register
+from django.core.checks import CheckMessage, Error, Info, Warning, register
 from django.db import connections, router
 from django.utils.module_loading import import_string
 
 from idempotency import conf
+from idempotency import view_checks as view_checks  # registers itself
+from idempotency.models import IdempotencyKey
 
 
 @register
 def check_settings(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E001: a setting that the app cannot work with. W001: two that contradict what they are for."""
+    """E001: a setting that the app cannot work with. W001, W002: two that contradict what they are for."""
     values = getattr(settings, "IDEMPOTENCY", {})
-    if found := conf.problems(values):
-        return [Error(problem, id="idempotency.E001") for problem in found]
+    if problems := conf.problems(values):
+        return [Error(problem, id="idempotency.E001") for problem in problems]
     limits = conf.get()
-    if limits.COMPLETER_MIN_AGE_SECONDS > limits.LOCK_TIMEOUT_SECONDS:
-        return []
-    return [
-        Warning(
-            "IDEMPOTENCY['COMPLETER_MIN_AGE_SECONDS'] is not above LOCK_TIMEOUT_SECONDS: the completer may run a request whose "
-            "client is about to retry it.",
-            hint="Nothing runs twice, but the client gets 409 meanwhile. The defaults are 300 and 90.",
-            id="idempotency.W001",
+    found: list[CheckMessage] = []
+    if limits.COMPLETER_MIN_AGE_SECONDS <= limits.LOCK_TIMEOUT_SECONDS:
+        found.append(
+            Warning(
+                "IDEMPOTENCY['COMPLETER_MIN_AGE_SECONDS'] is not above LOCK_TIMEOUT_SECONDS: the completer may run a request "
+                "whose client is about to retry it.",
+                hint="Nothing runs twice, but the client gets 409 meanwhile. The defaults are 300 and 90.",
+                id="idempotency.W001",
+            )
         )
-    ]
+    if limits.COMPLETER_MIN_AGE_SECONDS >= limits.RETENTION_HOURS * 3600:
+        found.append(
+            Warning(
+                "IDEMPOTENCY['COMPLETER_MIN_AGE_SECONDS'] is not below RETENTION_HOURS: the reaper hands each abandoned "
+                "request to a person before the completer has tried to finish it.",
+                hint="The defaults are 300 seconds and 72 hours.",
+                id="idempotency.W002",
+            )
+        )
+    return found
 
 
 @register
 def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E002: the keys are kept in a database on which the promises cannot be held."""
-    from idempotency.models import IdempotencyKey
-
-    alias = router.db_for_write(IdempotencyKey)
+    """E002, E006: the keys are kept in a database, or in a mode of it, in which the promises cannot be held."""
+    alias = _alias()
     vendor = connections[alias].vendor
-    if vendor in ("postgresql", "sqlite"):
-        return []
-    return [
-        Error(
-            f"The database {alias!r}, where idempotency keys are kept, is {vendor}.",
-            hint="Keep them in PostgreSQL (or, for development, in SQLite): set a database router for the app 'idempotency'.",
-            id="idempotency.E002",
+    found: list[CheckMessage] = []
+    if vendor not in ("postgresql", "sqlite"):
+        found.append(
+            Error(
+                f"The database {alias!r}, where idempotency keys are kept, is {vendor}.",
+                hint="Keep them in PostgreSQL (or, for development, in SQLite): set a database router for 'idempotency'.",
+                id="idempotency.E002",
+            )
         )
-    ]
+    if not connections[alias].settings_dict.get("AUTOCOMMIT", True):
+        found.append(
+            Error(
+                f"AUTOCOMMIT is off for the database {alias!r}, where idempotency keys are kept: nothing would commit them.",
+                hint="Leave it on: @idempotent and atomic_phase open the transactions that they need.",
+                id="idempotency.E006",
+            )
+        )
+    return found
+
+
+@register(deploy=True)
+def check_deployed_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """W007: SQLite in production. I001: statements that are parsed and planned each time."""
+    alias = _alias()
+    if connections[alias].vendor == "sqlite":
+        return [
+            Warning(
+                f"The database {alias!r}, where idempotency keys are kept, is SQLite: one request writes at a time.",
+                hint="SQLite is for development; the promises are made on PostgreSQL.",
+                id="idempotency.W007",
+            )
+        ]
+    if connections[alias].vendor == "postgresql" and "prepare_threshold" not in connections[alias].settings_dict["OPTIONS"]:
+        return [
+            Info(
+                f"DATABASES[{alias!r}]['OPTIONS'] do not set prepare_threshold: each claim and each replay is parsed and "
+                "planned anew.",
+                hint="Set it to 5. Behind a pooler in transaction mode that cannot hold prepared statements (PgBouncer before "
+                "1.21), set it to None.",
+                id="idempotency.I001",
+            )
+        ]
+    return []
 
 
 @register
 def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E003: a backend of staged jobs that cannot be imported, or is none.
+    """E003: a backend of staged jobs that cannot be imported, or is none. E004, W003: one whose app is not installed.
 
     The default is not checked: its queue library is an extra that a project without staged jobs does without.
     """
@@ -75,4 +121,30 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
                     id="idempotency.E003",
                 )
             )
+    paths = set(values.get("ENQUEUERS", {}).values())
+    if "idempotency.contrib.rq.RQBackend" in paths and not apps.is_installed("django_rq"):
+        found.append(
+            Warning(
+                "IDEMPOTENCY['ENQUEUERS'] hands jobs to RQ, but 'django_rq' is not in INSTALLED_APPS: there is no manage.py "
+                "rqworker to take them.",
+                hint="Add 'django_rq' to INSTALLED_APPS.",
+                id="idempotency.W003",
+            )
+        )
+    kept_in_database = any(
+        str(tasks.get("BACKEND", "")).startswith("django_tasks_db.") for tasks in getattr(settings, "TASKS", {}).values()
+    )
+    if "idempotency.contrib.tasks.TasksBackend" in paths and kept_in_database and not apps.is_installed("django_tasks_db"):
+        found.append(
+            Error(
+                "IDEMPOTENCY['ENQUEUERS'] hands jobs to Django Tasks, which TASKS keep in the database, but 'django_tasks_db' "
+                "is not in INSTALLED_APPS: each hand-over fails.",
+                hint="Add 'django_tasks_db' to INSTALLED_APPS, and migrate.",
+                id="idempotency.E004",
+            )
+        )
     return found
+
+
+def _alias() -> str:
+    return router.db_for_write(IdempotencyKey)

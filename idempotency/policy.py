@@ -123,7 +123,7 @@ def policy_of(options: Options, methods: tuple[str, ...], *, path: str = "", nam
 def protected_views(urlconf: Any = None) -> Iterator[Protected]:
     """Yield each protected view of the URLconf, once for each set of options that its methods have."""
     for path, name, callback in _views(get_resolver(urlconf), "/", ""):
-        allowed = _allowed_methods(callback)
+        allowed = allowed_methods(callback)
         by_options: list[tuple[Options, list[str]]] = []
         for method in _METHODS:
             if method not in allowed or (options := options_of(callback, method)) is None:
@@ -164,7 +164,7 @@ def _simplified(regex: str) -> str:
     return simplified
 
 
-def _allowed_methods(view: View) -> set[str]:
+def allowed_methods(view: View) -> set[str]:
     """Return the methods that reach a view, as far as its class and Django's ``require_http_methods`` say."""
     allowed = set(_METHODS)
     if (owner := getattr(view, "view_class", None) or getattr(view, "cls", None)) is not None:

@@ -1,11 +1,28 @@
 """System checks: mistakes are found before the first request."""
 
-import pytest
-from django.core.checks import run_checks
-from django.db import connections
+import re
+from pathlib import Path
 
+import pytest
+from django.contrib.auth.decorators import login_required
+from django.contrib.auth.mixins import LoginRequiredMixin
+from django.contrib.auth.views import LoginView
+from django.core.checks import run_checks
+from django.db import connections, transaction
+from django.http import HttpResponse
+from django.urls import path
+from django.utils.decorators import method_decorator
+from django.views import View
+from django.views.decorators.csrf import csrf_exempt
+from django.views.decorators.http import require_GET, require_POST
+from rest_framework.views import APIView
+
+from idempotency import scopes
+from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
+from tests.frameworks.kinds.base import Job
 from tests.managing import run
+from tests.test_policy import KINDS
 
 RIGHT = {"*": "idempotency.contrib.rq.RQBackend", "mail": "tests.jobs_for_tests.PickyBackend"}
 
@@ -72,3 +89,147 @@ def test_a_database_without_the_promises_is_an_error(settings, monkeypatch):
 def test_the_checks_ask_no_database():
     done = run("check", DATABASE_URL="postgresql://postgres@127.0.0.1:1/nowhere")
     assert done.returncode == 0, done.stderr
+
+
+def said(settings, *views, **values):
+    """Return the ids of what the checks say about these views."""
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path(f"{number}/", view) for number, view in enumerate(views)]})
+    return found(settings, **values)
+
+
+def answer(request):
+    return HttpResponse()
+
+
+class Answering(View):
+    def post(self, request):
+        return HttpResponse()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_kind_of_view_is_a_false_alarm(kind, settings, monkeypatch):
+    patterns = [pattern for phased in (False, True) for pattern in kind(Job(work=None, options={}, phased=phased))]
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
+    assert found(settings) == []
+    monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
+    assert found(settings) == []
+    settings.MIDDLEWARE = []
+    assert set(found(settings)) <= {"idempotency.W006"}
+
+
+def test_a_completer_that_comes_after_the_reaper_is_a_warning(settings):
+    assert found(settings, COMPLETER_MIN_AGE_SECONDS=24 * 3600, RETENTION_HOURS=24) == ["idempotency.W002"]
+
+
+def test_a_database_without_autocommit_is_an_error(settings, monkeypatch):
+    monkeypatch.setitem(connections["default"].settings_dict, "AUTOCOMMIT", False)
+    assert found(settings) == ["idempotency.E006"]
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("rq.RQBackend", "W003"), ("tasks.TasksBackend", "E004")])
+def test_a_backend_without_its_app_is_found(settings, name, wanted):
+    backend = {"*": f"idempotency.contrib.{name}"}
+    assert found(settings, ENQUEUERS=backend) == []
+    settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app not in ("django_rq", "django_tasks_db")]
+    assert found(settings, ENQUEUERS=backend) == [f"idempotency.{wanted}"]
+
+
+def test_a_database_that_is_none_is_an_error(settings):
+    assert said(settings, idempotent(using="elsewhere")(answer)) == ["idempotency.E005"]
+    assert said(settings, idempotent(using="default")(answer), idempotent(using=lambda request: "elsewhere")(answer)) == []
+
+
+def test_dispatch_of_a_class_that_checks_access_is_an_error(settings):
+    whole = method_decorator(idempotent, name="dispatch")
+    checked = whole(type("Checked", (LoginRequiredMixin, Answering), {}))
+    assert said(settings, checked.as_view()) == ["idempotency.E007"]
+    assert said(settings, whole(type("Rest", (APIView,), {"post": answer})).as_view()) == ["idempotency.E007"]
+    assert said(settings, whole(type("Unchecked", (Answering,), {})).as_view()) == []
+
+
+class InTransaction(View):
+    @transaction.atomic
+    @idempotent
+    def post(self, request):
+        return HttpResponse()
+
+
+@pytest.mark.parametrize("view", [transaction.atomic(idempotent(answer)), login_required(InTransaction.as_view())])
+def test_a_transaction_around_a_protected_view_is_an_error(settings, view):
+    assert said(settings, view) == ["idempotency.E008"]
+
+
+def test_a_transaction_elsewhere_is_none(settings):
+    assert said(settings, idempotent(transaction.atomic(answer)), transaction.atomic("other")(idempotent(answer))) == []
+
+
+@pytest.mark.parametrize(
+    "view", [require_GET(idempotent(answer)), type("Gets", (View,), {"get": idempotent(answer)}).as_view()]
+)
+def test_a_view_for_safe_methods_alone_is_a_warning(settings, view):
+    assert said(settings, view) == ["idempotency.W004"]
+
+
+@pytest.mark.parametrize("protect", [lambda view: view, login_required, require_POST, csrf_exempt])
+def test_a_login_view_without_a_scope_is_a_warning(settings, protect):
+    assert said(settings, protect(idempotent(LoginView.as_view()))) == ["idempotency.W005"]
+    assert said(settings, protect(idempotent(scope=scopes.session)(LoginView.as_view()))) == []
+
+
+@pytest.mark.parametrize("scope", [None, scopes.session])
+def test_a_project_without_users_and_sessions_needs_a_scope(settings, scope):
+    view = csrf_exempt(idempotent(scope=scope)(answer))
+    assert said(settings, view) == []
+    settings.MIDDLEWARE = ["django.middleware.common.CommonMiddleware"]
+    assert said(settings, view) == ["idempotency.W006"]
+    assert said(settings, idempotent(scope=scopes.attribute("tenant.pk"))(answer)) == []
+
+
+def test_a_middleware_of_the_project_may_say_who_asks(settings):
+    settings.MIDDLEWARE = ["rides_demo.middleware.Tokens"]
+    assert said(settings, idempotent(answer)) == []
+
+
+class HalfProtected(Answering):
+    @idempotent
+    def put(self, request):
+        return HttpResponse()
+
+    @idempotent(wait_seconds=1)
+    def patch(self, request):
+        return HttpResponse()
+
+    @transaction.atomic
+    def delete(self, request):
+        return HttpResponse()
+
+
+def test_methods_that_lose_their_transaction_are_a_warning(settings, monkeypatch):
+    assert said(settings, HalfProtected.as_view()) == []
+    monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
+    assert said(settings, HalfProtected.as_view(), idempotent(answer)) == ["idempotency.W008"]
+    [message] = [message for message in run_checks() if message.id == "idempotency.W008"]
+    assert "POST of this view" in message.msg
+
+
+def deployed():
+    """Return the ids of what ``check --deploy`` says besides."""
+    every = {message.id for message in run_checks(include_deployment_checks=True)}
+    return {name for name in every - {message.id for message in run_checks()} if name.startswith("idempotency.")}
+
+
+def test_deployment_is_looked_at_when_asked(monkeypatch):
+    options = {"prepare_threshold": None}
+    monkeypatch.setitem(connections["default"].settings_dict, "OPTIONS", options)
+    vendor = connections["default"].vendor
+    assert deployed() == ({"idempotency.W007"} if vendor == "sqlite" else set())
+    del options["prepare_threshold"]
+    assert deployed() == {"idempotency.W007" if vendor == "sqlite" else "idempotency.I001"}
+
+
+def test_every_check_is_documented():
+    root = Path(__file__).parent.parent
+    documented = re.findall(r"^\| `(idempotency\.[EWI]\d{3})` \|", (root / "docs" / "reference.md").read_text(), re.M)
+    assert documented == sorted(set(documented))
+    code = "".join((root / "idempotency" / name).read_text() for name in ("checks.py", "view_checks.py"))
+    assert set(documented) == set(re.findall(r'id="(idempotency\.[EWI]\d{3})"', code))

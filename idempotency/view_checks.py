@@ -1,0 +1,143 @@
+"""System checks of protected views: those that do not do what they seem to.
+
+What is said of a view is certain: a decorator or a middleware that nobody can look into keeps the checks silent. What the
+decorator can refuse at import is refused there.
+"""
+
+from collections.abc import Iterable, Iterator
+from inspect import getclosurevars, isfunction
+from typing import Any
+
+from django.conf import settings
+from django.contrib.auth.mixins import AccessMixin
+from django.core.checks import CheckMessage, Error, Warning, register
+from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
+
+from idempotency import conf, scopes
+from idempotency.models import IdempotencyKey
+from idempotency.options import options_of
+from idempotency.policy import Protected, View, allowed_methods, protected_views, wrapped
+
+
+@register
+def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """E005, E007, E008, W004, W005, W006, W008: protected views that do not do what they seem to."""
+    if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
+        return []
+    views = list(protected_views())
+    return [message for view in views for message in (*_mistakes(view), *_doubts(view), *_losses(view, views))]
+
+
+def _mistakes(view: Protected) -> Iterator[CheckMessage]:
+    """What makes each request to the view fail."""
+    using = view.options.using
+    if isinstance(using, str) and using not in connections.settings:
+        yield Error(
+            f"{view.path}: @idempotent(using={using!r}) names no database.",
+            hint=f"The databases are: {', '.join(connections.settings)}.",
+            id="idempotency.E005",
+        )
+    owner = _owner(view.callback)
+    checks_access = owner is not None and (issubclass(owner, AccessMixin) or hasattr(owner, "initialize_request"))
+    if checks_access and hasattr(owner.dispatch, "idempotency"):
+        yield Error(
+            f"{view.path}: @idempotent on dispatch() of {owner.__qualname__} stands outside of the check of who may call it, "
+            "so each request is refused.",
+            hint="Put it on the method: post(), create(), ...",
+            id="idempotency.E007",
+        )
+    alias = router.db_for_write(IdempotencyKey) if using is None else using
+    if any((block.using or DEFAULT_DB_ALIAS) == alias for block in _atomic_blocks(_handlers(view.callback, *view.methods))):
+        yield Error(
+            f"{view.path}: @transaction.atomic stands around @idempotent, so each request is refused: a rollback there would "
+            "undo what was promised.",
+            hint="Remove it: @idempotent opens the transaction of a plain view, atomic_phase those of a phased one.",
+            id="idempotency.E008",
+        )
+
+
+def _doubts(view: Protected) -> Iterator[CheckMessage]:
+    """What protects less than it seems to."""
+    from django.contrib.auth.views import LoginView  # needs the models
+
+    owner = _owner(view.callback)
+    if not view.methods:
+        yield Warning(
+            f"{view.path}: @idempotent protects nothing here, because only safe methods reach the view.",
+            hint="Remove it, or let the view take POST, PUT, PATCH or DELETE.",
+            id="idempotency.W004",
+        )
+    if owner is not None and issubclass(owner, LoginView) and view.options.scope is None:
+        yield Warning(
+            f"{view.path}: {owner.__qualname__} changes who asks, and with it the default scope: the retry of a request has "
+            "another one, and runs again.",
+            hint="Give it a scope that stays: scope=idempotency.scopes.session, which survives a login.",
+            id="idempotency.W005",
+        )
+    by_session = view.options.scope in (None, scopes.session, scopes.user, scopes.user_or_session)
+    if owner is None and by_session and _nobody_says_who(view.callback):
+        yield Warning(
+            f"{view.path}: no middleware gives a request a user or a session, so each one is refused: its scope is missing.",
+            hint="Add SessionMiddleware and AuthenticationMiddleware to MIDDLEWARE, or give the view a scope=.",
+            id="idempotency.W006",
+        )
+
+
+def _losses(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
+    """What other methods of the view lose: Django takes a view out of ATOMIC_REQUESTS as a whole."""
+    atomic_requests = any(values.get("ATOMIC_REQUESTS") for values in connections.settings.values())
+    if not atomic_requests or not view.methods or _owner(view.callback) is None:
+        return
+    if view is not next(other for other in every if other.callback is view.callback):
+        return  # said with the first of its policies
+    unprotected = sorted(
+        method
+        for method in allowed_methods(view.callback) - {"GET"}
+        if options_of(view.callback, method) is None and not any(_atomic_blocks(_handlers(view.callback, method)))
+    )
+    if unprotected:
+        yield Warning(
+            f"{view.path}: {', '.join(unprotected)} of this view runs outside of ATOMIC_REQUESTS, because another of its "
+            "methods is protected.",
+            hint="Put @transaction.atomic on those methods, or protect them too.",
+            id="idempotency.W008",
+        )
+
+
+def _owner(callback: View) -> Any:
+    """Return the class of a class-based view, of Django or of Django REST framework."""
+    return getattr(callback, "view_class", None) or getattr(callback, "cls", None)
+
+
+def _handlers(callback: View, *methods: str) -> Iterator[View]:
+    """Yield the view and, of a class, its handlers for these methods."""
+    yield callback
+    actions = getattr(callback, "actions", None) or {}
+    for method in methods:
+        if handler := getattr(_owner(callback), actions.get(method.lower(), method.lower()), None):
+            yield handler
+
+
+def _outside(view: View) -> Iterator[View]:
+    """Yield what stands around ``@idempotent``, or around the view when it is not protected, from the outermost inwards."""
+    for layer in wrapped(view):
+        inner = getattr(layer, "__wrapped__", None)
+        if inner is None or (hasattr(layer, "idempotency") and not hasattr(inner, "idempotency")):
+            return
+        yield layer
+
+
+def _atomic_blocks(views: Iterable[View]) -> Iterator[transaction.Atomic]:
+    """Yield the blocks of ``@transaction.atomic`` around these views."""
+    for layer in (layer for view in views for layer in _outside(view)):
+        if isfunction(layer) and layer.__globals__["__name__"] == "contextlib":
+            block = getclosurevars(layer).nonlocals.get("self")
+            if isinstance(block, transaction.Atomic):
+                yield block
+
+
+def _nobody_says_who(callback: View) -> bool:
+    """Whether Django alone stands around this function, and nothing of it that knows users or sessions."""
+    modules = [layer.__globals__["__name__"] if isfunction(layer) else "" for layer in (callback, *_outside(callback))]
+    known = all(name.partition(".")[0] in ("django", "idempotency") for name in [*modules, *settings.MIDDLEWARE])
+    return known and not any("sessions" in path or "auth" in path for path in settings.MIDDLEWARE)
