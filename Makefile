@@ -37,7 +37,7 @@ conformance:
 fuzz:
 	$(call set-up,fuzz,test)
 	@$(steps); \
-	step $(PY) -m pytest -q tests/fuzz $(PYTEST_ARGS); \
+	step $(PY) -m pytest -q tests/fuzz/fuzz_*.py $(PYTEST_ARGS); \
 	$(call end,fuzz)
 
 lint:

@@ -1,0 +1,163 @@
+"""Rule 27, told without the code that it judges: what two requests say, and when they say the same.
+
+A body begins as what it means, and is then written in one of the ways in which a client may write it. Whether two requests
+are equal is decided by what they mean; nothing is parsed here.
+"""
+
+import base64
+import json
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from hypothesis import strategies as st
+
+# ---- JSON: None, bool, str, Decimal, list (an array), tuple of pairs (an object)
+
+#: Short enough for a double, and in its range.
+_HELD = st.builds(
+    lambda digits, exponent: Decimal(digits).scaleb(exponent), st.integers(-(10**15) + 1, 10**15 - 1), st.integers(-40, 40)
+)
+#: Integers are exact at any length.
+_LONG_INTEGERS = st.integers(-(10**40), 10**40).map(Decimal)
+#: Eighteen digits behind the point, the last of them no zero: no double holds that.
+_NOT_HELD = st.builds(lambda digits: (Decimal(digits * 10 + 1)).scaleb(-18), st.integers(10**17, 10**18))
+TEXTS = st.text(max_size=8) | st.sampled_from(
+    ["", "a", "A", "1", "null", "é", "e\u0301", "\ud800", "\U0001f600", "\x00", '"', "\\"]
+)
+NUMBERS = _HELD | _LONG_INTEGERS | st.sampled_from([Decimal(0), Decimal("-0"), Decimal(1), Decimal("0.1"), Decimal(2**53 + 1)])
+
+
+def _objects(values: st.SearchStrategy[Any], *, doubles: bool) -> st.SearchStrategy[Any]:
+    unique = None if doubles else (lambda pair: pair[0])
+    return st.lists(st.tuples(TEXTS, values), max_size=4, unique_by=unique).map(tuple)
+
+
+def _values(numbers: st.SearchStrategy[Decimal], *, doubles: bool) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        st.none() | st.booleans() | numbers | TEXTS,
+        lambda values: st.lists(values, max_size=4) | _objects(values, doubles=doubles),
+        max_leaves=8,
+    )
+
+
+VALUES = _values(NUMBERS, doubles=False)
+#: Values that JSON can write, and that no reader holds: compared by their bytes.
+ODD_VALUES = _values(NUMBERS | _NOT_HELD, doubles=True)
+
+
+def meaning(value: Any) -> Any:
+    """Return what a value means, so that two that mean the same are equal; None when it has no meaning that can be compared."""
+    if isinstance(value, tuple):
+        members = [(name, meaning(member)) for name, member in value]
+        odd = len({name for name, _ in members}) < len(members) or any(member is None for _, member in members)
+        return None if odd else ("object", frozenset(members))
+    if isinstance(value, list):
+        items = [meaning(item) for item in value]
+        return None if None in items else ("array", tuple(items))
+    if isinstance(value, Decimal):
+        numerator, denominator = value.as_integer_ratio()
+        held = denominator == 1 or len(value.normalize().as_tuple().digits) <= 15
+        return ("number", Fraction(numerator, denominator)) if held else None
+    return (type(value).__name__, value)
+
+
+def write(value: Any, draw: Any) -> str:
+    """Write a value in one of the ways in which JSON can say it."""
+    if isinstance(value, tuple):
+        pairs = draw(st.permutations(value)) if len({name for name, _ in value}) == len(value) else value
+        return _joined(
+            "{}", [_text(name, draw) + _space(draw) + ":" + _space(draw) + write(item, draw) for name, item in pairs], draw
+        )
+    if isinstance(value, list):
+        return _joined("[]", [write(item, draw) for item in value], draw)
+    if isinstance(value, Decimal):
+        return _number(value, draw)
+    return _text(value, draw) if isinstance(value, str) else json.dumps(value)
+
+
+def _joined(brackets: str, parts: list[str], draw: Any) -> str:
+    return brackets[0] + _space(draw) + (_space(draw) + "," + _space(draw)).join(parts) + _space(draw) + brackets[1]
+
+
+def _space(draw: Any) -> str:
+    return draw(st.sampled_from(["", "", "", " ", "\n\t", "\r\n "]))
+
+
+def _text(text: str, draw: Any) -> str:
+    bare = draw(st.booleans()) and not any(0xD800 <= ord(character) < 0xE000 for character in text)
+    return json.dumps(text, ensure_ascii=not bare)
+
+
+def _number(value: Decimal, draw: Any) -> str:
+    sign, digits, exponent = value.as_tuple()
+    spelled, zeros = "".join(map(str, digits)), draw(st.integers(0, 2))
+    minus = "-" if sign else ""
+    match draw(st.integers(0, 2)):
+        case 0:
+            plain = format(value, "f")
+            return plain + ("" if not zeros else "0" * zeros if "." in plain else "." + "0" * zeros)
+        case 1:
+            return f"{minus}{spelled}{draw(st.sampled_from('eE'))}{exponent:+d}"
+        case _:
+            head, tail = spelled[0], spelled[1:] + "0" * zeros
+            return f"{minus}{head}{'.' + tail if tail else ''}e{int(exponent) + len(digits) - 1}"
+
+
+# ---- multipart: fields and files
+
+
+@dataclass(frozen=True)
+class Part:
+    """A field, or a file when it has a file name."""
+
+    name: str
+    content: bytes
+    file_name: str = ""
+    content_type: str = ""
+
+
+_NAMES = st.sampled_from(["a", "b", "A", "é", "a b", "x[]"])
+_FIELDS = st.builds(Part, _NAMES, st.text(max_size=12).map(lambda text: text.encode(errors="replace")))
+_FILES = st.builds(
+    Part,
+    _NAMES,
+    st.binary(max_size=12),
+    st.sampled_from(["f.txt", "g.txt", "é.png", "f.TXT"]),
+    st.sampled_from(["text/plain", "image/png", "application/json"]),
+)
+FORMS = st.lists(_FIELDS | _FILES, min_size=1, max_size=5)
+
+
+def form_meaning(parts: list[Part]) -> Any:
+    """Return what a form means: the values of each name in their order, those of fields and of files apart."""
+    said: dict[tuple[str, bool], list[Part]] = {}
+    for part in parts:
+        said.setdefault((part.name, bool(part.file_name)), []).append(part)
+    return frozenset((slot, tuple(values)) for slot, values in said.items())
+
+
+def write_form(parts: list[Part], draw: Any) -> tuple[bytes, str]:
+    """Write a form under a new boundary, its names in any order, some parts in base64; return it with its content type."""
+    slots = draw(st.permutations(sorted({(part.name, bool(part.file_name)) for part in parts})))
+    # No content is long enough to hold it.
+    boundary = draw(st.text("abcXYZ0189-_", min_size=30, max_size=40))
+    lines: list[bytes] = []
+    for slot in slots:
+        for part in parts:
+            if (part.name, bool(part.file_name)) == slot:
+                lines += [b"--" + boundary.encode(), *_part(part, draw)]
+    return b"\r\n".join([*lines, b"--" + boundary.encode() + b"--", b""]), f"multipart/form-data; boundary={boundary}"
+
+
+def _part(part: Part, draw: Any) -> list[bytes]:
+    disposition = f'Content-Disposition: form-data; name="{part.name}"'
+    headers = [disposition + (f'; filename="{part.file_name}"' if part.file_name else "")]
+    if part.content_type:
+        headers.append(f"Content-Type: {part.content_type}")
+    content = part.content
+    if draw(st.integers(0, 4)) == 0:
+        headers.append("Content-Transfer-Encoding: base64")
+        content = base64.b64encode(content)
+    return [*(header.encode() for header in draw(st.permutations(headers))), b"", content]
