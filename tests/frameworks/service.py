@@ -1,12 +1,15 @@
 """One kind of view behind real URLs, and the clients that speak to it as its users' do."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlencode
 from uuid import uuid4
 
 import pytest
 from django.db import connection
+from django.db.backends.signals import connection_created
 from django.test import Client
 from pytest_django import Settings
 
@@ -56,6 +59,21 @@ class Caller:
             if key is not None:
                 headers["Idempotency-Key"] = key
         return self.client.generic(method, url, content, content_type=content_type, headers=headers)
+
+
+@contextmanager
+def opened_connections() -> Iterator[list[object]]:
+    """Note the connections that are opened while the block runs: a waiting request gives its own back between two looks."""
+    opened: list[object] = []
+
+    def note(**kwargs: object) -> None:
+        opened.append(kwargs)
+
+    connection_created.connect(note)
+    try:
+        yield opened
+    finally:
+        connection_created.disconnect(note)
 
 
 class Service:

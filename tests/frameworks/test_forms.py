@@ -20,7 +20,9 @@ from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from tests.concurrency import Gate, background
 from tests.factories import UserFactory
+from tests.frameworks.service import opened_connections
 from tests.models import Entry
+from tests.waiting import eventually
 
 PAGE = "{% load idempotency %}<form method=post>{% csrf_token %}{% idempotency_key %}{{ form }}</form>"
 
@@ -165,7 +167,8 @@ def test_second_click_waits_for_the_first_and_is_redirected_too(browser: Browser
     browser.open()
     with background(lambda: browser.submit("one")) as first:
         gate.wait_until_reached()
-        with background(lambda: browser.submit("one")) as second:
+        with opened_connections() as opened, background(lambda: browser.submit("one")) as second:
+            eventually(lambda: len(opened) > 1)
             gate.open()
     assert [click.result()["Location"] for click in (first, second)] == ["/thanks/"] * 2
     assert Entry.objects.count() == 1

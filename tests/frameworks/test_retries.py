@@ -11,9 +11,10 @@ from pytest_django import Settings
 from idempotency.completer import CompletePass, complete_once
 from idempotency.models import IdempotencyKey
 from tests.concurrency import Gate, all_at_once, background
-from tests.frameworks.service import Caller, Service
+from tests.frameworks.service import Caller, Service, opened_connections
 from tests.frameworks.work import Reply, Work, crash, create, failing_first
 from tests.models import Account, Entry
+from tests.waiting import eventually
 
 plain = pytest.mark.styles(False)
 phased = pytest.mark.styles(True)
@@ -144,7 +145,8 @@ def test_30_second_request_may_wait_for_the_first(service: Service) -> None:
     waiting = service.caller.again()
     with background(service.send) as first:
         gate.wait_until_reached()
-        with background(waiting.send) as second:
+        with opened_connections() as opened, background(waiting.send) as second:
+            eventually(lambda: len(opened) > 1)
             gate.open()
     assert (second.result().content, second.result()["Idempotent-Replayed"]) == (first.result().content, "true")
     assert (work.runs, Entry.objects.count()) == (1, 1)
