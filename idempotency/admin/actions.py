@@ -42,7 +42,10 @@ class AnswerForm(PressForm):
 
     status = forms.IntegerField(initial=409, help_text="A 2xx if the work was done, else a 4xx such as 409, 410 or 422.")
     body = forms.CharField(
-        widget=forms.Textarea(attrs={"rows": 8}), required=False, strip=False, help_text="JSON, or plain text; may be empty."
+        widget=forms.Textarea(attrs={"rows": 8, "class": "vLargeTextField"}),
+        required=False,
+        strip=False,
+        help_text="JSON, or plain text; may be empty.",
     )
 
     def clean(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from django.urls import reverse
 
 from idempotency.admin.states import AGES, STATES, state_of
 from idempotency.heartbeats import SILENT_SECONDS
-from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet, ProcessHeartbeat, StagedJob
+from idempotency.models import STARTED, IdempotencyKey, IdempotencyKeyQuerySet, ProcessHeartbeat, StagedJob
 
 #: So many rows of a kind are read, the oldest first. More is said to be more.
 MAX_READ = 5000
@@ -82,7 +82,7 @@ def _of_keys(keys: list[Any], url: str) -> dict[str, Any]:
                 for age in AGES
             ],
         )
-        for point, ages in sorted(points.items())
+        for point, ages in sorted(points.items(), key=lambda item: (item[0] != STARTED, item[0]))
     ]
     return {
         "unfinished": len(keys),

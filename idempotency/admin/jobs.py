@@ -8,6 +8,8 @@ from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.html import format_html
 from django.utils.timesince import timesince
 
 from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, preformatted, pretty
@@ -47,7 +49,7 @@ class DueFilter(AgeFilter):
 class StagedJobAdmin(ReadOnlyAdmin):
     """Jobs that the broker has not got yet."""
 
-    list_display = ("id", "job_name", "queue", "state", "attempts", "last_error_line", "key")
+    list_display = ("job_name", "state", "attempts", "last_error_line", "queue", "key")
     list_filter = (JobStateFilter, DueFilter)
     actions = ("retry", "discard")
     ordering = ("-id",)
@@ -70,7 +72,11 @@ class StagedJobAdmin(ReadOnlyAdmin):
 
     @admin.display(description="key")
     def key(self, job: StagedJob) -> str:
-        return str(job.idempotency_key_id or "")
+        """Return the key that staged it, as a link."""
+        if job.idempotency_key_id is None:
+            return ""
+        page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_change", args=(job.idempotency_key_id,))
+        return format_html('<a href="{}">{}</a>', page, job.idempotency_key_id)
 
     @admin.display(description="arguments")
     def arguments(self, job: StagedJob) -> str:

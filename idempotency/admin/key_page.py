@@ -81,12 +81,13 @@ class Linked:
 
 def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
     """Return the phases of the key in their order, with the place where it stands and the errors met at each."""
+    reached, errors = _reached(key)
     order = list(points or (STARTED, FINISHED))
     unknown = key.recovery_point not in order
-    if unknown:
-        order.insert(-1, key.recovery_point)
+    if unknown:  # Which of the declared points it has passed, the history alone can tell.
+        passed = [name for name in reached if name not in (FINISHED, key.recovery_point)]
+        order = [*passed, key.recovery_point, *(name for name in order if name not in passed)]
     here = order.index(key.recovery_point)
-    reached, errors = _reached(key)
     stops = []
     for position, name in enumerate(order):
         place = "passed" if position < here or key.finished_at else "ahead"

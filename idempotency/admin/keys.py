@@ -14,6 +14,7 @@ from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.timesince import timesince
 
@@ -35,7 +36,7 @@ _TIMES = ("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "
 class IdempotencyKeyAdmin(ReadOnlyAdmin):
     """The list of keys, the page of one key, its buttons, and the dashboard."""
 
-    list_display = ("id", "request", "state", "progress", "age", "attempts", "last_error_line", "reason", "sender")
+    list_display = ("id", "request", "state", "progress", "age", "attempts", "trouble", "sender")
     list_filter = (StateFilter, AgeFilter, StuckCodeFilter, RecoveryPointFilter)
     actions = ("hand_back", "acknowledge")
     ordering = ("-created_at",)
@@ -104,9 +105,11 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
     def age(self, key: Any) -> str:
         return timesince(key.created_at, key.read_at, depth=1)
 
-    @admin.display(description="stuck because")
-    def reason(self, key: IdempotencyKey) -> str:
-        return f"{key.stuck_code}: {first_line(key.stuck_reason)}" if key.stuck_code else ""
+    @admin.display(description="stuck because, last error")
+    def trouble(self, key: IdempotencyKey) -> SafeString:
+        """Return why it is stuck, if it is, and the first line of its last error, or else of the reason."""
+        line = first_line(key.last_error or key.stuck_reason)
+        return format_html("<strong>{}</strong><br>{}", key.stuck_code, line) if key.stuck_code else format_html("{}", line)
 
     @admin.display(description="user")
     def sender(self, key: Any) -> str:

@@ -10,7 +10,7 @@ from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.utils import timezone
-from django.utils.timesince import timesince, timeuntil
+from django.utils.timesince import timeuntil
 
 from idempotency import conf
 from idempotency.admin.codes import STUCK_CODES
@@ -99,7 +99,7 @@ def _completer_due(key: IdempotencyKey) -> datetime:
 
 def _moment(at: datetime, now: datetime) -> str:
     local = timezone.localtime(at) if timezone.is_aware(at) else at
-    distance = f"in {timeuntil(at, now, depth=1)}" if at > now else f"{timesince(at, now, depth=1)} ago"
+    distance = f"in {timeuntil(at, now, depth=1)}" if at > now else "now"
     return f"{local:%Y-%m-%d %H:%M:%S} ({distance})"
 
 

@@ -1,0 +1,272 @@
+"""The buttons of the admin: who may press them, what the person is told, and what the admin log keeps."""
+
+import re
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Permission
+from django.db import connection
+from django.db.models.functions import Now
+from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from django.test import Client
+from django.urls import path
+
+from idempotency.models import IdempotencyKey, StagedJob
+from rides_demo.urls import urlpatterns
+from tests.concurrency import all_at_once
+from tests.conformance.views import make_older, two_phases
+from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
+from tests.models import Entry
+from tests.serving import Sender
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+KEYS, JOBS = "/admin/idempotency/idempotencykey/", "/admin/idempotency/stagedjob/"
+BUTTONS = ("complete", "answer", "acknowledge", "release")
+
+
+def person(*permissions: str, superuser: bool = False) -> Client:
+    """Return a client signed in as staff with these permissions; everybody may view."""
+    user = UserFactory(is_staff=True, is_superuser=superuser)
+    wanted = ("view_idempotencykey", "view_stagedjob", *permissions)
+    user.user_permissions.add(*Permission.objects.filter(content_type__app_label="idempotency", codename__in=wanted))
+    client = Client()
+    client.force_login(user)
+    client.user = user
+    return client
+
+
+def stuck_key(**changes: Any) -> IdempotencyKey:
+    state = {"stuck_at": Now(), "stuck_code": "attempts_exhausted", "stuck_reason": "Look."} | changes
+    return IdempotencyKeyFactory(claim_token=uuid4(), **state)
+
+
+def held_key() -> IdempotencyKey:
+    return IdempotencyKeyFactory(claim_token=uuid4(), locked_at=Now())
+
+
+def url(key: IdempotencyKey, button: str) -> str:
+    return f"{KEYS}{key.pk}/press/{button}/"
+
+
+def press(client: Client, key: IdempotencyKey, button: str, **sent: Any) -> Any:
+    """Press a button on the page as it was when ``key`` was read, and follow to the page of the key."""
+    return client.post(url(key, button), {"seen": str(key.claim_token), **sent}, follow=True)
+
+
+def told(response: Any) -> str:
+    return " ".join(str(message) for message in response.context["messages"])
+
+
+def columns() -> list[dict[str, Any]]:
+    return list(IdempotencyKey.objects.order_by("pk").values())
+
+
+def test_who_may_only_view_sees_no_button_and_can_press_none() -> None:
+    client = person()
+    stuck, held = stuck_key(), held_key()
+    before = columns()
+    for key in (stuck, held):
+        assert "/press/" not in client.get(f"{KEYS}{key.pk}/change/").text
+        for button in BUTTONS:
+            assert client.get(url(key, button)).status_code == 403
+            assert press(client, key, button, status=410, body="").status_code == 403
+    page = client.get(KEYS)
+    assert 'name="action"' not in page.text
+    for action in ("hand_back", "acknowledge", "delete_selected"):
+        client.post(KEYS, {"action": action, "_selected_action": [stuck.pk]})
+    assert columns() == before
+    assert not LogEntry.objects.exists()
+
+
+def test_who_may_not_view_can_press_nothing() -> None:
+    client = person()
+    client.user.user_permissions.set(Permission.objects.filter(codename="complete_idempotencykey"))
+    assert press(client, stuck_key(), "complete").status_code == 403
+
+
+@pytest.mark.parametrize("button", BUTTONS)
+def test_a_permission_gives_its_own_button_and_no_other(button: str) -> None:
+    client = person(f"{button}_idempotencykey")
+    key = held_key() if button == "release" else stuck_key()
+    page = client.get(f"{KEYS}{key.pk}/change/").text
+    assert re.findall(r"/press/(\w+)/", page) == [button]
+    for other in set(BUTTONS) - {button}:
+        assert press(client, key, other, status=410).status_code == 403
+    answer = press(client, key, button, status=410, body="")
+    assert answer.redirect_chain
+    assert LogEntry.objects.get().user == client.user
+    assert [event["detail"] for event in IdempotencyKey.objects.get().history if client.user.username in event["detail"]]
+
+
+def test_a_superuser_is_offered_what_makes_sense_in_each_state() -> None:
+    client = person(superuser=True)
+    offered = {
+        stuck_key(): ["complete", "answer", "acknowledge"],
+        stuck_key(stuck_code="on_abandon"): ["answer", "acknowledge"],
+        held_key(): ["release"],
+        IdempotencyKeyFactory(claim_token=uuid4()): ["complete", "answer"],
+        IdempotencyKeyFactory(finished=True): [],
+    }
+    for key, buttons in offered.items():
+        assert re.findall(r"/press/(\w+)/", client.get(f"{KEYS}{key.pk}/change/").text) == buttons
+        for button in buttons:
+            assert client.get(url(key, button)).status_code == 200
+
+
+def test_looking_at_a_button_does_nothing() -> None:
+    client = person(superuser=True)
+    key = stuck_key()
+    before = columns()
+    for button in BUTTONS:
+        client.get(url(key, button))
+    assert columns() == before
+
+
+def test_a_button_that_is_none_and_a_key_that_is_gone_are_not_found() -> None:
+    client = person(superuser=True)
+    assert client.get(url(stuck_key(), "delete")).status_code == 404
+    assert client.get(f"{KEYS}987654/press/complete/").status_code == 404
+
+
+@pytest.mark.parametrize("atomic_requests", [False, True])
+def test_a_stuck_key_is_completed_and_its_client_gets_the_answer(sender: Sender, settings: Any, atomic_requests: bool) -> None:
+    broken = True
+
+    def call() -> None:
+        if broken:
+            raise OSError("down")
+
+    def work(request: HttpRequest) -> HttpResponseBase:
+        return JsonResponse({"user": request.user.pk}, status=201)
+
+    def write(request: HttpRequest) -> None:
+        Entry.objects.create(name="ordered", idempotency_key=request.idempotency_key)
+
+    view = two_phases(write, work, call=call)
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", view), *urlpatterns]})
+    connection.settings_dict["ATOMIC_REQUESTS"] = atomic_requests
+    try:
+        sender.send()
+        IdempotencyKey.objects.update(stuck_at=Now(), stuck_code="attempts_exhausted", stuck_reason="Look.")
+        key = IdempotencyKey.objects.get()
+        page = person(superuser=True).get(f"{KEYS}{key.pk}/change/").text
+        for shown in ("between", "1 error", "OSError: down", "entry: "):
+            assert shown in page
+        broken = False
+        done = press(person("complete_idempotencykey"), key, "complete")
+    finally:
+        connection.settings_dict["ATOMIC_REQUESTS"] = False
+    assert told(done) == "The request was completed: its response is stored."
+    answer = sender.send()
+    assert (answer.status_code, answer.json(), answer["Idempotent-Replayed"]) == (201, {"user": sender.user.pk}, "true")
+    assert Entry.objects.count() == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [('{"sorry": true}', "application/json"), ("sorry", "text/plain; charset=utf-8"), ("", "text/plain")],
+)
+def test_the_answer_is_stored_as_it_was_written(body: str, content_type: str) -> None:
+    key = stuck_key()
+    done = press(person("answer_idempotencykey"), key, "answer", status=410, body=body)
+    assert "Answered with status 410" in told(done)
+    key.refresh_from_db()
+    assert (key.response_code, bytes(key.response_body).decode()) == (410, body)
+    assert key.response_headers["Content-Type"].startswith(content_type)
+    assert LogEntry.objects.get().change_message == "Answered with status 410."
+
+
+@pytest.mark.parametrize(
+    "sent", [{"status": 500}, {"status": 401}, {"status": 7}, {"status": ""}, {"status": 204, "body": "x"}]
+)
+def test_an_answer_that_ends_nothing_is_asked_for_again(sent: dict[str, Any]) -> None:
+    key = stuck_key()
+    page = press(person("answer_idempotencykey"), key, "answer", **sent)
+    assert "errorlist" in page.text
+    assert IdempotencyKey.objects.stuck().exists()
+
+
+def test_a_page_that_is_out_of_date_changes_nothing_and_says_so() -> None:
+    client = person(superuser=True)
+    key = stuck_key()
+    IdempotencyKey.objects.update(claim_token=uuid4())
+    for button in BUTTONS:
+        assert "moved since you looked" in told(press(client, key, button, status=410))
+    assert IdempotencyKey.objects.stuck().exists()
+    assert not LogEntry.objects.exists()
+
+
+@pytest.mark.postgres
+def test_of_two_people_who_answer_at_once_one_is_told_to_look_again() -> None:
+    people, key = [person(superuser=True), person(superuser=True)], stuck_key()
+    answers = all_at_once(lambda number: press(people[number], key, "answer", status=410 + number).text, 2)
+    assert sum("Answered" in answer for answer in answers) == 1
+    assert sum("moved since you looked" in answer for answer in answers) == 1
+    assert LogEntry.objects.count() == 1
+
+
+def test_many_keys_are_handed_back_at_once_and_those_that_run_are_left_alone() -> None:
+    client = person("complete_idempotencykey")
+    stuck, held = [stuck_key(), stuck_key()], held_key()
+    chosen = [key.pk for key in (*stuck, held)]
+    response = client.post(KEYS, {"action": "hand_back", "_selected_action": chosen}, follow=True)
+    assert told(response).startswith("2 done; the others were running")
+    assert not IdempotencyKey.objects.stuck().exists()
+    assert IdempotencyKey.objects.in_flight().get() == held
+    assert LogEntry.objects.count() == 2
+
+
+def test_acknowledged_keys_leave_the_list_of_stuck_ones() -> None:
+    client, key = person("acknowledge_idempotencykey"), stuck_key()
+    press(client, key, "acknowledge", note="ticket 7")
+    other = stuck_key()
+    client.post(KEYS, {"action": "acknowledge", "_selected_action": [other.pk]})
+    assert not client.get(KEYS, {"state": "stuck"}).context["cl"].result_list
+    assert {row.pk for row in client.get(KEYS, {"state": "acknowledged"}).context["cl"].result_list} == {key.pk, other.pk}
+    page = client.get(f"{KEYS}{key.pk}/change/").text
+    assert "ticket 7" in page
+    assert "a person has taken it off the list" in page
+
+
+def test_failed_jobs_are_retried_and_discarded_and_waiting_ones_left_alone() -> None:
+    waiting, again, gone = StagedJobFactory(), StagedJobFactory(failed_at=Now(), attempts=10), StagedJobFactory(failed_at=Now())
+    client = person("retry_stagedjob", "discard_stagedjob")
+    response = client.post(JOBS, {"action": "retry", "_selected_action": [waiting.pk, again.pk]}, follow=True)
+    assert told(response) == "1 made due again. 1 had not failed, or not any more, and were left alone."
+    chosen = {"action": "discard", "_selected_action": [waiting.pk, gone.pk]}
+    question = client.post(JOBS, chosen)
+    assert "These jobs will never run" in question.text
+    assert StagedJob.objects.count() == 3
+    response = client.post(JOBS, chosen | {"confirmed": "yes"}, follow=True)
+    assert told(response) == "1 discarded. 1 had not failed, or not any more, and were left alone."
+    assert {job.pk for job in StagedJob.objects.filter(failed_at=None)} == {waiting.pk, again.pk}
+    assert [entry.change_message for entry in LogEntry.objects.order_by("pk")] == ["Made due again.", "Discarded."]
+
+
+def test_who_may_only_view_jobs_settles_none() -> None:
+    StagedJobFactory(failed_at=Now())
+    client, before = person(), list(StagedJob.objects.values())
+    assert 'name="action"' not in client.get(JOBS).text
+    for action in ("retry", "discard", "delete_selected"):
+        client.post(JOBS, {"action": action, "_selected_action": [before[0]["id"]], "confirmed": "yes", "post": "yes"})
+    assert list(StagedJob.objects.values()) == before
+
+
+def test_the_page_says_what_happens_next() -> None:
+    client = person()
+    key = IdempotencyKeyFactory(request_path="/rides", claim_token=uuid4())
+    expected = {
+        "waiting": ({}, "Without one the completer takes it at"),
+        "abandoned": ({}, "The completer takes it in its next pass (run 1 of 25)"),
+        "in flight": ({"locked_at": Now()}, "its lock expires at"),
+        "stuck": ({"locked_at": None, "stuck_at": Now(), "stuck_code": "x", "stuck_reason": "y"}, "it waits for a person"),
+    }
+    for name, (state, sentence) in expected.items():
+        if state:
+            IdempotencyKey.objects.update(**state)
+        if name == "abandoned":
+            make_older(3600, "created_at", "last_run_at")
+        assert sentence in client.get(f"{KEYS}{key.pk}/change/").text, name
