@@ -1,11 +1,13 @@
 """What the first request with a key does, over all kinds of view."""
 
 import pytest
+from django.core.checks import run_checks
 from django.db import transaction
 from django.http import HttpRequest, JsonResponse
 
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
+from idempotency.policy import protected_views
 from tests.concurrency import all_at_once
 from tests.frameworks.service import Caller, Service
 from tests.frameworks.work import Forbidden, Invalid, Missing, Reply, Work, crash, create, failing_first
@@ -216,6 +218,14 @@ def test_hook_runs_once_and_after_the_commit(service: Service) -> None:
     work = service.serve(Work(do))
     assert [service.send().status_code for _ in range(3)] == [500, 201, 201]
     assert seen == [1]
+
+
+@both
+def test_system_checks_have_nothing_to_say(service: Service) -> None:
+    before = run_checks()
+    service.serve()
+    assert [message for message in run_checks() if message not in before] == []
+    assert {view.path for view in protected_views() if "POST" in view.methods} == {"/view/", "/other/"}
 
 
 @both
