@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -388,3 +389,9 @@ def test_it_needs_nothing_of_django() -> None:
     code = "import sys, idempotency.client; sys.exit('django' in sys.modules)"
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_deadline_of_the_docs_is_the_one_of_the_code() -> None:
+    page = Path(__file__).parent.parent / "docs" / "how-to" / "call-from-a-client.md"
+
+    assert f"`deadline_seconds` ({Retries().deadline_seconds})" in page.read_text()

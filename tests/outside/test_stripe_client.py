@@ -1,8 +1,10 @@
 """Stripe's own client, with its own retries, against a protected view over connections that break: one charge, one answer."""
 
 import http.client
+import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -15,7 +17,7 @@ from django.views.decorators.csrf import csrf_exempt
 from pytest_django import Settings
 from pytest_django.live_server_helper import LiveServer
 
-from tests.concurrency import Gate
+from tests.concurrency import Gate, all_at_once
 from tests.conformance.views import Counted, both_kinds
 from tests.models import Entry
 
@@ -40,6 +42,8 @@ class FaultyWire(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.server_address_behind = server_url.removeprefix("http://")
         self.faults: list[str] = []
+        #: Those of single keys, which come before the others.
+        self.faults_of: dict[str, list[str]] = {}
         #: What the server itself answered, in the order of its answers.
         self.answers: list[int] = []
         self.on_answer: Callable[[int], None] = lambda status: None
@@ -53,7 +57,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         wire = self.server
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        fault = wire.faults.pop(0) if wire.faults else PASS
+        faults = wire.faults_of.get(self.headers["Idempotency-Key"]) or wire.faults
+        fault = faults.pop(0) if faults else PASS
         self.close_connection = True
         if fault in (CONFLICT, ERROR):
             self.answer(int(fault), {}, b"{}")
@@ -96,13 +101,19 @@ def wire(live_server: LiveServer) -> Iterator[FaultyWire]:
         server.shutdown()
 
 
-@pytest.fixture
-def client(wire: FaultyWire) -> Iterator[stripe.StripeClient]:
-    """Return the official client, pointed at the wire."""
+@contextmanager
+def pointed_at(wire: FaultyWire) -> Iterator[stripe.StripeClient]:
+    """Give the official client, with two retries, pointed at the wire."""
     with requests.Session() as session:
         session.trust_env = False
         own = stripe.RequestsClient(timeout=20, session=session)
         yield stripe.StripeClient("sk_test_1", base_addresses={"api": wire.url}, http_client=own, max_network_retries=2)
+
+
+@pytest.fixture
+def client(wire: FaultyWire) -> Iterator[stripe.StripeClient]:
+    with pointed_at(wire) as client:
+        yield client
 
 
 def account(request: HttpRequest) -> str:
@@ -233,3 +244,26 @@ def test_43_the_stripe_client_knows_the_error_of_a_key_with_another_charge(
 
     assert_charged_once(made)
     assert wire.answers == [200, 400]
+
+
+@both_kinds
+def test_43_the_stripe_client_gets_each_charge_once_in_a_storm_of_faults(
+    serve_charges: Any, wire: FaultyWire, kind: Any, record_property: Callable[[str, object], None]
+) -> None:
+    serve_charges(kind)
+    chance = random.Random(43)
+    drawn = {f"order-{n}": chance.choices([CONFLICT, ERROR, ERROR_AFTER, CUT_BEFORE, CUT_AFTER], k=n % 3) for n in range(40)}
+    wire.faults_of = {key: list(faults) for key, faults in drawn.items()}
+
+    def buy(number: int) -> list[stripe.Charge]:
+        with pointed_at(wire) as client:
+            orders = list(drawn)[number::8]
+            return [client.v1.charges.create(CHARGE, {"idempotency_key": order}) for order in orders]
+
+    charges = [charge for bought in all_at_once(buy, 8) for charge in bought]
+
+    assert len({charge.id for charge in charges}) == len(charges) == len(drawn)
+    executions, faults = Entry.objects.count(), sum(map(len, drawn.values()))
+    assert executions == len(drawn)
+    assert not any(wire.faults_of.values())
+    record_property("counts", f"stripe ({kind.__name__}): {len(drawn)} charges over {faults} faults, {executions} executions")
