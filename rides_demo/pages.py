@@ -76,10 +76,12 @@ def booking(request: HttpRequest) -> HttpResponse:
 
 @require_POST
 def stripe(request: HttpRequest) -> HttpResponse:
-    """Put the switch of Stripe's sandbox to ``behaviour``; 404 where there is no sandbox."""
+    """Put the switch of Stripe's sandbox to the ``behaviour`` that was posted; 404 where there is no sandbox."""
     name = request.POST.get("behaviour", "")
-    if _rider(request) is None or name not in stripe_switch.BEHAVIOURS:
-        return JsonResponse({"error": "Sign in first, and choose what Stripe does."}, status=HTTPStatus.FORBIDDEN)
+    if _rider(request) is None:
+        return JsonResponse({"error": "Sign in first."}, status=HTTPStatus.FORBIDDEN)
+    if name not in stripe_switch.BEHAVIOURS:
+        return JsonResponse({"error": "Stripe does not do that."}, status=HTTPStatus.BAD_REQUEST)
     try:
         stripe_switch.set_behaviour(name)
     except stripe_switch.NoSandbox:

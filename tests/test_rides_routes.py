@@ -15,6 +15,7 @@ from django.utils import timezone
 
 from idempotency.models import IdempotencyKey, ProcessedMessage
 from rides_demo.models import AuditRecord, Receipt, Ride
+from rides_demo.stripe_switch import BEHAVIOURS
 from tests.factories import ReceiptFactory, RideFactory
 from tests.rides_fixtures import RIDE, jane, max_, sandbox  # noqa: F401
 
@@ -268,6 +269,87 @@ class TestPage:
         client.post("/sign-in", {"token": "demo-jane"})
 
         assert client.post("/rides", RIDE, headers={"Idempotency-Key": "k"}).status_code == 401
+
+    def test_the_page_without_a_sandbox_has_no_switch(self, jane, settings):
+        settings.STRIPE_API_BASE = None
+        client = Client()
+        client.post("/sign-in", {"token": "demo-jane"})
+
+        assert 'name="behaviour"' not in client.get("/").content.decode()
+        assert client.post("/page/stripe", {"behaviour": "down"}).status_code == 404
+
+
+class TestPageState:
+    @pytest.fixture
+    def window(self, jane):
+        client = Client()
+        client.post("/sign-in", {"token": "demo-jane"})
+        return client
+
+    def test_a_booking_is_shown_with_what_it_made(self, jane, window):
+        jane.book(key="k")
+
+        shown = window.get("/page/booking?key=k").json()["booking"]
+
+        assert (shown["state"], shown["recovery_point"], shown["response_code"]) == ("finished", "finished", 201)
+        assert (shown["rides"], shown["charges"], shown["receipts"]) == (1, 1, 0)
+        assert shown["history"][0]["event"] == "claimed"
+        assert shown["admin"] == f"/admin/idempotency/idempotencykey/{IdempotencyKey.objects.get().pk}/change/"
+
+    @pytest.mark.parametrize(("fault", "tries", "state"), [("down", 1, "waiting"), ("500_begun", 2, "stuck")])
+    def test_a_booking_that_stands_still_says_how(self, jane, window, sandbox, fault, tries, state):
+        sandbox.faults.replace([{"fault": fault}])
+        for _ in range(tries):
+            jane.book(key="k")
+
+        shown = window.get("/page/booking?key=k").json()["booking"]
+
+        assert (shown["state"], shown["recovery_point"], shown["rides"], shown["charges"]) == (state, "ride_created", 1, 0)
+
+    def test_the_booking_of_another_rider_looks_like_none(self, max_, window):
+        max_.book(key="k")
+
+        assert window.get("/page/booking?key=k").json() == {"booking": None} == window.get("/page/booking?key=none").json()
+
+    @pytest.mark.parametrize("key", ["", "%00", "%ff"])
+    def test_a_key_that_cannot_be_is_none(self, window, key):
+        assert window.get(f"/page/booking?key={key}").json() == {"booking": None}
+
+    @pytest.mark.parametrize("position", BEHAVIOURS)
+    def test_the_switch_stays_where_it_was_put(self, window, sandbox, position):
+        assert window.post("/page/stripe", {"behaviour": position}).json() == {"behaviour": position}
+
+        assert f'value="{position}" aria-describedby="stripe-{position}-text" checked' in window.get("/").content.decode()
+        assert [fault["fault"] for fault in sandbox.faults.state()["faults"]] == [
+            fault["fault"] for fault in BEHAVIOURS[position].faults
+        ]
+
+    def test_the_faults_of_others_are_no_position(self, window, sandbox):
+        sandbox.faults.replace([{"fault": "429"}])
+
+        assert " checked" not in window.get("/").content.decode()
+
+    def test_an_unknown_position_changes_nothing(self, window, sandbox):
+        window.post("/page/stripe", {"behaviour": "down"})
+
+        assert window.post("/page/stripe", {"behaviour": "sideways"}).status_code == 400
+        assert [fault["fault"] for fault in sandbox.faults.state()["faults"]] == ["down"]
+
+    def test_a_stranger_sees_no_booking_and_moves_no_switch(self, jane, sandbox):
+        jane.book(key="k")
+
+        assert Client().get("/page/booking?key=k").status_code == 403
+        assert Client().post("/page/stripe", {"behaviour": "down"}).status_code == 403
+        assert sandbox.faults.state()["faults"] == []
+
+    def test_another_site_moves_no_switch(self, jane, sandbox):
+        client = Client(enforce_csrf_checks=True)
+        session = client.session
+        session["rides_token"] = "demo-jane"
+        session.save()
+
+        assert client.post("/page/stripe", {"behaviour": "down"}).status_code == 403
+        assert sandbox.faults.state()["faults"] == []
 
 
 class TestHealth:

@@ -85,21 +85,6 @@ def test_a_declined_card_is_an_answer_that_stands(service: Service, visitor: Vis
     assert visitor.requests_sent() == 1
 
 
-def test_a_booking_that_waits_for_a_person_leads_to_its_key(service: Service, visitor: Visitor) -> None:
-    visitor.sign_in()
-    visitor.stripe("Fails for good")
-
-    visitor.book.click()
-
-    visitor.expect_status("This booking is stuck: it waits for a person.")
-    expect(visitor.page.locator("#steps [data-point=charge_created]")).to_have_attribute("data-state", "stuck")
-    visitor.shoot("page-stuck")
-    (key,) = service.rows("SELECT id FROM idempotency_idempotencykey WHERE stuck_at IS NOT NULL")
-    expect(visitor.page.get_by_role("link", name="Open this key in the admin")).to_have_attribute(
-        "href", f"/admin/idempotency/idempotencykey/{key['id']}/change/"
-    )
-
-
 @looks
 def test_the_page_shows_a_booking_without_errors(visit: Callable[..., Visitor], scheme: str, width: int) -> None:
     visitor = visit(scheme, width)

@@ -34,9 +34,7 @@ class Visitor:
     def sign_in_to_admin(self, path: str, username: str = "admin", password: str = "admin") -> None:
         """Open ``path`` of the admin, through its login."""
         self.go(f"/admin/login/?next={path}")
-        self.page.get_by_label("Username").fill(username)
-        self.page.get_by_label("Password").fill(password)
-        self.page.get_by_role("button", name="Log in").click()
+        log_in(self.page, username, password)
 
     @property
     def book(self) -> Locator:
@@ -77,3 +75,10 @@ class Visitor:
             if violation["impact"] in ("serious", "critical")
             for node in violation["nodes"]
         ]
+
+
+def log_in(page: Page, username: str = "admin", password: str = "admin") -> None:
+    """Fill in the login of the admin, and send it."""
+    page.get_by_label("Username").fill(username)
+    page.get_by_label("Password").fill(password)
+    page.get_by_role("button", name="Log in").click()

@@ -176,12 +176,21 @@ window.addEventListener("focus", () => {
   if (presses.all) watch(form.elements.idempotency_key.value);
 });
 
+// Signing in to the admin, in another tab, gives the browser another token than the forms here were made with.
+function freshen(posted) {
+  const cookie = document.cookie.split("; ").find((one) => one.startsWith("csrftoken="));
+  const field = posted.elements.csrfmiddlewaretoken;
+  if (cookie && field) field.value = cookie.slice("csrftoken=".length);
+}
+document.addEventListener("submit", (event) => freshen(event.target));
+
 const stripe = document.getElementById("stripe");
 if (stripe) {
   stripe.addEventListener("submit", (event) => event.preventDefault());
   stripe.addEventListener("change", async () => {
     const chosen = stripe.querySelector(":checked");
-    let text = "The switch could not be moved. Is the sandbox running?";
+    let text = "The switch could not be moved. Is the sandbox running? Try again after a reload.";
+    freshen(stripe);
     try {
       const response = await fetch(stripe.action, { method: "POST", body: new FormData(stripe) });
       if (response.ok) text = `Stripe ${chosen.labels[0].textContent.toLowerCase()} now.`;
