@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import isawaitable
 from io import BytesIO
@@ -27,6 +28,7 @@ from django.utils import timezone, translation
 from django.utils.module_loading import import_string
 
 from idempotency import claims, conf, keys, signals
+from idempotency.exceptions import LockLost
 from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
 from idempotency.http import REDACTED_MARK
 from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet
@@ -137,8 +139,9 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
     try:
         _run(key)
     except _CannotRun as error:
-        keys.mark_stuck(key, error.code, str(error), using=alias)
-        keys.emit(signals.key_stuck, key, None)
+        with suppress(LockLost):  # Somebody has settled it from the admin meanwhile.
+            keys.mark_stuck(key, error.code, str(error), using=alias)
+            keys.emit(signals.key_stuck, keys.read(pk, using=alias), None)
     except Exception as error:
         if connection_lost(error, alias) and not _answers(alias):
             raise  # The next key would fare no better. This one's lock expires.

@@ -167,7 +167,7 @@ def _change(
         changes = f"claim_token = %(token)s, {changes}"
     statement = (
         f"UPDATE {sql.TABLE} AS k SET {changes}, history = {text.dialect.append_event} "
-        f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition}"
+        f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition} RETURNING scope, idempotency_key"
     )
     parameters |= {
         "id": pk,
@@ -177,7 +177,9 @@ def _change(
     }
     with own_cursor(alias) as cursor:
         cursor.execute(statement, parameters)
-        done: bool = cursor.rowcount == 1
-    if done:
-        logger.warning("key %s: %s %s", pk, parameters["event"], parameters["detail"])
-    return done
+        row = cursor.fetchone()
+    if row is None:
+        return False
+    changed = IdempotencyKey(scope=row[0], idempotency_key=row[1])
+    logger.warning("key %s: %s %s", changed.key_hash, parameters["event"], parameters["detail"])
+    return True

@@ -11,7 +11,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonRespons
 from idempotency import interventions
 from idempotency.completer import CompletePass, complete_once
 from idempotency.models import IdempotencyKey, StagedJob
-from idempotency.signals import key_finished
+from idempotency.signals import key_finished, key_stuck
 from tests.concurrency import Gate, all_at_once, background
 from tests.conformance.views import another_client, make_older, two_phases
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
@@ -211,6 +211,21 @@ def test_what_was_run_since_a_person_looked_is_left_alone(intervene: Any, state:
     assert not intervene(key.pk, None, by="jane")
     assert IdempotencyKey.objects.values().get() == before
     assert intervene(key.pk, key.claim_token, by="jane")
+
+
+def test_who_listens_is_told_why_a_key_that_cannot_be_run_is_stuck() -> None:
+    key = IdempotencyKeyFactory(request_path="/nowhere", claim_token=uuid4())
+    told: list[str] = []
+
+    def hear(*, key: IdempotencyKey, **kwargs: Any) -> None:
+        told.append(key.stuck_code)
+
+    key_stuck.connect(hear)
+    try:
+        assert interventions.complete_now(key.pk, key.claim_token, by="jane") == "stuck"
+    finally:
+        key_stuck.disconnect(hear)
+    assert told == ["view_missing"]
 
 
 @each_intervention
