@@ -1,9 +1,9 @@
 """What a person may do to a key that the machine does not get on with, and to a job that it gave up on.
 
 Each is one conditional UPDATE, in autocommit. ``seen`` is the ``claim_token`` that the person saw: when anything has run the
-key since, nothing is changed and the person must look again. What moves a key writes a new token, as a claim does: of two people
-who press at once one succeeds, and a late run finds itself fenced off. ``by`` is a name for the key's history, which is written
-in the same UPDATE.
+key since, nothing is changed and the person must look again. What moves a key writes a new token, as a claim does: of two
+people who press at once one succeeds, and a late run finds itself fenced off. ``by`` is a name for the key's history, which is
+written in the same UPDATE.
 
 The admin calls these functions; they serve in a shell as well.
 """

@@ -1,10 +1,12 @@
 """The buttons of the admin: who may press them, what the person is told, and what the admin log keeps."""
 
 import re
+from html import unescape
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from django.conf import settings
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission
 from django.db import connection
@@ -13,7 +15,11 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from django.test import Client
 from django.urls import path
 
-from idempotency.models import IdempotencyKey, StagedJob
+from idempotency.abandonment import ON_ABANDON, RETENTION_PASSED
+from idempotency.admin.actions import BUTTONS as ALL_BUTTONS
+from idempotency.admin.codes import STUCK_CODES
+from idempotency.exceptions import KeyStuck
+from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, StagedJob
 from rides_demo.urls import urlpatterns
 from tests.concurrency import all_at_once
 from tests.conformance.views import make_older, two_phases
@@ -270,3 +276,25 @@ def test_the_page_says_what_happens_next() -> None:
         if name == "abandoned":
             make_older(3600, "created_at", "last_run_at")
         assert sentence in client.get(f"{KEYS}{key.pk}/change/").text, name
+
+
+DOCS = (settings.BASE_DIR / "docs/how-to/a-key-is-stuck.md").read_text()
+
+
+def test_every_stuck_code_of_the_app_is_explained_on_the_page_and_in_the_docs() -> None:
+    sources = "".join(path.read_text() for path in (settings.BASE_DIR / "idempotency").glob("*.py"))
+    raised = set(re.findall(r'_CannotRun\(\s*"(\w+)"', sources))
+    raised |= set(re.findall(r'give_up\(pk, "(\w+)"', sources))
+    raised |= {KeyStuck.code, *(kind.code for kind in KeyStuck.__subclasses__()), RETENTION_PASSED, ON_ABANDON}
+    raised -= {kind.code for kind in KeyStuck.__subclasses__() if not kind.__module__.startswith("idempotency.")}
+    assert raised >= {"view_missing", "user_missing", "body_redacted", "attempts_exhausted", UNKNOWN_RECOVERY_POINT}
+    assert raised == set(STUCK_CODES)
+    documented = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", DOCS, re.M)
+    assert documented == [(code, found.cause, found.cure) for code, found in STUCK_CODES.items()]
+    key = stuck_key(stuck_code="call_in_doubt")
+    assert STUCK_CODES["call_in_doubt"].cure in unescape(person().get(f"{KEYS}{key.pk}/change/").text)
+
+
+def test_the_docs_name_each_button_with_its_permission() -> None:
+    documented = re.findall(r"^\| ([A-Z][\w ]+) \| `(\w+)` \|", DOCS, re.M)
+    assert documented == [(button.label, button.permission) for button in ALL_BUTTONS.values()]
