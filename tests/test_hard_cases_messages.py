@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from asgiref.sync import ThreadSensitiveContext, sync_to_async
 from django.conf import settings as settings_of_django
-from django.db import connections
+from django.db import connection, connections
+from django.db.transaction import TransactionManagementError
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from django.test import Client
 from django.urls import path
@@ -139,6 +140,24 @@ def test_a_wait_for_a_message_that_was_cancelled_takes_no_other_message_with_it(
         assert entered.wait(10)
         consume(consumer)
     assert Entry.objects.filter(name="2").exists()
+
+
+# Code that ends the transaction behind Django's back
+
+
+@pytest.mark.postgres
+@proven(reason="a raw ROLLBACK takes the row of the message with it, and what follows is committed", raises=AssertionError)
+def test_a_message_whose_work_rolls_back_by_itself_takes_effect_once() -> None:
+    def legacy_job() -> None:
+        with process_once("queue", "1") as first:
+            if first:
+                connection.cursor().execute("ROLLBACK")
+                Entry.objects.create(name="paid")
+
+    for _ in range(2):
+        with suppress(TransactionManagementError):
+            legacy_job()
+    assert Entry.objects.count() <= 1
 
 
 # Processes that stand still, or are killed
