@@ -37,7 +37,9 @@ BEHAVIOURS = {
         "Charges, then hangs up", "The card is charged, but the answer is lost: the worst moment.", ({"fault": "cut_after"},)
     ),
     "broken": Behaviour(
-        "Fails for good", "It answers 500 and will repeat that for a day. A person must look.", ({"fault": "500_begun"},)
+        "Fails for good",
+        "It answers 500, and repeats that for a day: a person must answer, in the admin.",
+        ({"fault": "500_begun"},),
     ),
 }
 

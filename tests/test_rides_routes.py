@@ -278,6 +278,13 @@ class TestPage:
         assert 'name="behaviour"' not in client.get("/").content.decode()
         assert client.post("/page/stripe", {"behaviour": "down"}).status_code == 404
 
+    def test_the_page_says_when_the_completer_would_come(self, jane, settings):
+        settings.IDEMPOTENCY = settings.IDEMPOTENCY | {"COMPLETER_MIN_AGE_SECONDS": 180}
+        client = Client()
+        client.post("/sign-in", {"token": "demo-jane"})
+
+        assert "soon after it is 3 minutes old" in " ".join(client.get("/").content.decode().split())
+
 
 class TestPageState:
     @pytest.fixture

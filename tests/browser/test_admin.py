@@ -118,17 +118,19 @@ def test_who_may_only_look_sees_the_key_and_no_buttons(service: Service, stuck: 
 
 
 @in_both
-def test_the_dashboard_and_the_key_page_render_without_errors(
-    stuck: dict[str, Any], visit: Callable[..., Visitor], scheme: str
+def test_the_dashboard_and_the_key_page_render_without_errors_and_keep_nobody_out(
+    stuck: dict[str, Any], visit: Callable[..., Visitor], axe_script: str, scheme: str
 ) -> None:
     visitor = visit(scheme)
     visitor.sign_in_to_admin(DASHBOARD)
     expect(visitor.page.locator("svg").first).to_be_visible()
     visitor.shoot("admin-dashboard")
+    assert visitor.barriers(axe_script) == []
 
     visitor.go(f"{KEYS}{stuck['id']}/change/")
     expect(visitor.page.locator("[aria-current=step]")).to_be_visible()
     visitor.shoot("admin-key")
+    assert visitor.barriers(axe_script) == []
 
     assert visitor.errors == []
     assert visitor.elsewhere == []
