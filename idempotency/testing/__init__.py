@@ -1,0 +1,35 @@
+"""The crash kit: prove of your own views that they survive the death of their process at every place.
+
+::
+
+    from idempotency.testing import Downstream, assert_survives
+
+    @pytest.mark.django_db(transaction=True)
+    def test_a_booking_survives(client, monkeypatch):
+        monkeypatch.setattr("shop.views.charge_card", Downstream("bank", {"id": "ch_1"}, key="idempotency_key"))
+        assert_survives(lambda key: client.post("/bookings", {"seats": 2}, headers={"Idempotency-Key": key}))
+
+``docs/how-to/test-your-views.md`` has the rest.
+"""
+
+from idempotency.testing.cases import Course, CrashTestCase, assert_survives, courses
+from idempotency.testing.diagnosis import Finding
+from idempotency.testing.downstream import Downstream, downstream_call
+from idempotency.testing.moved_time import age
+from idempotency.testing.places import Place
+from idempotency.testing.proof import CannotProve, DoesNotSurvive, Report
+
+__all__ = [
+    "CannotProve",
+    "Course",
+    "CrashTestCase",
+    "DoesNotSurvive",
+    "Downstream",
+    "Finding",
+    "Place",
+    "Report",
+    "age",
+    "assert_survives",
+    "courses",
+    "downstream_call",
+]

@@ -1,0 +1,184 @@
+"""What a request leaves behind, in a form in which two runs can be compared: ids, times and random values stand aside.
+
+Ids become names (``<shop.Order 1>``), in rows, jobs and answers alike. Times become ``<time>``. Whatever else differs between
+two undisturbed runs is random: such values get a name each, so that what was the same in two places still has to be.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from typing import Any
+from uuid import UUID
+
+from idempotency.models import IdempotencyKey
+from idempotency.testing.rows import Snapshot
+
+Path = tuple[str, ...]
+#: Each single value of what is left behind, by where it stands.
+Leaves = dict[Path, Any]
+
+#: What says nothing about the request, or is compared through what the client gets.
+LEFT_OUT = frozenset(
+    {"sessions.Session", "admin.LogEntry", "contenttypes.ContentType", "auth.Permission", "migrations.Migration"}
+)
+#: Of this app's tables these columns count; the others tell how a request came to its end.
+COUNTED_COLUMNS = {
+    IdempotencyKey._meta.label: {"stuck_code", "response_code"},
+    "idempotency.StagedJob": {"id", "job_name", "job_args", "queue", "failed_at", "idempotency_key_id"},
+    "idempotency.ForeignCall": {"key_id", "name", "result"},
+    "idempotency.ProcessedMessage": {"source", "message_id"},
+}
+GONE = "nothing"
+_TIME = re.compile(
+    r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:?\d\d)?"
+    r"|(Mon|Tue|Wed|Thu|Fri|Sat|Sun), \d\d \w{3} \d{4} [\d:]+ GMT"
+)
+_NUMBER = re.compile(r"\d{10}")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A value that is another than in an undisturbed run."""
+
+    path: Path
+    expected: Any
+    found: Any
+
+    def __str__(self) -> str:
+        return f"{' / '.join(self.path)}: {self.expected!r} undisturbed, {self.found!r} here"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client got: a response, or, where Django's test client raises it, the error behind a 500."""
+
+    status: int
+    content: bytes = b""
+    content_type: str = ""
+    location: str = ""
+    error: BaseException | None = None
+
+    def body(self) -> Any:
+        """Return the body as data if it is JSON, else as text."""
+        if "json" in self.content_type:
+            try:
+                return json.loads(self.content)
+            except ValueError:
+                pass
+        return self.content.decode("utf-8", "replace")
+
+
+def leaves(
+    snapshot: Snapshot, answer: Answer, effects: Any, *, ignored: Iterable[str], state: Callable[[], Any] | None
+) -> Leaves:
+    """Return what a run left behind: changed rows, or what ``state()`` says of them, effects elsewhere, and the answer."""
+    rows = _changed(snapshot)
+    names = _names(snapshot, rows)
+    if state is None:
+        seen: Any = {label: _described(label, of_table, names, ignored) for label, of_table in rows.items()}
+        seen = {f"rows of {label}": of_table for label, of_table in seen.items() if of_table}
+    else:
+        seen = {"state": state()}
+    shown = {"status": answer.status, "body": answer.body(), "location": answer.location}
+    found: Leaves = {}
+    _flatten((), seen | {"effects": effects, "answer": shown}, found)
+    return {path: _plain(value, names) for path, value in found.items()}
+
+
+def random_paths(one: Leaves, other: Leaves) -> set[Path]:
+    """Return where two undisturbed runs differ."""
+    return {path for path in one.keys() | other.keys() if one.get(path, GONE) != other.get(path, GONE)}
+
+
+def compare(expected: Leaves, found: Leaves, random: set[Path]) -> list[Difference]:
+    """Return where a run left something else than an undisturbed one."""
+    expected, found = _lettered(expected, random), _lettered(found, random)
+    paths = [*expected, *(path for path in found if path not in expected)]
+    return [
+        Difference(path, expected.get(path, GONE), found.get(path, GONE))
+        for path in paths
+        if expected.get(path, GONE) != found.get(path, GONE)
+    ]
+
+
+def _changed(snapshot: Snapshot) -> dict[str, dict[Any, Any]]:
+    """Return the rows that are not as they were; a deleted one is GONE."""
+    changed = {}
+    for table in snapshot.changed():
+        if table.label in LEFT_OUT:
+            continue
+        before, now = snapshot.read[table.label], table.read()
+        rows: dict[Any, Any] = {pk: row for pk, row in now.items() if before.get(pk) != row}
+        changed[table.label] = rows | {pk: GONE for pk in before if pk not in now}
+    return changed
+
+
+def _names(snapshot: Snapshot, rows: dict[str, dict[Any, Any]]) -> dict[str, str]:
+    """Return a name for the id of each new row: its table, and its number by id, or by contents if ids are random."""
+    names: dict[str, str] = {}
+    for table in snapshot.tables:
+        new = [pk for pk in rows.get(table.label, {}) if pk not in snapshot.read[table.label]]
+        if not table.numbered:
+            new.sort(key=lambda pk: _sortable(rows[table.label][pk], pk))
+        for number, pk in enumerate(new, 1):
+            if table.numbered or isinstance(pk, UUID):
+                names[str(pk)] = f"<{table.label} {number}>"
+    return names
+
+
+def _sortable(row: Any, pk: Any) -> str:
+    return repr([(name, value) for name, value in row.items() if value != pk and not isinstance(value, UUID | date | time)])
+
+
+def _described(label: str, rows: dict[Any, Any], names: dict[str, str], ignored: Iterable[str]) -> dict[str, Any]:
+    counted = COUNTED_COLUMNS.get(label)
+    described: dict[str, Any] = {}
+    for pk, row in rows.items():
+        name = names.get(str(pk), f"{label} {pk!r}")
+        if row is GONE:
+            described[name] = "deleted"
+        elif label not in ignored:
+            columns = {column: row[column] for column in row if counted is None or column in counted}
+            described[name] = {column: value for column, value in columns.items() if f"{label}.{column}" not in ignored}
+    return {} if label in ignored else described
+
+
+def _flatten(path: Path, value: Any, into: Leaves) -> None:
+    if isinstance(value, dict) and value:
+        for name in value:
+            _flatten((*path, str(name)), value[name], into)
+    elif isinstance(value, list | tuple) and value:
+        for number, item in enumerate(value, 1):
+            _flatten((*path, str(number)), item, into)
+    elif value not in ({}, [], ()):
+        into[path] = value
+
+
+def _plain(value: Any, names: dict[str, str]) -> Any:
+    """Return a value without ids and times."""
+    if isinstance(value, datetime | date | time):
+        return "<time>"
+    if isinstance(value, UUID):
+        return names.get(str(value), str(value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return names.get(str(value), value)
+    if isinstance(value, bytes | memoryview):
+        value = bytes(value).decode("utf-8", "backslashreplace")
+    if isinstance(value, str):
+        if value in names:
+            return names[value]
+        value = _NUMBER.sub(lambda found: names.get(found[0], found[0]), value)
+        return _TIME.sub("<time>", value)
+    return value
+
+
+def _lettered(found: Leaves, random: set[Path]) -> Leaves:
+    """Return the same with each random value under a letter: equal values under the same."""
+    letters: dict[str, str] = {}
+    lettered = dict(found)
+    for path in found:
+        if path in random:
+            lettered[path] = letters.setdefault(repr(found[path]), f"<random value {len(letters) + 1}>")
+    return lettered

@@ -1,0 +1,70 @@
+"""The other system, as a fake that remembers what took effect; and how a fake of one's own tells the kit of its calls."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+from idempotency.testing.observing import reach
+from idempotency.testing.places import users_line
+
+
+@contextmanager
+def downstream_call(name: str) -> Iterator[None]:
+    """Tell the kit that the block is a call to another system: the process may die before it, and after it.
+
+    Put it around the effect of a fake of your own. Calls over Python's sockets are noticed without it.
+    """
+    reach("before", "foreign call", name)
+    yield
+    reach("after", "foreign call", name)
+
+
+class Downstream:
+    """A fake of another system: call it in place of the function that makes the call; it remembers each effect.
+
+    ``answer`` is what a call returns, or a function of the call's arguments that makes it. ``key`` names the argument that
+    carries the idempotency key, for a system that honours one: a second call with the same key has no effect and gets the
+    first answer. Without it each call takes effect. The kit finds it by itself.
+    """
+
+    _all: "WeakSet[Downstream]" = WeakSet()
+
+    def __init__(self, name: str, answer: Any = None, *, key: str | None = None) -> None:
+        self.name = name
+        self.key = key
+        self._answer = answer if callable(answer) else lambda *args, **kwargs: answer
+        self._lock = threading.Lock()
+        self.reset()
+        self._all.add(self)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        #: What took effect: the arguments of each call that did something.
+        self.effects: list[dict[str, Any]] = []
+        #: The keys and lines of those calls, in the same order.
+        self.origins: list[tuple[Any, str]] = []
+        self._answers: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with downstream_call(self.name), self._lock:
+            given = kwargs.get(self.key) if self.key else None
+            if given is not None and given in self._answers:
+                return self._answers[given]
+            answer = self._answer(*args, **kwargs)
+            self.effects.append({"args": list(args), **{name: value for name, value in kwargs.items() if name != self.key}})
+            self.origins.append((given, users_line()))
+            self._answers[given] = answer
+            return answer
+
+
+def living() -> list[Downstream]:
+    """Return the fakes that there are, by name."""
+    return sorted(Downstream._all, key=lambda fake: fake.name)
+
+
+def effects_of(call: Callable[[], Any] | list[Any] | None) -> dict[str, Any]:
+    """Return what took effect elsewhere: what the user's own fake says, and every Downstream that did something."""
+    own = {} if call is None else {"effects": call() if callable(call) else list(call)}
+    return own | {fake.name: list(fake.effects) for fake in living() if fake.effects}

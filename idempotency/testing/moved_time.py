@@ -1,0 +1,23 @@
+"""Moved time: a key is made older in the database, so that no test has to sleep."""
+
+from datetime import timedelta
+
+from django.db.models import F, QuerySet
+
+from idempotency.models import IdempotencyKey
+
+#: Every moment that a key remembers.
+MOMENTS = ("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "next_run_at")
+
+
+def age(keys: IdempotencyKey | QuerySet[IdempotencyKey], seconds: float) -> None:
+    """Make a key, or each key of a queryset, older by so many seconds, as if that time had passed for it.
+
+    On return all its moments lie ``seconds`` further back in the database, and an instance is read anew: locks expire, the
+    completer takes what is abandoned, retention ends, ``derive(valid_seconds=...)`` runs out. Nothing else moves: the clock,
+    your own rows and other keys stay.
+    """
+    chosen = IdempotencyKey.objects.filter(pk=keys.pk) if isinstance(keys, IdempotencyKey) else keys
+    chosen.update(**{moment: F(moment) - timedelta(seconds=seconds) for moment in MOMENTS})
+    if isinstance(keys, IdempotencyKey):
+        keys.refresh_from_db()

@@ -1,0 +1,210 @@
+"""One run of a request under observation: each place it comes to, and its death at one of them.
+
+A death is a BaseException, and from that moment on nothing of the run gets through any more: its database connections are cut,
+no new one opens, and each further statement, COMMIT or foreign call dies again. So no ``finally`` or ``except`` can tidy up.
+What the death of a real process takes away and this one cannot is memory: module globals and caches stay.
+"""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+from unittest.mock import patch
+
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from idempotency.models import IdempotencyKey
+from idempotency.signals import phase_committed
+from idempotency.testing.places import Place, What, When, shortened, users_line
+
+
+class Died(BaseException):
+    """The process is dead. Not an Exception: no code of a view handles it."""
+
+
+class Run:
+    """One run of the request. ``at`` is called at each place, and may call ``die()``, or wait."""
+
+    def __init__(self, at: Callable[["Run", Place], None] = lambda run, place: None) -> None:
+        self._at = at
+        self.places: list[Place] = []
+        self.dead = False
+        #: What ``key.derive()`` gave.
+        self.derived: set[str] = set()
+        #: The number of the last place of each phase that ended with no_op().
+        self.no_ops: list[int] = []
+        #: The connections that were cut, what each one was, and the process that served it.
+        self.cut: list[tuple[BaseDatabaseWrapper, Any, int | None]] = []
+        self._recovery_point = "started"
+        self._awaiting = False
+
+    def reach(self, when: When, what: What, detail: str = "", *, connection: BaseDatabaseWrapper | None = None) -> None:
+        """Come to a place."""
+        if self.dead:
+            raise Died
+        in_transaction = any(each.in_atomic_block for each in ([connection] if connection else _open_connections()))
+        place = Place(len(self.places) + 1, when, what, shortened(detail), users_line(), in_transaction)
+        self.places.append(place)
+        self._at(self, place)
+
+    def die(self) -> None:
+        """Die here: open transactions are lost, and their locks with them; the rest stays as it is."""
+        self.dead = True
+        for connection in _open_connections():
+            pid = connection.connection.info.backend_pid if connection.vendor == "postgresql" else None
+            self.cut.append((connection, connection.connection, pid))
+            _cut(connection)
+        raise Died
+
+    def noticed_phase(self, key: IdempotencyKey, **kwargs: Any) -> None:
+        """Note a phase that was committed and moved nothing."""
+        if key.recovery_point == self._recovery_point:
+            self.no_ops.append(len(self.places))
+        self._recovery_point = key.recovery_point
+
+    def sends(self, data: Any) -> None:
+        """Notice that something is sent to another system."""
+        if not self._awaiting:
+            self.reach("before", "foreign call", bytes(data[:200]).split(b"\r\n")[0].decode("latin-1"))
+        self._awaiting = True
+
+    def receives(self) -> None:
+        """Notice that another system has answered."""
+        if self._awaiting:
+            self._awaiting = False
+            self.reach("after", "foreign call", "over a socket")
+
+
+_active: ContextVar[Run | None] = ContextVar("run under observation", default=None)
+
+
+def reach(when: When, what: What, detail: str) -> None:
+    """Come to a place, if a run is under observation here."""
+    if (run := _active.get()) is not None:
+        run.reach(when, what, detail)
+
+
+@contextmanager
+def observed(run: Run) -> Iterator[None]:
+    """Observe the block as one run of a request; afterwards the connections are alive again, however it ended."""
+    wrapped = [connections[alias] for alias in connections]
+    token = _active.set(run)
+    phase_committed.connect(run.noticed_phase, weak=False)
+    with ExitStack() as stack:
+        for connection in wrapped:
+            stack.enter_context(_wrapped(connection, run))
+        try:
+            yield
+        finally:
+            phase_committed.disconnect(run.noticed_phase)
+            _active.reset(token)
+            stack.close()
+            _revive(run)
+
+
+@contextmanager
+def foreign_calls_noticed() -> Iterator[None]:
+    """Notice what runs under observation send over Python's sockets, and which keys they derive. psycopg uses none of them."""
+
+    def noticing_send(name: str) -> Callable[..., Any]:
+        original = getattr(socket.socket, name)
+
+        def send(self: socket.socket, data: Any, *args: Any) -> Any:
+            run = _active.get()
+            if run is not None and self.family in (socket.AF_INET, socket.AF_INET6):
+                run.sends(data)
+            return original(self, data, *args)
+
+        return send
+
+    def noticing_receive(name: str) -> Callable[..., Any]:
+        original = getattr(socket.socket, name)
+
+        def receive(self: socket.socket, *args: Any, **kwargs: Any) -> Any:
+            received = original(self, *args, **kwargs)
+            run = _active.get()
+            if run is not None and self.family in (socket.AF_INET, socket.AF_INET6):
+                run.receives()
+            return received
+
+        return receive
+
+    derive = IdempotencyKey.derive
+
+    def noticing_derive(self: IdempotencyKey, name: str, valid_seconds: int | None = None) -> str:
+        derived = derive(self, name, valid_seconds)
+        if (run := _active.get()) is not None:
+            run.derived.add(derived)
+            run.reach("after", "foreign call", f"key.derive({name!r}), which prepares one")
+        return derived
+
+    with ExitStack() as stack:
+        for name in ("send", "sendall"):
+            stack.enter_context(patch.object(socket.socket, name, noticing_send(name)))
+        for name in ("recv", "recv_into"):
+            stack.enter_context(patch.object(socket.socket, name, noticing_receive(name)))
+        stack.enter_context(patch.object(IdempotencyKey, "derive", noticing_derive))
+        yield
+
+
+def _open_connections() -> list[BaseDatabaseWrapper]:
+    return [connection for connection in connections.all(initialized_only=True) if connection.connection is not None]
+
+
+@contextmanager
+def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
+    """Let the run come to its places around each statement and COMMIT of a connection."""
+    commit, connect, open_cursor = connection._commit, connection.connect, connection._cursor  # type: ignore[attr-defined]
+
+    def around_statement(execute: Callable[..., Any], sql: Any, *arguments: Any) -> Any:
+        run.reach("before", "statement", str(sql), connection=connection)
+        result = execute(sql, *arguments)
+        run.reach("after", "statement", str(sql), connection=connection)
+        return result
+
+    def around_commit() -> None:
+        run.reach("before", "COMMIT", connection=connection)
+        commit()
+        run.reach("after", "COMMIT", connection=connection)
+
+    def only_alive(function: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if run.dead:
+                raise Died
+            return function(*args, **kwargs)
+
+        return guarded
+
+    with (
+        connection.execute_wrapper(around_statement),
+        patch.object(connection, "_commit", around_commit),
+        patch.object(connection, "connect", only_alive(connect)),
+        patch.object(connection, "_cursor", only_alive(open_cursor)),
+    ):
+        yield
+
+
+def _cut(connection: BaseDatabaseWrapper) -> None:
+    """Let the database see what it sees when the process at the other end is gone."""
+    if connection.vendor == "sqlite":
+        # What is not committed is gone when the file is next opened. The connection itself may hold a database in memory.
+        connection.connection.rollback()
+    else:
+        connection.connection.close()
+
+
+def _revive(run: Run) -> None:
+    """Give the thread a new connection for each that was cut, as the next process has; return when the old one is gone."""
+    for connection, cut, pid in run.cut:
+        if connection.connection is not None and connection.vendor != "sqlite":
+            connection._close()  # type: ignore[attr-defined]
+        connection.connect()
+        if connection.vendor == "sqlite":
+            cut.close()
+        with connection.cursor() as cursor:
+            gone = pid is None
+            while not gone:
+                cursor.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s", [pid])
+                gone = cursor.fetchone() is None

@@ -1,0 +1,96 @@
+"""The places of a request where its process can die, and whose line of code each one is."""
+
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import django.test.client
+
+import idempotency
+from idempotency.models import IdempotencyKey
+
+When = Literal["before", "after"]
+What = Literal["statement", "COMMIT", "foreign call", "response"]
+
+_KEYS = IdempotencyKey._meta.db_table
+#: What is nobody's view: this app, Django, the standard library, whatever is installed.
+_LIBRARIES = tuple(
+    f"{Path(folder).resolve()}/"
+    for folder in (
+        Path(idempotency.__file__).parent,
+        Path(django.__file__).parent,
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+    )
+)
+_LONGEST_DETAIL = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place of one run, where the process can die or be held up."""
+
+    number: int
+    when: When
+    what: What
+    #: The statement, the foreign call.
+    detail: str
+    #: File, line and function of the user's code.
+    line: str
+    in_transaction: bool
+
+    @property
+    def boundary(self) -> bool:
+        """Whether a phase begins or ends here, a foreign call does, or the key was claimed: where two runs can get mixed up."""
+        claim = self.when == "after" and self.what == "statement" and _KEYS in self.detail and not self.in_transaction
+        return self.number == 1 or self.what != "statement" or claim
+
+    def __str__(self) -> str:
+        what = f"{self.what} {self.detail}".rstrip()
+        return f"{self.when} {what}\n     at {self.line}"
+
+
+def shortened(text: str) -> str:
+    """Return ``text`` on one line, and not too long."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_DETAIL else line[: _LONGEST_DETAIL - 3] + "..."
+
+
+def users_line() -> str:
+    """Return the innermost line under way that is the user's own, of a view or of what it calls, and where it was called."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[str] = []
+    while frame is not None and len(found) < 2 and not (found and frame.f_code.co_filename == django.test.client.__file__):
+        if line := _line_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name):
+            found.append(line)
+        frame = frame.f_back
+    return ", called at ".join(found) or "an unknown line"
+
+
+def line_of_error(error: BaseException) -> str:
+    """Return the innermost line of the user's own that an exception came through."""
+    found, traceback = "an unknown line", error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        found = _line_of(code.co_filename, traceback.tb_lineno, code.co_name) or found
+        traceback = traceback.tb_next
+    return found
+
+
+def _line_of(filename: str, number: int, function: str) -> str:
+    name = _users_file(filename)
+    return f"{name}:{number} in {function}" if name else ""
+
+
+@cache
+def _users_file(filename: str) -> str:
+    """Return the file's name as people write it; nothing for what is not the user's own."""
+    path = Path(filename)
+    if filename.startswith("<") or str(path.resolve()).startswith(_LIBRARIES):
+        return ""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename

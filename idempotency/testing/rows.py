@@ -1,0 +1,153 @@
+"""All rows of all tables: kept before the first run, put back before each further one, compared afterwards.
+
+Each table gets ids from a range of its own while the kit is at work. So an id is known wherever it turns up: in a foreign
+key, in the arguments of a job, in an answer.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from django.apps import apps
+from django.db import connections, models, router, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+#: Ids of the first table begin here, and those of each further one so much higher. All fit an AutoField.
+_FIRST_ID = 1_000_000_000
+_IDS_PER_TABLE = 1_000_000
+_MOST_RANGES = 1_000
+
+Values = dict[str, Any]
+#: Primary key to the values of the row.
+Rows = dict[Any, Values]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The table of a model, with the columns that can be written."""
+
+    model: type[models.Model]
+    alias: str
+
+    @property
+    def label(self) -> str:
+        """What people call it: app and model."""
+        return self.model._meta.label
+
+    @property
+    def fields(self) -> list[models.Field[Any, Any]]:
+        """The fields with a column of their own."""
+        return [field for field in self.model._meta.local_concrete_fields if not getattr(field, "generated", False)]
+
+    @property
+    def numbered(self) -> bool:
+        """Whether the database gives its ids, from a range wide enough."""
+        return isinstance(self.model._meta.pk, models.AutoField | models.BigAutoField)
+
+    def raw(self) -> list[tuple[Any, ...]]:
+        """Return the rows as the database holds them, to be put back."""
+        connection = connections[self.alias]
+        quote = connection.ops.quote_name
+        columns = ", ".join(quote(field.column) for field in self.fields)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"SELECT {columns} FROM {quote(self.model._meta.db_table)} ORDER BY {quote(self.model._meta.pk.column)}"  # noqa: S608
+            )
+            return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in cursor.fetchall()]
+
+    def replace(self, rows: list[tuple[Any, ...]]) -> None:
+        """Put these rows in the place of those that are there."""
+        connection = connections[self.alias]
+        quote = connection.ops.quote_name
+        table = quote(self.model._meta.db_table)
+        columns = ", ".join(quote(field.column) for field in self.fields)
+        places = ", ".join(["%s"] * len(self.fields))
+        with connection.cursor() as cursor:
+            cursor.execute(f"DELETE FROM {table}")  # noqa: S608
+            if rows:
+                cursor.executemany(f"INSERT INTO {table} ({columns}) VALUES ({places})", rows)  # noqa: S608
+
+    def read(self) -> Rows:
+        """Return the rows as Python sees them."""
+        manager = self.model._base_manager.using(self.alias)
+        return {row[self.model._meta.pk.attname]: row for row in manager.order_by("pk").values()}
+
+
+def tables() -> list[Table]:
+    """Return the tables of all installed apps."""
+    found = []
+    for model in apps.get_models(include_auto_created=True):
+        if model._meta.managed and not model._meta.proxy and not model._meta.swapped:
+            found.append(Table(model, router.db_for_write(model)))
+    existing = {alias: set(connections[alias].introspection.table_names()) for alias in {table.alias for table in found}}
+    return [table for table in found if table.model._meta.db_table in existing[table.alias]]
+
+
+class Snapshot:
+    """All rows as they were when it was taken."""
+
+    def __init__(self) -> None:
+        self.tables = tables()
+        self.read = {table.label: table.read() for table in self.tables}
+        self._raw = {table.label: table.raw() for table in self.tables}
+        self._aliases = sorted({table.alias for table in self.tables})
+        self._marks = self._marked()
+
+    def changed(self) -> list[Table]:
+        """Return the tables whose rows are not as they were."""
+        marks = self._marked()
+        return [table for table in self.tables if marks[table.label] != self._marks[table.label]]
+
+    def restore(self) -> None:
+        """Put everything back, and let ids begin anew, each table with a range of its own."""
+        changed = self.changed()
+        for alias in self._aliases:
+            with transaction.atomic(using=alias):
+                for table in changed:
+                    if table.alias == alias:
+                        table.replace(self._raw[table.label])
+                firsts = {
+                    table.model: _FIRST_ID + number * _IDS_PER_TABLE
+                    for number, table in enumerate(self.tables[:_MOST_RANGES])
+                    if table.alias == alias and table.numbered
+                }
+                _number_from(connections[alias], firsts)
+
+    def close(self) -> None:
+        """Put everything back, and let ids go on after the highest."""
+        self.restore()
+        for alias in self._aliases:
+            numbered = [table for table in self.tables if table.alias == alias and table.numbered]
+            highest = {table.model: max(self.read[table.label], default=0) + 1 for table in numbered}
+            _number_from(connections[alias], highest)
+
+    def _marked(self) -> dict[str, Any]:
+        """Return something for each table that changes with its rows; PostgreSQL makes it in one statement."""
+        marks: dict[str, Any] = {}
+        for alias in self._aliases:
+            here = [table for table in self.tables if table.alias == alias]
+            quote = connections[alias].ops.quote_name
+            if connections[alias].vendor != "postgresql":
+                marks |= {table.label: table.raw() for table in here}
+                continue
+            mark = "SELECT %s, count(*) || ' ' || coalesce(sum(hashtextextended(t::text, 0)), 0) FROM {} AS t"
+            with connections[alias].cursor() as cursor:
+                text = " UNION ALL ".join(mark.format(quote(table.model._meta.db_table)) for table in here)
+                cursor.execute(text, [table.label for table in here])
+                marks |= dict(cursor.fetchall())
+        return marks
+
+
+def _number_from(connection: BaseDatabaseWrapper, firsts: dict[type[models.Model], int]) -> None:
+    """Let the ids of each table begin at a number."""
+    names = {model._meta.db_table: first for model, first in firsts.items()}
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql" and firsts:
+            begin = "setval(pg_get_serial_sequence(%s, %s), %s, false)"
+            quote = connection.ops.quote_name
+            parameters = [(quote(model._meta.db_table), model._meta.pk.column, first) for model, first in firsts.items()]
+            cursor.execute("SELECT " + ", ".join([begin] * len(firsts)), [value for row in parameters for value in row])
+        elif connection.vendor == "sqlite":
+            cursor.executemany("DELETE FROM sqlite_sequence WHERE name = %s", [(name,) for name in names])
+            cursor.executemany(
+                "INSERT INTO sqlite_sequence (name, seq) VALUES (%s, %s)", [(n, f - 1) for n, f in names.items()]
+            )
