@@ -1,0 +1,1 @@
+"""Random interleavings of clients, completers, deaths and expired locks, against a simple model of the promise."""
