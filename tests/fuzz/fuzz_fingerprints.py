@@ -1,5 +1,6 @@
 """Fingerprints are equal exactly when the requests are, under rule 27."""
 
+from random import Random
 from typing import Any
 
 from django.test import RequestFactory
@@ -52,45 +53,43 @@ def near_pairs(draw: Any, values: st.SearchStrategy[Any]) -> tuple[Any, Any]:
     return tuple(members), tuple(others)
 
 
-@given(data=st.data())
+@given(
+    values=pairs(rule_27.VALUES) | near_pairs(rule_27.VALUES),
+    encodings=pairs(st.sampled_from(["utf-8", "utf-8-sig", "utf-16"])),
+    content_types=pairs(JSON_TYPES),
+    chance=rule_27.CHANCES,
+)
 @examples(8000)
-def test_equal_json_has_equal_fingerprints_and_no_other_has(data: st.DataObject) -> None:
-    first, second = data.draw(pairs(rule_27.VALUES) | near_pairs(rule_27.VALUES))
-    encodings = st.sampled_from(["utf-8", "utf-8", "utf-8-sig", "utf-16"])
-
+def test_equal_json_has_equal_fingerprints_and_no_other_has(
+    values: tuple[Any, Any], encodings: tuple[str, str], content_types: tuple[str, str], chance: Random
+) -> None:
     one, other = (
-        fingerprint_of(rule_27.write(value, data.draw).encode(data.draw(encodings)), data.draw(JSON_TYPES))
-        for value in (first, second)
+        fingerprint_of(rule_27.write(value, chance).encode(encoding), content_type)
+        for value, encoding, content_type in zip(values, encodings, content_types, strict=True)
     )
 
-    assert (one == other) == (rule_27.meaning(first) == rule_27.meaning(second))
+    assert (one == other) == (rule_27.meaning(values[0]) == rule_27.meaning(values[1]))
 
 
-@given(data=st.data())
+@given(values=pairs(rule_27.ODD_VALUES), chance=rule_27.CHANCES)
 @examples(2000)
-def test_json_without_a_comparable_value_is_compared_by_its_bytes(data: st.DataObject) -> None:
-    first, second = data.draw(pairs(rule_27.ODD_VALUES))
-    one, other = (rule_27.write(value, data.draw).encode() for value in (first, second))
-    meanings = rule_27.meaning(first), rule_27.meaning(second)
+def test_json_without_a_comparable_value_is_compared_by_its_bytes(values: tuple[Any, Any], chance: Random) -> None:
+    one, other = (rule_27.write(value, chance).encode() for value in values)
+    meanings = [rule_27.meaning(value) for value in values]
 
     equal = one == other if None in meanings else meanings[0] == meanings[1]
 
     assert (fingerprint_of(one, "application/json") == fingerprint_of(other, "application/json")) == equal
 
 
-@given(data=st.data())
+@given(forms=pairs(rule_27.FORMS), method=METHODS, chance=rule_27.CHANCES)
 @examples(3000)
-def test_equal_forms_have_equal_fingerprints_and_no_others_have(data: st.DataObject) -> None:
-    first, second = data.draw(pairs(rule_27.FORMS))
-    method = data.draw(METHODS)
+def test_equal_forms_have_equal_fingerprints_and_no_others_have(
+    forms: tuple[list[rule_27.Part], list[rule_27.Part]], method: str, chance: Random
+) -> None:
+    one, other = (fingerprint_of(*rule_27.write_form(form, chance), method) for form in forms)
 
-    one, other = (fingerprint_of(*_form(form, method, data)) for form in (first, second))
-
-    assert (one == other) == (rule_27.form_meaning(first) == rule_27.form_meaning(second))
-
-
-def _form(form: list[rule_27.Part], method: str, data: st.DataObject) -> tuple[bytes, str, str]:
-    return (*rule_27.write_form(form, data.draw), method)
+    assert (one == other) == (rule_27.form_meaning(forms[0]) == rule_27.form_meaning(forms[1]))
 
 
 @given(

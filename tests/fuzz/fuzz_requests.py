@@ -56,9 +56,9 @@ def contents(draw: Any) -> tuple[bytes, str]:
     content_type = "application/json"
     match draw(st.integers(0, 4)):
         case 0:
-            body = rule_27.write(draw(rule_27.ODD_VALUES), draw).encode()
+            body = rule_27.write(draw(rule_27.ODD_VALUES), draw(rule_27.CHANCES)).encode()
         case 1:
-            body, content_type = rule_27.write_form(draw(rule_27.FORMS), draw)
+            body, content_type = rule_27.write_form(draw(rule_27.FORMS), draw(rule_27.CHANCES))
         case 2:
             body = json.dumps(draw(RIDES)).encode()
         case 3:

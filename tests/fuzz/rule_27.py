@@ -1,7 +1,7 @@
 """Rule 27, told without the code that it judges: what two requests say, and when they say the same.
 
-A body begins as what it means, and is then written in one of the ways in which a client may write it. Whether two requests
-are equal is decided by what they mean; nothing is parsed here.
+A body begins as what it means, and is then written, by chance, in one of the ways in which a client may write it. Whether
+two requests are equal is decided by what they mean; nothing is parsed here.
 """
 
 import base64
@@ -9,9 +9,13 @@ import json
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
+
+#: How a body is written, from a number that hypothesis can draw again: to draw each blank would take most of the time.
+CHANCES = st.integers(0, 2**32 - 1).map(Random)
 
 # ---- JSON: None, bool, str, Decimal, list (an array), tuple of pairs (an object)
 
@@ -63,43 +67,45 @@ def meaning(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
-def write(value: Any, draw: Any) -> str:
+def write(value: Any, chance: Random) -> str:
     """Write a value in one of the ways in which JSON can say it."""
     if isinstance(value, tuple):
-        pairs = draw(st.permutations(value)) if len({name for name, _ in value}) == len(value) else value
+        pairs = chance.sample(value, len(value)) if len({name for name, _ in value}) == len(value) else value
         return _joined(
-            "{}", [_text(name, draw) + _space(draw) + ":" + _space(draw) + write(item, draw) for name, item in pairs], draw
+            "{}",
+            [_text(name, chance) + _space(chance) + ":" + _space(chance) + write(item, chance) for name, item in pairs],
+            chance,
         )
     if isinstance(value, list):
-        return _joined("[]", [write(item, draw) for item in value], draw)
+        return _joined("[]", [write(item, chance) for item in value], chance)
     if isinstance(value, Decimal):
-        return _number(value, draw)
-    return _text(value, draw) if isinstance(value, str) else json.dumps(value)
+        return _number(value, chance)
+    return _text(value, chance) if isinstance(value, str) else json.dumps(value)
 
 
-def _joined(brackets: str, parts: list[str], draw: Any) -> str:
-    return brackets[0] + _space(draw) + (_space(draw) + "," + _space(draw)).join(parts) + _space(draw) + brackets[1]
+def _joined(brackets: str, parts: list[str], chance: Random) -> str:
+    return brackets[0] + _space(chance) + (_space(chance) + "," + _space(chance)).join(parts) + _space(chance) + brackets[1]
 
 
-def _space(draw: Any) -> str:
-    return draw(st.sampled_from(["", "", "", " ", "\n\t", "\r\n "]))
+def _space(chance: Random) -> str:
+    return chance.choice(["", "", "", " ", "\n\t", "\r\n "])
 
 
-def _text(text: str, draw: Any) -> str:
-    bare = draw(st.booleans()) and not any(0xD800 <= ord(character) < 0xE000 for character in text)
+def _text(text: str, chance: Random) -> str:
+    bare = chance.random() < 0.5 and not any(0xD800 <= ord(character) < 0xE000 for character in text)
     return json.dumps(text, ensure_ascii=not bare)
 
 
-def _number(value: Decimal, draw: Any) -> str:
+def _number(value: Decimal, chance: Random) -> str:
     sign, digits, exponent = value.as_tuple()
-    spelled, zeros = "".join(map(str, digits)), draw(st.integers(0, 2))
+    spelled, zeros = "".join(map(str, digits)), chance.randint(0, 2)
     minus = "-" if sign else ""
-    match draw(st.integers(0, 2)):
+    match chance.randint(0, 2):
         case 0:
             plain = format(value, "f")
             return plain + ("" if not zeros else "0" * zeros if "." in plain else "." + "0" * zeros)
         case 1:
-            return f"{minus}{spelled}{draw(st.sampled_from('eE'))}{exponent:+d}"
+            return f"{minus}{spelled}{chance.choice('eE')}{exponent:+d}"
         case _:
             head, tail = spelled[0], spelled[1:] + "0" * zeros
             return f"{minus}{head}{'.' + tail if tail else ''}e{int(exponent) + len(digits) - 1}"
@@ -138,26 +144,27 @@ def form_meaning(parts: list[Part]) -> Any:
     return frozenset((slot, tuple(values)) for slot, values in said.items())
 
 
-def write_form(parts: list[Part], draw: Any) -> tuple[bytes, str]:
+def write_form(parts: list[Part], chance: Random) -> tuple[bytes, str]:
     """Write a form under a new boundary, its names in any order, some parts in base64; return it with its content type."""
-    slots = draw(st.permutations(sorted({(part.name, bool(part.file_name)) for part in parts})))
+    slots = sorted({(part.name, bool(part.file_name)) for part in parts})
+    chance.shuffle(slots)
     # No content is long enough to hold it.
-    boundary = draw(st.text("abcXYZ0189-_", min_size=30, max_size=40))
+    boundary = "".join(chance.choices("abcXYZ0189-_", k=30))
     lines: list[bytes] = []
     for slot in slots:
         for part in parts:
             if (part.name, bool(part.file_name)) == slot:
-                lines += [b"--" + boundary.encode(), *_part(part, draw)]
+                lines += [b"--" + boundary.encode(), *_part(part, chance)]
     return b"\r\n".join([*lines, b"--" + boundary.encode() + b"--", b""]), f"multipart/form-data; boundary={boundary}"
 
 
-def _part(part: Part, draw: Any) -> list[bytes]:
+def _part(part: Part, chance: Random) -> list[bytes]:
     disposition = f'Content-Disposition: form-data; name="{part.name}"'
     headers = [disposition + (f'; filename="{part.file_name}"' if part.file_name else "")]
     if part.content_type:
         headers.append(f"Content-Type: {part.content_type}")
     content = part.content
-    if draw(st.integers(0, 4)) == 0:
+    if chance.random() < 0.2:
         headers.append("Content-Transfer-Encoding: base64")
         content = base64.b64encode(content)
-    return [*(header.encode() for header in draw(st.permutations(headers))), b"", content]
+    return [*(header.encode() for header in chance.sample(headers, len(headers))), b"", content]
