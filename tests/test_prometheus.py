@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from asgiref.sync import sync_to_async
 from django.core.management import call_command
 from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
@@ -16,8 +17,10 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from idempotency import signals
 from idempotency.contrib.prometheus import COUNT_LIMIT, OUTCOMES, PHASE_SECONDS, DatabaseCollector
+from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
+from idempotency.phases import atomic_phase
 from tests.concurrency import Gate, background
 from tests.conformance.views import Counted, another_client, create, make_older, phased, plain, two_phases
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
@@ -92,6 +95,24 @@ def test_each_phase_is_timed_from_where_it_started(serve: Serve, sender: Sender)
     before = timed()
     serve(view=two_phases(lambda request: None, create))
     sender.send()
+    assert {name: timed()[name] - before.get(name, 0) for name in timed()} == {"started": 1, "between": 1}
+
+
+def test_phases_of_an_async_view_are_timed_too(serve: Serve, sender: Sender) -> None:
+    @idempotent(recovery_points=["between"])
+    async def view(request: Any) -> Any:
+        key = request.idempotency_key
+        async for recovery_point in key.aphases():
+            async with atomic_phase(key) as phase:
+                if recovery_point == "started":
+                    phase.set_recovery_point("between")
+                else:
+                    phase.set_response(await sync_to_async(create)(request))
+        return key.response()
+
+    before = timed()
+    serve(view=view)
+    assert sender.send().status_code == 201
     assert {name: timed()[name] - before.get(name, 0) for name in timed()} == {"started": 1, "between": 1}
 
 
