@@ -6,8 +6,8 @@ import threading
 import time
 from datetime import timedelta
 
-from django.db import Error, connections
-from django.db.models import QuerySet
+from django.db import Error, connections, router
+from django.db.models import F, QuerySet
 from django.db.models.functions import Now
 
 from idempotency.models import ProcessHeartbeat
@@ -18,6 +18,12 @@ WRITE_SECONDS = 10.0
 SILENT_SECONDS = 180.0
 #: What a killed process left is kept for so long, to be seen, and removed by the next one of its name.
 KEPT_DAYS = 1
+
+
+def recent(*, using: str | None = None) -> QuerySet[ProcessHeartbeat]:
+    """Return the heartbeats of the last KEPT_DAYS, each with its ``age``, a timedelta by the database's clock."""
+    rows = ProcessHeartbeat.objects.using(using or router.db_for_read(ProcessHeartbeat))
+    return rows.filter(beat_at__gte=Now() - timedelta(days=KEPT_DAYS)).annotate(age=Now() - F("beat_at"))
 
 
 class Heartbeat:

@@ -16,6 +16,7 @@ from django.test import Client
 from django.urls import path
 
 from idempotency.abandonment import ON_ABANDON, RETENTION_PASSED
+from idempotency.admin import keys
 from idempotency.admin.actions import BUTTONS as ALL_BUTTONS
 from idempotency.admin.codes import STUCK_CODES
 from idempotency.exceptions import KeyStuck
@@ -89,8 +90,9 @@ def test_who_may_only_view_sees_no_button_and_can_press_none() -> None:
 
 def test_who_may_not_view_can_press_nothing() -> None:
     client = person()
-    client.user.user_permissions.set(Permission.objects.filter(codename="complete_idempotencykey"))
-    assert press(client, stuck_key(), "complete").status_code == 403
+    client.user.user_permissions.set(Permission.objects.filter(codename="acknowledge_idempotencykey"))
+    assert press(client, stuck_key(), "acknowledge", note="").status_code == 403
+    assert IdempotencyKey.objects.stuck().exists()
 
 
 @pytest.mark.parametrize("button", BUTTONS)
@@ -298,3 +300,18 @@ def test_every_stuck_code_of_the_app_is_explained_on_the_page_and_in_the_docs() 
 def test_the_docs_name_each_button_with_its_permission() -> None:
     documented = re.findall(r"^\| ([A-Z][\w ]+) \| `(\w+)` \|", DOCS, re.M)
     assert documented == [(button.label, button.permission) for button in ALL_BUTTONS.values()]
+
+
+def test_another_site_cannot_press_a_button() -> None:
+    client, key = person(superuser=True), stuck_key()
+    client.handler.enforce_csrf_checks = True
+    assert press(client, key, "answer", status=410).status_code == 403
+    assert IdempotencyKey.objects.stuck().exists()
+
+
+def test_no_more_than_a_limit_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "MAX_CHOSEN", 2)
+    client, chosen = person(superuser=True), [stuck_key().pk for _ in range(3)]
+    response = client.post(KEYS, {"action": "acknowledge", "_selected_action": chosen}, follow=True)
+    assert "At most 2 are taken at once" in told(response)
+    assert IdempotencyKey.objects.acknowledged().count() == 2

@@ -6,19 +6,18 @@ It reads what is unfinished through the partial indexes, a bounded number of row
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib.admin import AdminSite
-from django.db.models import F
 from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import reverse
 
+from idempotency import heartbeats
 from idempotency.admin.states import AGES, STATES, state_of
-from idempotency.heartbeats import SILENT_SECONDS
-from idempotency.models import STARTED, IdempotencyKey, IdempotencyKeyQuerySet, ProcessHeartbeat, StagedJob
+from idempotency.models import STARTED, IdempotencyKey, IdempotencyKeyQuerySet, StagedJob
 
 #: So many rows of a kind are read, the oldest first. More is said to be more.
 MAX_READ = 5000
@@ -123,10 +122,10 @@ def _of_jobs(url: str) -> dict[str, Any]:
 
 def _processes() -> Iterable[Process]:
     """Yield the loops that have given signs of life, and those of which none has."""
-    beats = list(ProcessHeartbeat.objects.annotate(age=Now() - F("beat_at")).order_by("name", "host", "pid")[:100])
+    beats: list[Any] = list(heartbeats.recent().order_by("name", "host", "pid")[:100])
     for beat in beats:
-        seconds = max(0.0, beat.age.total_seconds()) if isinstance(beat.age, timedelta) else 0.0
-        yield Process(beat.name, f"{beat.host}, process {beat.pid}", seconds, seconds > SILENT_SECONDS)
+        seconds = max(0.0, beat.age.total_seconds())
+        yield Process(beat.name, f"{beat.host}, process {beat.pid}", seconds, seconds > heartbeats.SILENT_SECONDS)
     alive = {beat.name for beat in beats}
     for name in LOOPS:
         if name not in alive:
