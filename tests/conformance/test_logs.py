@@ -1,177 +1,84 @@
-"""Number 7: log lines name a key by its hash; the key and the body of the request stand in none of them."""
+"""Number 7: what is logged of keys."""
 
 import logging
-import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
-from django.core.management import call_command
-from django.db import DatabaseError, connection
-from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.http import HttpRequest, HttpResponseBase
 
-from idempotency import interventions
+from idempotency.completer import complete_once
 from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey
-from tests.concurrency import Gate, background
-from tests.conformance.views import Counted, another_client, both_kinds, create, make_older, phased, two_phases
+from idempotency.reaper import reap_once
+from tests.conformance.views import Counted, both_kinds, create, make_older, phased, plain, two_phases
 from tests.serving import Sender, View
 
-Kind = Callable[..., View]
 Serve = Callable[..., None]
 
-KEY, BODY = "sk-live-0f9d", "card-4242424242424242"
-#: A line about a key names it by twelve hexadecimal digits.
-HASH = re.compile(r"\bkey ([0-9a-f]{12})\b")
-
-
-class Lines(logging.Handler):
-    """All that is logged, by whomever, with tracebacks."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s"))
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the line, and what its handlers are given besides."""
-        self.lines.append(f"{self.format(record)} {record.args} {vars(record).get('code')} {vars(record).get('key_hash')}")
-
-    def own(self) -> list[str]:
-        """Return the lines of this app."""
-        return [line for line in self.lines if line.startswith("idempotency ")]
-
-    def clean(self) -> bool:
-        """Whether no line shows a key or a body."""
-        return not any(KEY in line or BODY in line for line in self.lines)
+SECRET = "sk-0d9f4b1c-this-is-the-key"
 
 
 @pytest.fixture
-def lines() -> Iterator[Lines]:
-    """Return the lines that are logged from here on, at every level."""
-    loggers = [logging.getLogger(name) for name in ("", "idempotency", "django", "django.request")]
-    levels = [logger.level for logger in loggers]
-    handler = Lines()
-    for logger in loggers:
-        logger.setLevel(logging.DEBUG)
-    loggers[0].addHandler(handler)
-    yield handler
-    loggers[0].removeHandler(handler)
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-
-
-def send(sender: Sender, key: str = KEY, **extra: Any) -> int:
-    """Send a request with a key and a body that no line may show; return the status."""
-    return int(sender.send(key=key, body={"card": extra.pop("card", BODY)}, **extra).status_code)
-
-
-@both_kinds
-def test_07_no_line_of_an_ordinary_request_shows_key_or_body(kind: Kind, serve: Serve, sender: Sender, lines: Lines) -> None:
-    serve(view=kind(Counted()))
-    assert [send(sender), send(sender), send(sender, card="other-" + BODY)] == [201, 201, 422]
-    assert [send(sender, KEY * 90), send(sender, f'"{KEY}'), send(sender, KEY + ",")] == [400, 400, 400]
-    assert lines.lines
-    assert lines.clean()
-
-
-@both_kinds
-def test_07_no_line_of_a_request_in_flight_shows_key_or_body(kind: Kind, serve: Serve, sender: Sender, lines: Lines) -> None:
-    gate = Gate()
-
-    def work(request: HttpRequest) -> HttpResponseBase:
-        gate.wait_here()
-        return create(request)
-
-    serve(view=kind(work))
-    first = another_client(sender)
-    if connection.vendor == "sqlite":
-        gate.open()  # Its one writer lets nobody else look.
-    with background(lambda: send(first)):
-        gate.wait_until_reached()
-        send(sender)
-        send(sender, card="other-" + BODY)
-        gate.open()
-    assert lines.clean()
-
-
-@both_kinds
-@pytest.mark.parametrize("failure", [HttpResponse(status=500), HttpResponse(status=403), RuntimeError("out of luck")])
-def test_07_no_line_of_a_failure_shows_key_or_body(
-    kind: Kind, failure: Any, serve: Serve, sender: Sender, lines: Lines
-) -> None:
-    def work(request: HttpRequest) -> HttpResponseBase:
-        if isinstance(failure, Exception):
-            raise failure
-        return failure  # type: ignore[no-any-return]
-
-    serve(view=kind(work))
-    assert send(sender) in (403, 500)
-    assert lines.lines
-    assert lines.clean()
-
-
-@pytest.mark.postgres
-def test_07_no_line_of_a_serialization_failure_shows_key_or_body(serve: Serve, sender: Sender, lines: Lines) -> None:
-    runs = []
-
-    def work(request: HttpRequest) -> HttpResponseBase:
-        runs.append(1)
-        if len(runs) == 1:
-            with connection.cursor() as cursor:
-                text = f"could not serialize {KEY} {BODY}"
-                cursor.execute(
-                    "DO $$ BEGIN RAISE EXCEPTION 'out of luck' USING ERRCODE = '40001', DETAIL = '" + text + "'; END $$"
-                )
-        return create(request)
-
-    serve(view=phased(work))
-    assert send(sender) == 201
-    assert any("run again inside the process" in line for line in lines.own())
-    assert lines.clean()
-
-
-def refused(request: HttpRequest) -> HttpResponseBase:
-    """Hand the key to a person."""
-    raise KeyStuck("Stripe says nothing.")
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Return all that is logged, by whomever, down to the smallest thing; at the end, the key is not in it."""
+    caplog.set_level(logging.DEBUG)
+    yield caplog
+    assert SECRET not in caplog.text
+    assert not any(SECRET in repr(vars(record)) for record in caplog.records)
 
 
 def failing(request: HttpRequest) -> HttpResponseBase:
-    """Fail each time."""
-    raise DatabaseError("out of luck")
+    raise RuntimeError("the work cannot be done")
 
 
-def abandoned(key: IdempotencyKey) -> HttpResponseBase:
-    """Fail to settle."""
-    raise RuntimeError("cannot settle")
+@both_kinds
+def test_07_requests_of_all_outcomes_are_logged_without_the_key(
+    serve: Serve, sender: Sender, logged: pytest.LogCaptureFixture, kind: Callable[..., View]
+) -> None:
+    serve(view=kind(create), failing=kind(failing))
+
+    first, again, other = (sender.send(key=SECRET, body=body) for body in ({"a": 1}, {"a": 1}, {"a": 2}))
+    failed = sender.send("/failing/", key=f"{SECRET}-2")
+    bad = sender.send(key=f'"{SECRET}')
+
+    statuses = [answer.status_code for answer in (first, again, other, failed, bad)]
+    assert statuses == [201, 201, 422, 500, 400]
+    assert "the work cannot be done" in logged.text
 
 
-def test_07_each_line_about_a_key_names_it_by_its_hash(serve: Serve, sender: Sender, lines: Lines, settings: Any) -> None:
-    settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 1}
-    serve(
-        stuck=two_phases(lambda request: None, refused),
-        failing=two_phases(lambda request: None, failing),
-        settled=two_phases(lambda request: None, failing, on_abandon=abandoned),
-        redacted=two_phases(lambda request: None, failing, redact=["card"]),
-    )
-    names = ("stuck", "failing", "settled", "redacted")
-    assert [send(sender, f"{KEY}-{name}", url=f"/{name}/") for name in names] == [409, 500, 500, 500]
-    # A retry of the client's resumes it, and fails again.
-    assert send(sender, f"{KEY}-failing", url="/failing/") == 500
-    settled = IdempotencyKey.objects.filter(request_path="/settled/")
-    make_older(100 * 3600, "created_at", "last_run_at")
-    call_command("reap_keys", verbosity=0)
-    assert settled.get().stuck_code == "on_abandon"
-    IdempotencyKey.objects.exclude(request_path="/stuck/").exclude(request_path="/settled/").update(
-        stuck_at=None, stuck_code="", stuck_reason="", next_run_at=None
-    )
-    call_command("complete_keys", verbosity=0)
-    key = settled.get()
-    assert interventions.acknowledge(key.pk, key.claim_token, by="a person")
-    every = {key.key_hash for key in IdempotencyKey.objects.all()}
-    assert len(every) == 4
-    assert {found for line in lines.own() for found in HASH.findall(line)} == every
-    assert [line for line in lines.own() if not HASH.search(line)] == []
-    assert lines.clean()
-    said = "\n".join(lines.own())
-    assert all(text in said for text in ("is stuck (", "is resumed at", "could not finish key", "on_abandon of key"))
+@pytest.mark.postgres
+def test_07_a_resumed_key_is_logged_by_its_hash(serve: Serve, sender: Sender, logged: pytest.LogCaptureFixture) -> None:
+    work = Counted(failing)
+    serve(view=two_phases(lambda request: None, work))
+    assert sender.send(key=SECRET).status_code == 500
+    work.work = create
+
+    assert sender.send(key=SECRET).status_code == 201
+
+    assert f"key {IdempotencyKey.objects.get().key_hash} is resumed" in logged.text
+
+
+@pytest.mark.postgres
+def test_07_a_key_for_a_person_is_logged_by_its_hash(serve: Serve, sender: Sender, logged: pytest.LogCaptureFixture) -> None:
+    def stuck(request: HttpRequest) -> HttpResponseBase:
+        raise KeyStuck("nobody knows")
+
+    serve(view=phased(stuck))
+
+    assert [sender.send(key=SECRET).status_code for _ in range(2)] == [409, 409]
+
+    assert f"key {IdempotencyKey.objects.get().key_hash} is stuck" in logged.text
+
+
+@pytest.mark.postgres
+def test_07_completer_and_reaper_log_no_key(serve: Serve, sender: Sender, logged: pytest.LogCaptureFixture) -> None:
+    serve(view=phased(failing), finished=plain(create))
+    assert sender.send(key=SECRET).status_code == 500
+    assert sender.send("/finished/", key=f"{SECRET}-2").status_code == 201
+    make_older(1000, "created_at", "last_run_at")
+    complete_once()
+    make_older(100 * 3600, "created_at", "finished_at", "last_run_at")
+    reap_once()
+
+    assert IdempotencyKey.objects.count() == 1
+    assert IdempotencyKey.objects.get().key_hash in logged.text
