@@ -8,4 +8,5 @@ from tests.fuzz.examples import seen
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for test, number in seen.items():
         terminalreporter.write_line(f"{number:7,} {test}")
-    terminalreporter.write_line(f"{sum(seen.values()):7,} examples")
+    if seen:
+        terminalreporter.write_line(f"{sum(seen.values()):7,} examples")
