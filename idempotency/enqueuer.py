@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -81,6 +82,8 @@ class OneByOne:
     #: For a queue that loses a job when a worker dies at the wrong moment: the job stays staged until the inbox has it, and is
     #: handed over again after so long, then after double the time, and so on. None: the queue keeps what it took.
     follow_up_seconds: float | None = None
+    #: False when handing over touches no database. It then needs no savepoint.
+    uses_database = True
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
         """Hand over one job after the other, for BATCH_SECONDS at most; what one raises refuses that one alone."""
@@ -94,7 +97,7 @@ class OneByOne:
                 if self.follow_up_seconds and job.attempts >= MAX_ATTEMPTS:
                     raise NoEffect
                 # A queue may live in this very database: what is refused there must not break the enqueuer's transaction.
-                with transaction.atomic(using=job._state.db):
+                with transaction.atomic(using=job._state.db) if self.uses_database else nullcontext():
                     self.hand_over_one(queue, job)
                 if self.follow_up_seconds:
                     refusals[job.pk] = OfferAgain(self.follow_up_seconds * 2**job.attempts)

@@ -80,6 +80,7 @@ class CeleryBackend(OneByOne):
     #: With Redis as the broker: a worker takes a message and then notes that it has it, and one that is killed in between
     #: loses it. Ten times, over a week.
     follow_up_seconds: float | None = 600
+    uses_database = False
 
     def __init__(self) -> None:
         self.app: Celery = current_app._get_current_object()

@@ -1,0 +1,252 @@
+"""How fast do staged jobs reach their queue, against what the queue's own client does without us?
+
+``python -m benchmarks.jobs [--jobs N] [--rounds N]`` starts a PostgreSQL and a Redis of its own in a temporary folder. For RQ
+and for Celery it measures, in interleaved rounds: the client alone, which enqueues jobs that it has in memory (RQ's
+``enqueue_many``, Celery with a kept producer); one enqueuer; and two at once. Then the time from COMMIT until a job is in the
+queue, with the hand-over after COMMIT and with the enqueuer's loop. Prints a table; exits 1 when a target is missed.
+"""
+
+import argparse
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+from uuid import uuid4
+
+from rides_demo.services import Postgres, Redis, postgres_url, redis_url
+
+#: One enqueuer over the client alone; two enqueuers over one.
+TARGETS = {"of_direct": 0.9, "two_to_one": 1.4}
+BACKENDS = {"rq": "idempotency.contrib.rq.RQBackend", "celery": "idempotency.contrib.celery.CeleryBackend"}
+NAME = "benchmarks.jobs.job"
+BATCH = 1000
+PROMPT_SAMPLES, LOOP_SAMPLES = 200, 20
+
+
+def job(**args: Any) -> None:
+    """Nothing: no worker runs."""
+
+
+def set_up(queue: str, **changes: Any) -> Any:
+    """Make Django, and the app of Celery, ready in this process; return the app."""
+    import django
+    from django.conf import settings
+
+    django.setup()
+    settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "ENQUEUERS": {"*": BACKENDS[queue]}, **changes}
+    if queue == "rq":
+        return None
+    from celery import Celery
+
+    from idempotency.contrib.celery import OnceTask
+
+    app = Celery("bench", broker=settings.REDIS_URL.replace("unix://", "redis+socket://"), set_as_current=True)
+    app.task(job, name=NAME, base=OnceTask)
+    return app
+
+
+def arguments(number: int) -> dict[str, Any]:
+    """Return what a job is called with."""
+    return {"ride_id": number, "amount_cents": 2000, "label": "receipt"}
+
+
+def direct(queue: str, count: int, start: Any, times: Any) -> None:
+    """Enqueue ``count`` jobs with the client alone; each has the id that our jobs have too."""
+    app = set_up(queue)
+    if queue == "rq":
+        from django_rq.queues import get_queue
+        from rq import Queue
+
+        target = get_queue("default")
+        target.connection.ping()
+        start.wait()
+        begin = time.monotonic()
+        for first in range(0, count, BATCH):
+            batch = [
+                Queue.prepare_data(NAME, kwargs=arguments(number), job_id=str(uuid4()))
+                for number in range(first, min(first + BATCH, count))
+            ]
+            target.enqueue_many(batch)
+    else:
+        producer = app.amqp.Producer(app.connection_for_write(), auto_declare=False)
+        producer.connection.ensure_connection()
+        start.wait()
+        begin = time.monotonic()
+        for number in range(count):
+            app.send_task(NAME, kwargs=arguments(number), task_id=str(uuid4()), producer=producer, ignore_result=True)
+    times.put((begin, time.monotonic()))
+
+
+def enqueuer(queue: str, count: int, start: Any, times: Any) -> None:
+    """Run one pass of the enqueuer; others may be at it. It connects to the database before, to the broker in it."""
+    set_up(queue)
+    from idempotency.enqueuer import enqueue_once
+
+    enqueue_once()
+    start.wait()
+    begin = time.monotonic()
+    enqueue_once(batch_size=BATCH)
+    times.put((begin, time.monotonic()))
+
+
+def rate(work: Any, queue: str, count: int, processes: int) -> float:
+    """Return the jobs a second that ``processes`` at once move out of ``count``."""
+    import redis
+    from django.conf import settings
+    from django.db import connection
+
+    from idempotency.models import StagedJob
+
+    spawn = multiprocessing.get_context("spawn")
+    start, times = spawn.Barrier(processes + 1), spawn.SimpleQueue()
+    with redis.Redis.from_url(settings.REDIS_URL) as broker:
+        broker.flushdb()
+        with connection.cursor() as cursor:
+            cursor.execute(f"TRUNCATE {StagedJob._meta.db_table}")
+        running = [spawn.Process(target=work, args=(queue, count, start, times)) for _ in range(processes)]
+        for process in running:
+            process.start()
+        while start.n_waiting < processes:
+            if any(process.exitcode for process in running):
+                raise RuntimeError(f"A process of the benchmark died: {work.__name__} of {queue}.")
+            time.sleep(0.01)
+        if work is enqueuer:
+            StagedJob.objects.bulk_create(
+                (StagedJob(job_name=NAME, job_args=arguments(number)) for number in range(count)), batch_size=2000
+            )
+            with connection.cursor() as cursor:
+                cursor.execute(f"VACUUM ANALYZE {StagedJob._meta.db_table}")
+        start.wait()
+        spans = [times.get() for _ in running]
+        for process in running:
+            process.join()
+        moved = broker.llen("rq:queue:default" if queue == "rq" else "celery")
+        if moved != count:
+            raise RuntimeError(f"{moved} of {count} jobs are in the queue of {queue}.")
+    return count / (max(end for _, end in spans) - min(begin for begin, _ in spans))
+
+
+def latency(samples: int) -> list[float]:
+    """Stage jobs one by one, while RQ's queue is watched; return the seconds from each COMMIT until its job was there."""
+    import redis
+    from django.conf import settings
+    from django.db import transaction
+
+    from idempotency.jobs import stage_job
+
+    found = []
+    with redis.Redis.from_url(settings.REDIS_URL) as broker:
+        broker.flushdb()
+        for number in range(samples):
+            with transaction.atomic():
+                stage_job(NAME, arguments(number))
+            committed = time.monotonic()
+            if broker.blpop(["rq:queue:default"], timeout=20) is None:
+                raise RuntimeError("No job came within 20 s.")
+            found.append(time.monotonic() - committed)
+            time.sleep(0.005 * (number % 7))  # Not in step with whatever polls.
+    return found
+
+
+@contextmanager
+def loop() -> Iterator[None]:
+    """Run ``manage.py enqueue_jobs --loop`` as it is meant to be run."""
+    process = subprocess.Popen([sys.executable, "manage.py", "enqueue_jobs", "--loop"], stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def measure(jobs: int = 5_000, rounds: int = 5) -> dict[str, Any]:
+    """Return the figures: jobs a second of each way and their ratios, medians of the rounds; milliseconds of latency."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, _services(Path(folder)):
+        set_up("rq", HAND_OVER_AFTER_COMMIT=True)
+        from django.conf import settings
+        from django.core.management import call_command
+        from django.db import connections
+        from django.test import override_settings
+
+        call_command("migrate", verbosity=0)
+        figures: dict[str, Any] = {"jobs": jobs, "rounds": rounds}
+        ways = {"direct": (direct, 1), "one": (enqueuer, 1), "two": (enqueuer, 2)}
+        for queue in BACKENDS:
+            rates: dict[str, list[float]] = {way: [] for way in ways}
+            for _ in range(rounds):
+                for way, (work, processes) in ways.items():
+                    rates[way].append(rate(work, queue, jobs, processes))
+            figures[queue] = {way: round(median(found)) for way, found in rates.items()} | {
+                "spread": {way: [round(min(found)), round(max(found))] for way, found in rates.items()},
+                "of_direct": round(median(one / alone for one, alone in zip(rates["one"], rates["direct"], strict=True)), 2),
+                "two_to_one": round(median(two / one for two, one in zip(rates["two"], rates["one"], strict=True)), 2),
+            }
+        figures["latency_ms"] = {"after_commit": _percentiles(latency(PROMPT_SAMPLES))}
+        with override_settings(IDEMPOTENCY={**settings.IDEMPOTENCY, "HAND_OVER_AFTER_COMMIT": False}), loop():
+            figures["latency_ms"]["loop"] = _percentiles(latency(LOOP_SAMPLES)[1:])  # The first waits for the process.
+        connections.close_all()
+    return figures
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {name: round(1e3 * ordered[int(share * (len(ordered) - 1))], 1) for name, share in (("p50", 0.5), ("p99", 0.99))}
+
+
+@contextmanager
+def _services(folder: Path) -> Iterator[None]:
+    os.environ |= {
+        "DATABASE_URL": postgres_url(folder / "postgres"),
+        "REDIS_URL": redis_url(folder / "redis"),
+        "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
+        "RIDES_RUN_FOLDER": str(folder),
+    }
+    import redis
+
+    with Postgres(folder / "postgres", max_connections=20), Redis(folder / "redis") as broker:
+        with redis.Redis.from_url(broker.url) as connection:
+            # As most run it. With "always" each single LPUSH of Celery waits for the disk: only that is measured.
+            connection.config_set("appendfsync", "everysec")
+        yield
+
+
+def missed(figures: dict[str, Any]) -> list[str]:
+    """Return the targets that were missed."""
+    return [
+        f"{queue} {name}: {figures[queue][name]}, target at least {least}"
+        for queue in BACKENDS
+        for name, least in TARGETS.items()
+        if figures[queue][name] < least
+    ]
+
+
+def main() -> None:
+    """Measure, print, and exit with the verdict."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=5_000, help="Jobs in each run (default: %(default)s).")
+    parser.add_argument("--rounds", type=int, default=5, help="Rounds; the medians count (default: %(default)s).")
+    options = parser.parse_args()
+    figures = measure(options.jobs, options.rounds)
+    print(f"{'jobs a second':14} {'client alone':>14} {'one enqueuer':>14} {'two':>10} {'one/client':>11} {'two/one':>8}")
+    for queue in BACKENDS:
+        row = figures[queue]
+        ratios = f"{row['of_direct']:11.2f} {row['two_to_one']:8.2f}"
+        print(f"{queue:14} {row['direct']:14,} {row['one']:14,} {row['two']:10,} {ratios}")
+    for way, found in figures["latency_ms"].items():
+        print(f"COMMIT to queue, {way.replace('_', ' ')}: p50 {found['p50']} ms, p99 {found['p99']} ms")
+    failures = missed(figures)
+    for failure in failures:
+        print(f"missed: {failure}")
+    print(f"jobs: FAILED {len(failures)}" if failures else "jobs: ok")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()
