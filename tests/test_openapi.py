@@ -10,6 +10,7 @@ from django.http import HttpRequest
 from django.urls import URLPattern, path
 from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.settings import patched_settings
+from drf_spectacular.utils import extend_schema
 from drf_spectacular.validation import validate_schema
 from ninja.decorators import decorate_view
 from pytest_django import Settings
@@ -125,6 +126,31 @@ def test_37_spectacular_describes_a_function() -> None:
         "get": False,
         "post": True,
     }
+
+
+def test_37_what_spectacular_was_told_of_a_method_stays(settings: Settings) -> None:
+    settings.REST_FRAMEWORK = {"DEFAULT_SCHEMA_CLASS": "idempotency.contrib.spectacular.AutoSchema"}
+
+    class Told(APIView):
+        schema = AutoSchema()
+
+        @extend_schema(summary="Above", request=Transfer, responses={201: Transfer, 409: Transfer})
+        @idempotent
+        def post(self, request: Request) -> Response:
+            return Response({})
+
+        @idempotent
+        @extend_schema(summary="Below", request=Transfer, responses={200: Transfer})
+        def put(self, request: Request) -> Response:
+            return Response({})
+
+    operations = made_with_spectacular(path("told", Told.as_view()))["paths"]["/told"]
+
+    assert [(operation["summary"], is_described(operation)) for operation in operations.values()] == [
+        ("Above", True),
+        ("Below", True),
+    ]
+    assert set(operations["post"]["responses"]["409"]["content"]) == {"application/json", "application/problem+json"}
 
 
 def test_37_the_policy_is_that_of_the_settings(settings: Settings) -> None:
