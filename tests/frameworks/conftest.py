@@ -64,7 +64,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _write(table: dict[str, dict[str, str]], write: Callable[[str], None]) -> None:
     names = [kind.name for kind in KINDS]
     write("")
-    write("kinds of view: " + ", ".join(f"{number} {name}" for number, name in enumerate(names, 1)))
+    write("kinds of view: " + "; ".join(f"{number} {name}" for number, name in enumerate(names, 1)))
     width = max(map(len, table))
     write(f"{'case':{width}} " + "".join(f"{number:^7}" for number in range(1, len(names) + 1)).rstrip())
     for case in sorted(table):
