@@ -10,7 +10,8 @@ from django.utils import timezone
 from idempotency.admin import reading
 from idempotency.admin.states import state_of
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
-from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
+from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
+from tests.models import Entry
 
 pytestmark = pytest.mark.django_db
 
@@ -147,3 +148,93 @@ def test_who_may_not_view_keys_sees_none(client):
     user.user_permissions.add(Permission.objects.get(codename="view_idempotencykey"))
     assert client.get(KEYS).status_code == 200
     assert IdempotencyKey.objects.count() == 0
+
+
+def event(minute, name, detail):
+    return {"at": f"2026-11-21T06:{minute:02}:00Z", "event": name, "detail": detail}
+
+
+def test_the_list_says_how_far_each_request_came_who_sent_it_and_what_stopped_it(staff):
+    user = UserFactory(username="jane")
+    stuck = {"stuck_at": timezone.now(), "stuck_code": "call_in_doubt", "stuck_reason": "Look."}
+    IdempotencyKeyFactory(recovery_point="ride_created", user=user, last_error="OSError: down\nmore", **stuck)
+    IdempotencyKeyFactory(recovery_point="renamed")
+    IdempotencyKeyFactory(request_path="/nowhere?card=%5Bredacted%5D")
+    page = staff.get(KEYS).text
+    for shown_there in (
+        "ride_created (2/4)",
+        ">renamed<",
+        "started<",
+        f"jane ({user.pk})",
+        "call_in_doubt</strong><br>OSError: down<",
+    ):
+        assert shown_there in page
+    assert page.count("idem-redacted") == 1
+
+
+def test_a_line_shows_where_the_key_stands_and_the_errors_on_the_way(staff):
+    key = IdempotencyKeyFactory(
+        recovery_point="ride_created",
+        history=[
+            event(0, "claimed", "client"),
+            event(1, "recovery point", "ride_created"),
+            event(2, "error", "OSError: down"),
+            event(3, "error", "OSError: <down>"),
+        ],
+    )
+    response = staff.get(f"{KEYS}{key.pk}/change/")
+    assert [(stop.name, stop.place, stop.errors) for stop in response.context["line"]] == [
+        ("started", "passed", 0), ("ride_created", "here", 2), ("charge_created", "ahead", 0), ("finished", "ahead", 0),
+    ]  # fmt: skip
+    assert "OSError: &lt;down&gt;" in response.text
+
+
+def test_of_a_point_that_the_code_does_not_know_only_the_history_tells_what_was_passed(staff):
+    history = [event(1, "recovery point", "ride_created"), event(2, "recovery point", "renamed")]
+    key = IdempotencyKeyFactory(recovery_point="renamed", history=history)
+    line = staff.get(f"{KEYS}{key.pk}/change/").context["line"]
+    names, places = zip(*((stop.name, stop.place) for stop in line), strict=True)
+    assert names == ("started", "ride_created", "renamed", "charge_created", "finished")
+    assert places == ("passed", "passed", "unknown", "ahead", "ahead")
+
+
+def test_the_line_of_a_finished_and_of_a_plain_key_is_passed_to_its_end(staff):
+    for path, points in (("/rides", 4), ("/rides/7/texts", 2), ("/nowhere", 2)):
+        key = IdempotencyKeyFactory(finished=True, request_path=path)
+        line = staff.get(f"{KEYS}{key.pk}/change/").context["line"]
+        assert [stop.place for stop in line] == ["passed"] * points
+
+
+def test_what_belongs_to_a_key_is_shown_with_links_to_what_the_person_may_see(staff, client):
+    key = IdempotencyKeyFactory()
+    ride = RideFactory(idempotency_key=key)
+    StagedJobFactory(idempotency_key=key, failed_at=timezone.now(), last_error="ImportError: gone")
+    ForeignCall.objects.create(key=key, name="sms", token=uuid4())
+    entries = [Entry.objects.create(name="hidden relation", idempotency_key=key)]
+    page = staff.get(f"{KEYS}{key.pk}/change/").text
+    link = f'<a href="/admin/rides_demo/ride/{ride.pk}/change/">'
+    for shown_there in (link, f"entry: {entries[0].pk}", "ImportError: gone", "begun, result unknown"):
+        assert shown_there in page
+    user = UserFactory(is_staff=True)
+    user.user_permissions.add(Permission.objects.get(codename="view_idempotencykey"))
+    client.force_login(user)
+    page = client.get(f"{KEYS}{key.pk}/change/").text
+    assert link not in page
+    assert f"ride: {ride.pk}" in page
+
+
+def test_what_was_redacted_is_masked(staff):
+    body, path = b'{"card": "[redacted]", "note": "<b>"}', "/rides?card=%5Bredacted%5D"
+    key = IdempotencyKeyFactory(request_body=body, request_path=path)
+    page = staff.get(f"{KEYS}{key.pk}/change/").text
+    assert page.count("idem-redacted") == 2
+    assert "[redacted]" not in page
+    assert "&lt;b&gt;" in page
+
+
+def test_a_key_is_found_by_its_user_and_by_its_scope(staff):
+    user = UserFactory(username="jane")
+    key = IdempotencyKeyFactory(user=user, scope=f"user:{user.pk}")
+    IdempotencyKeyFactory()
+    for term in ("jane", f"user:{user.pk}"):
+        assert shown(staff.get(KEYS, {"q": term})) == {key.pk}
