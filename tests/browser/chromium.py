@@ -48,7 +48,8 @@ def axe_script(folder: Path) -> str:
         if not shutil.which("npm"):
             raise NotToBeHad("There is no npm to fetch axe-core with: apt-get install npm.")
         folder.mkdir(parents=True, exist_ok=True)
-        _run(["npm", "pack", AXE, "--silent", "--pack-destination", str(folder)], f"npm could not fetch {AXE}")
+        pack = ["npm", "pack", AXE, "--loglevel", "error", "--fetch-retries", "1", "--pack-destination", str(folder)]
+        _run(pack, f"npm could not fetch {AXE}")
     content = tarball.read_bytes()
     digest = base64.b64encode(hashlib.sha512(content).digest()).decode()
     assert digest == AXE_SHA512, f"{tarball} is not the {AXE} that was pinned. Remove it, and see who changed it."
@@ -81,4 +82,5 @@ def _run(command: list[str], failure: str) -> None:
     except subprocess.TimeoutExpired:
         _missing(f"{failure} within {INSTALL_SECONDS} seconds.")
     except subprocess.CalledProcessError as error:
-        _missing(f"{failure}: {(error.stderr.strip() or 'no reason was given').splitlines()[-1]}")
+        said = error.stderr.strip().splitlines() or ["no reason was given"]
+        _missing(f"{failure}: {next((line for line in said if line.startswith(('E:', 'npm error'))), said[-1])}")

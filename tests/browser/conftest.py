@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 from django.conf import settings
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
 from tests.browser import chromium
 from tests.browser.visitor import Visitor
 from tests.murphy.service import Service
 
 SCREENSHOTS = settings.BASE_DIR / ".run" / "screenshots"
-TIMEOUT_SECONDS = 10
+#: What a page has to show, it shows within; a busy machine is slow to hand the receipt to its worker.
+TIMEOUT_SECONDS = 20
+VISITED = pytest.StashKey[bool]()
 
 
 # Not for the whole session: Playwright's event loop runs in this thread, where Django refuses the database meanwhile.
@@ -25,6 +27,7 @@ def browser() -> Iterator[Browser]:
     except chromium.NotToBeHad as reason:
         pytest.skip(str(reason))
     with sync_playwright() as playwright:
+        expect.set_options(timeout=TIMEOUT_SECONDS * 1000)
         running = playwright.chromium.launch(executable_path=path, args=chromium.ARGUMENTS)
         yield running
         running.close()
@@ -48,9 +51,10 @@ def service(processes: Service) -> Service:
 
 
 @pytest.fixture
-def visit(browser: Browser, service: Service) -> Iterator[Callable[..., Visitor]]:
+def visit(pytestconfig: pytest.Config, browser: Browser, service: Service) -> Iterator[Callable[..., Visitor]]:
     """Return a function that opens a window, light and as wide as a desk has it unless told otherwise."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    pytestconfig.stash[VISITED] = True
     contexts: list[BrowserContext] = []
 
     def open_window(scheme: str = "light", width: int = 1280) -> Visitor:
@@ -78,7 +82,7 @@ def axe_script() -> str:
         pytest.skip(str(reason))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say where the pictures are."""
-    if SCREENSHOTS.exists():
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say where the pictures of this run are."""
+    if VISITED in config.stash:
         terminalreporter.write_line(f"screenshots of the pages: {SCREENSHOTS}")
