@@ -55,7 +55,8 @@ def test_each_number_leads_to_the_list_that_it_counts() -> None:
     IdempotencyKeyFactory(finished=True)
     for since in ({"seconds": 1}, {"minutes": 7}, {"hours": -1}):
         StagedJobFactory(run_at=ago(**since))
-    StagedJobFactory(failed_at=timezone.now())
+    for name in ("a.first", "a.first", "a.second"):
+        StagedJobFactory(failed_at=timezone.now(), job_name=name)
     client = staff()
     context = client.get(DASHBOARD).context
     assert context["unfinished"] == 6

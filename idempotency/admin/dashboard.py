@@ -115,7 +115,8 @@ def _of_jobs(url: str) -> dict[str, Any]:
         "more_jobs": len(waiting) == MAX_READ,
         "jobs_by_age": [_bar("not due yet", ages["later"], largest, url, state="later"), *bars],
         "jobs_failed": [
-            _bar(name, count, max(names.values()), url, True, state="failed") for name, count in names.most_common(20)
+            _bar(name, count, max(names.values()), url, True, state="failed", job_name=name)
+            for name, count in names.most_common(20)
         ],
     }
 

@@ -13,7 +13,7 @@ from django.utils.html import format_html
 from django.utils.timesince import timesince
 
 from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, preformatted, pretty
-from idempotency.admin.states import AgeFilter
+from idempotency.admin.states import AgeFilter, ChosenFilter
 from idempotency.interventions import discard_jobs, retry_jobs
 from idempotency.models import ForeignCall, ProcessedMessage, StagedJob
 
@@ -45,12 +45,19 @@ class DueFilter(AgeFilter):
     column = "run_at"
 
 
+class JobNameFilter(ChosenFilter):
+    """The function or task of a job."""
+
+    title = "job name"
+    parameter_name = "job_name"
+
+
 @admin.register(StagedJob)
 class StagedJobAdmin(ReadOnlyAdmin):
     """Jobs that the broker has not got yet."""
 
     list_display = ("job_name", "state", "attempts", "last_error_line", "queue", "key")
-    list_filter = (JobStateFilter, DueFilter)
+    list_filter = (JobStateFilter, DueFilter, JobNameFilter)
     actions = ("retry", "discard")
     ordering = ("-id",)
     fields = ("job_name", "arguments", "queue", "state", "attempts", "error", "created_at", "run_at", "failed_at", "key")
