@@ -27,7 +27,7 @@ from idempotency.admin.states import AgeFilter, RecoveryPointFilter, StateFilter
 from idempotency.models import IdempotencyKey
 
 _BIGGEST_ID = 2**63 - 1
-_LARGE_COLUMNS = ("request_body", "request_headers", "response_body", "response_headers", "history", "seed")
+_LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history", "seed")
 _REQUEST_PARTS = ("request_headers_shown", "request_shown")
 _TIMES = ("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "acknowledged_at", "next_run_at")
 

@@ -57,7 +57,8 @@ def state_of(key: IdempotencyKey, now: datetime) -> str:
 def next_step(key: IdempotencyKey, now: datetime, *, has_view: bool) -> str:
     """Return what the machine will do next with ``key``, and when, in a sentence or two."""
     limits = conf.get()
-    run = f"run {key.completer_attempts + 1} of {limits.COMPLETER_MAX_ATTEMPTS}"
+    number, limit = key.completer_attempts + 1, limits.COMPLETER_MAX_ATTEMPTS
+    run = f"run {number} of {limit}" if number <= limit else f"run {number}, until on_abandon settles it"
     lost = "" if has_view else " No protected view answers its path now: it would be handed to a person."
     match state_of(key, now):
         case "finished":
