@@ -182,6 +182,7 @@ def test_a_table_that_nobody_vacuums_is_found():
             reset_statistics()
             for _ in range(60):
                 cursor.execute(f"UPDATE {TABLE} SET created_at = created_at - interval '1 s'")  # noqa: S608
+            cursor.execute(f"ANALYZE {TABLE}")
             assert "dead_rows" in eventually(of_the_table)
         finally:
             cursor.execute(f"ALTER TABLE {TABLE} RESET (autovacuum_enabled)")

@@ -67,17 +67,28 @@ def test_a_request_and_its_replay_are_counted(kind: Any, serve: Serve, sender: S
     assert outcomes() == {("claimed", ""): 1, ("finished", ""): 1, ("replayed", ""): 1}
 
 
-def test_a_conflict_is_counted_by_its_code(outcomes: Any) -> None:
-    for extra in ({"code": "key_reused"}, {"code": "key_in_use"}, {}):
-        signals.key_conflict.send_robust(sender=IdempotencyKey, key=None, request=None, **extra)
-    assert outcomes() == {("conflict", "key_reused"): 1, ("conflict", "key_in_use"): 1, ("conflict", "unknown"): 1}
+def test_a_conflict_is_counted_by_the_code_of_its_answer(serve: Serve, sender: Sender, outcomes: Any) -> None:
+    serve(view=plain(Counted()), stuck=two_phases(lambda request: None, stuck))
+    assert [sender.send(body=body).status_code for body in (1, 2)] == [201, 422]
+    assert outcomes()["conflict", "key_reused"] == 1
+    assert [sender.send("/stuck/", "key-2").status_code for _ in "ab"] == [409, 409]
+    assert outcomes()["conflict", "key_stuck"] == 1
 
 
-def test_another_request_under_a_key_is_a_conflict(serve: Serve, sender: Sender, outcomes: Any) -> None:
-    serve(view=plain(Counted()))
-    sender.send(body={"a": 1})
-    assert sender.send(body={"a": 2}).status_code == 422
-    assert sum(more for (outcome, _), more in outcomes().items() if outcome == "conflict") == 1
+@pytest.mark.postgres
+def test_a_request_in_flight_is_a_conflict(serve: Serve, sender: Sender, outcomes: Any) -> None:
+    gate = Gate()
+
+    def work(request: Any) -> Any:
+        gate.wait_here()
+        return create(request)
+
+    serve(view=plain(work))
+    with background(another_client(sender).send):
+        gate.wait_until_reached()
+        assert sender.send().status_code == 409
+        gate.open()
+    assert outcomes() == {("claimed", ""): 1, ("finished", ""): 1, ("conflict", "key_in_use"): 1}
 
 
 def stuck(request: Any) -> Any:

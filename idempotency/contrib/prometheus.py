@@ -61,7 +61,7 @@ def _count_replay(**kwargs: Any) -> None:
     OUTCOMES.labels("replayed", "").inc()
 
 
-def _count_conflict(code: str = "unknown", **kwargs: Any) -> None:
+def _count_conflict(code: str, **kwargs: Any) -> None:
     OUTCOMES.labels("conflict", code).inc()
 
 
