@@ -17,7 +17,7 @@ from idempotency.testing.diagnosis import Finding
 from idempotency.testing.downstream import Downstream, downstream_call
 from idempotency.testing.moved_time import age
 from idempotency.testing.places import Place
-from idempotency.testing.proof import CannotProve, DoesNotSurvive, Report
+from idempotency.testing.report import CannotProve, DoesNotSurvive, Report
 
 __all__ = [
     "CannotProve",

@@ -8,7 +8,9 @@ from typing import Any
 from django.test import TransactionTestCase
 
 from idempotency.testing.diagnosis import Finding
-from idempotency.testing.proof import DoesNotSurvive, Proof, Report, Send
+from idempotency.testing.proof import Proof
+from idempotency.testing.report import DoesNotSurvive, Report
+from idempotency.testing.stage import Send
 
 Effects = Callable[[], Any] | list[Any] | None
 

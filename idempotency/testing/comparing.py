@@ -12,6 +12,8 @@ from datetime import date, datetime, time
 from typing import Any
 from uuid import UUID
 
+from django.db.models import Model
+
 from idempotency.models import IdempotencyKey
 from idempotency.testing.rows import Snapshot
 
@@ -160,6 +162,8 @@ def _plain(value: Any, names: dict[str, str]) -> Any:
     """Return a value without ids and times."""
     if isinstance(value, datetime | date | time):
         return "<time>"
+    if isinstance(value, Model):
+        return names.get(str(value.pk), f"<{value._meta.label} {value.pk}>")
     if isinstance(value, UUID):
         return names.get(str(value), str(value))
     if isinstance(value, int) and not isinstance(value, bool):

@@ -43,15 +43,17 @@ class Table:
         """Whether the database gives its ids, from a range wide enough."""
         return isinstance(self.model._meta.pk, models.AutoField | models.BigAutoField)
 
+    @property
+    def columns(self) -> str:
+        """The columns, quoted, for a statement."""
+        return ", ".join(connections[self.alias].ops.quote_name(str(field.column)) for field in self.fields)
+
     def raw(self) -> list[tuple[Any, ...]]:
         """Return the rows as the database holds them, to be put back."""
         connection = connections[self.alias]
-        quote = connection.ops.quote_name
-        columns = ", ".join(quote(field.column) for field in self.fields)
+        table, pk = map(connection.ops.quote_name, (self.model._meta.db_table, str(self.model._meta.pk.column)))
         with connection.cursor() as cursor:
-            cursor.execute(
-                f"SELECT {columns} FROM {quote(self.model._meta.db_table)} ORDER BY {quote(self.model._meta.pk.column)}"  # noqa: S608
-            )
+            cursor.execute(f"SELECT {self.columns} FROM {table} ORDER BY {pk}")  # noqa: S608
             return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in cursor.fetchall()]
 
     def replace(self, rows: list[tuple[Any, ...]]) -> None:
@@ -59,12 +61,11 @@ class Table:
         connection = connections[self.alias]
         quote = connection.ops.quote_name
         table = quote(self.model._meta.db_table)
-        columns = ", ".join(quote(field.column) for field in self.fields)
         places = ", ".join(["%s"] * len(self.fields))
         with connection.cursor() as cursor:
             cursor.execute(f"DELETE FROM {table}")  # noqa: S608
             if rows:
-                cursor.executemany(f"INSERT INTO {table} ({columns}) VALUES ({places})", rows)  # noqa: S608
+                cursor.executemany(f"INSERT INTO {table} ({self.columns}) VALUES ({places})", rows)  # noqa: S608
 
     def read(self) -> Rows:
         """Return the rows as Python sees them."""

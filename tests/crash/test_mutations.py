@@ -54,9 +54,12 @@ def test_a_planted_bug_is_caught_with_its_place_and_its_cure(
     texts: list[str],
     line: Callable[[str, str], None],
 ) -> None:
-    with pytest.raises(DoesNotSurvive) as caught:
+    def check_each() -> None:
         for course in courses(send_to(view, serve, sender), effects=texts):
             course.check()
+
+    with pytest.raises(DoesNotSurvive) as caught:
+        check_each()
     (finding,) = caught.value.findings
     assert finding.cure == cure
     assert any(f"tests/crash/views.py:{number} in {view}" in finding.cause for number in lines_near(view, culprit)), str(

@@ -1,0 +1,120 @@
+"""A death of the kit is a death, its time is moved, and what it cannot prove it says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.http import HttpRequest, JsonResponse
+from django.test import Client, TestCase
+from django.urls import path
+from django.utils import timezone
+
+from idempotency.completer import complete_once
+from idempotency.decorators import idempotent
+from idempotency.models import IdempotencyKey
+from idempotency.testing import CannotProve, CrashTestCase, Downstream, Report, age, assert_survives, courses
+from tests.crash import views
+from tests.factories import IdempotencyKeyFactory
+from tests.models import Account, Entry
+from tests.serving import Sender
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def test_nothing_that_tidies_up_gets_through_after_a_death(
+    serve: Callable[..., None], sender: Sender, texts: list[str]
+) -> None:
+    serve(view=views.tidies_up)
+    ends = set()
+    for course in courses(lambda key: sender.send(key=key), effects=texts, races=False):
+        course.check()
+        ends.add((tuple(texts), Entry.objects.filter(name="failed").count(), Account.objects.get().balance))
+    # What a death before COMMIT leaves, and what every retry comes to.
+    assert ends == {((), 0, 0), ((), 0, 1)}
+
+
+def test_afterwards_the_database_is_as_it_was_and_ids_go_on(
+    serve: Callable[..., None], sender: Sender, texts: list[str]
+) -> None:
+    serve(view=views.plain)
+    before = Entry.objects.create(name="before")
+    assert_survives(lambda key: sender.send(key=key), races=False)
+    assert list(Entry.objects.all()) == [before]
+    assert not IdempotencyKey.objects.exists()
+    assert Account.objects.get().balance == 0
+    assert Entry.objects.create(name="after").pk == before.pk + 1
+
+
+def test_each_statement_commit_and_foreign_call_is_a_place(
+    survives: Callable[..., Report], serve: Callable[..., None], sender: Sender, texts: list[str]
+) -> None:
+    serve(view=views.phased)
+    places = survives(lambda key: sender.send(key=key), races=False).places
+    told = [(place.when, place.what) for place in places]
+    assert told.count(("before", "COMMIT")) == told.count(("after", "COMMIT")) == 3
+    assert [place.detail for place in places if place.what == "foreign call"] == [
+        "key.derive('charge'), which prepares one",
+        "bank",
+        "bank",
+    ]
+    assert told.count(("before", "statement")) == told.count(("after", "statement")) > 10
+    assert told[-1] == ("before", "response")
+
+
+def test_a_view_without_protection_proves_nothing(serve: Callable[..., None], sender: Sender) -> None:
+    serve(view=lambda request: JsonResponse({}))
+    with pytest.raises(CannotProve, match="Is the view decorated"):
+        assert_survives(lambda key: sender.send(key=key))
+
+
+def test_a_view_that_fails_proves_nothing_and_shows_its_error(serve: Callable[..., None], sender: Sender) -> None:
+    @idempotent
+    def fails(request: HttpRequest) -> Any:
+        raise ValueError("the reason")
+
+    serve(view=fails)
+    with pytest.raises(CannotProve) as refused:
+        assert_survives(lambda key: sender.send(key=key))
+    assert str(refused.value.__cause__) == "the reason"
+
+
+def test_a_downstream_honours_its_keys_and_nothing_else() -> None:
+    bank = Downstream("bank", lambda amount, key: {"amount": amount}, key="key")
+    assert [bank(amount=5, key="a"), bank(amount=6, key="a"), bank(amount=7, key="b")] == [{"amount": n} for n in (5, 5, 7)]
+    assert bank.effects == [{"args": [], "amount": 5}, {"args": [], "amount": 7}]
+
+
+def test_an_aged_key_is_abandoned_and_its_lock_expired() -> None:
+    key = IdempotencyKeyFactory(claim_token="7c9e6679-7425-40de-944b-e07fc1f90ae7", locked_at=timezone.now())
+    other = IdempotencyKeyFactory()
+    created_at = key.created_at
+    assert not IdempotencyKey.objects.abandoned().exists()
+    age(key, seconds=3600)
+    assert (created_at - key.created_at).total_seconds() == 3600
+    assert list(IdempotencyKey.objects.abandoned()) == [key]
+    age(IdempotencyKey.objects.filter(pk=other.pk), seconds=3600)
+    assert set(IdempotencyKey.objects.abandoned()) == {key, other}
+    assert complete_once(dry_run=True).failed == 2
+
+
+class InAnOpenTransaction(TestCase):
+    """A plain TestCase."""
+
+    def test_a_death_needs_real_transactions(self) -> None:
+        with pytest.raises(CannotProve, match="TransactionTestCase"):
+            assert_survives(lambda key: Client().post("/"))
+        assert connection.in_atomic_block
+
+
+class UnderUnittest(CrashTestCase):
+    """The kit in a test case of Django."""
+
+    def test_a_view_is_proved_in_one_line_and_course_by_course(self) -> None:
+        sender = Sender()
+        urls = type("Urls", (), {"urlpatterns": [path("view/", views.plain)]})
+        with self.settings(ROOT_URLCONF=urls):
+            self.assert_survives(lambda key: sender.send(key=key), races=False)
+            for course in courses(lambda key: sender.send(key=key), races=False):
+                with self.subTest(course.title):
+                    course.check()
