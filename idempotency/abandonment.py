@@ -2,16 +2,15 @@
 
 import logging
 from collections.abc import Callable
-from urllib.parse import unquote
 
 from django.http import HttpResponseBase
-from django.urls import Resolver404, resolve
+from django.urls import Resolver404
 
 from idempotency import claims, conf, http, keys, signals
 from idempotency.calls import rendered
-from idempotency.exceptions import LockLost
+from idempotency.exceptions import CallInDoubt, LockLost
 from idempotency.models import IdempotencyKey
-from idempotency.options import options_of
+from idempotency.options import match_of, options_of
 
 logger = logging.getLogger("idempotency")
 
@@ -21,6 +20,8 @@ OnAbandon = Callable[[IdempotencyKey], HttpResponseBase]
 RETENTION_PASSED = "retention_passed"
 #: The stuck code while ``on_abandon`` is at work, and for good when it does not come to its end.
 ON_ABANDON = "on_abandon"
+BEGUN = "on_abandon was begun and did not come to its end: what it did elsewhere may be done. Look there, then settle it."
+IN_DOUBT = "A foreign call was begun, and its result was never recorded. Look there for what happened, then settle it."
 
 
 def settle(pk: int, *, using: str) -> bool | None:
@@ -31,7 +32,7 @@ def settle(pk: int, *, using: str) -> bool | None:
     death in the middle leaves it to a person.
     """
     key = keys.read(pk, using=using)
-    on_abandon = _on_abandon(key) if key is not None else None
+    on_abandon = on_abandon_of(key) if key is not None else None
     if on_abandon is None:
         reason = (
             f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation. Its last error and its "
@@ -39,28 +40,29 @@ def settle(pk: int, *, using: str) -> bool | None:
         )
         if not keys.give_up(pk, RETENTION_PASSED, reason, using=using):
             return None
-        logger.warning("key %s is stuck (%s): %s", key.key_hash if key else pk, RETENTION_PASSED, reason)
+        if key is not None:
+            logger.warning("key %s is stuck (%s): %s", key.key_hash, RETENTION_PASSED, reason, extra=keys.about(key))
     else:
-        key = claims.claim_by_id(pk, delay_seconds=0, using=using)
+        key = claims.claim_by_id(pk, delay_seconds=0, early=True, using=using)
         if key is None:
             return None
-        begun = (
-            "on_abandon was begun and did not come to its end: what it did elsewhere may be done. Look there, then settle it."
-        )
-        keys.mark_stuck(key, ON_ABANDON, begun, using=using)
         try:
-            settled = _run(on_abandon, key, using)
+            if _run(on_abandon, key, using):
+                keys.emit(signals.key_finished, keys.read(pk, using=using), None)
+                return True
         except LockLost:
             return None  # Somebody has settled it from the admin meanwhile.
-        if settled:
-            keys.emit(signals.key_finished, keys.read(pk, using=using), None)
-            return True
     keys.emit(signals.key_stuck, keys.read(pk, using=using), None)
     return False
 
 
 def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
     """Run it and store its response; return whether that settled the key. Raises LockLost if a person was faster."""
+    if key.foreign_calls.filter(recorded_at__isnull=True).exists():
+        # Whether it took effect decides what is to be undone.
+        keys.mark_stuck(key, CallInDoubt.code, IN_DOUBT, using=using)
+        return False
+    keys.mark_stuck(key, ON_ABANDON, BEGUN, using=using)
     try:
         response = rendered(on_abandon(key))
         if http.is_stored(response):
@@ -70,15 +72,16 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
     except LockLost:
         raise
     except Exception as error:
-        logger.exception("on_abandon of key %s failed", key.key_hash)
+        logger.exception("on_abandon of key %s failed", key.key_hash, extra=keys.about(key))
         failure = f"on_abandon failed: {type(error).__name__}: {error}"
     keys.mark_stuck(key, ON_ABANDON, failure, using=using)
     return False
 
 
-def _on_abandon(key: IdempotencyKey) -> OnAbandon | None:
+def on_abandon_of(key: IdempotencyKey) -> OnAbandon | None:
+    """Return the ``on_abandon`` of the view that answers a key's request; None if it has none, or is gone."""
     try:
-        view = resolve(unquote(key.request_path.partition("?")[0])).func
+        view = match_of(key).func
     except Resolver404:
         return None
     options = options_of(view, key.request_method)

@@ -136,15 +136,17 @@ def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
     return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
 
 
-def claim_by_id(pk: int, *, delay_seconds: float, using: str) -> IdempotencyKey | None:
+def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = False) -> IdempotencyKey | None:
     """Claim an abandoned key for the completer, which leaves it alone for ``delay_seconds`` if this run fails too.
 
+    ``early``: do not wait for the end of the delay that an earlier run has set.
     Return the claimed key; None if somebody else was faster, finished it, or handed it to a person.
     """
     parameters = {
         "id": pk,
         "claim_token": token_parameter(uuid.uuid4(), using),
         "delay": delay_seconds,
+        "early": early,
         "event": "claimed",
         "detail": "completer",
     }

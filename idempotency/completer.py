@@ -23,20 +23,23 @@ from django.contrib.auth.models import AnonymousUser
 from django.core.handlers.wsgi import WSGIRequest
 from django.db import Error, connections, router
 from django.http import HttpRequest
-from django.urls import Resolver404, resolve
+from django.urls import Resolver404
 from django.utils import timezone, translation
 from django.utils.module_loading import import_string
 
 from idempotency import claims, conf, keys, signals
+from idempotency.abandonment import on_abandon_of
 from idempotency.exceptions import LockLost
 from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
 from idempotency.http import REDACTED_MARK
 from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet
-from idempotency.options import options_of
+from idempotency.options import URLCONF, match_of, options_of
 from idempotency.transactions import connection_lost
 
 logger = logging.getLogger("idempotency")
 
+#: The stuck code of a key that the completer has run often enough.
+ATTEMPTS_EXHAUSTED = "attempts_exhausted"
 #: The longest wait between two runs of one key. With it 25 attempts last for three days: from Friday to Monday.
 _MAX_DELAY_SECONDS = 4 * 3600
 
@@ -129,8 +132,8 @@ def _waiting(alias: str, batch_size: int) -> Iterator[tuple[int, int]]:
 def _complete(pk: int, attempts: int, alias: str) -> str | None:
     """Run one key; return what became of it, None if somebody else has it."""
     limits = conf.get()
-    if attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, attempts, alias):
-        return "stuck"
+    if attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, alias):
+        return "stuck"  # A run that ended this process could not do it.
     delay = min(limits.COMPLETER_IDLE_SECONDS * 2**attempts, _MAX_DELAY_SECONDS)
     key = claims.claim_by_id(pk, delay_seconds=delay, using=alias)
     if key is None:
@@ -145,13 +148,12 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
     except Exception as error:
         if connection_lost(error, alias) and not _answers(alias):
             raise  # The next key would fare no better. This one's lock expires.
-        logger.exception("the completer could not finish key %s", key.key_hash)
+        logger.exception("the completer could not finish key %s", key.key_hash, extra=keys.about(key))
     # The status returned says little (a 409 may mean that a client came back): the row says what became of the key.
     after = keys.read(pk, using=alias)
     if after is None or after.finished_at is not None:
         return "finished"
-    if after.stuck_at is None and after.completer_attempts >= limits.COMPLETER_MAX_ATTEMPTS:
-        _give_up(pk, after.completer_attempts, alias)
+    if after.stuck_at is None and after.completer_attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, alias):
         return "stuck"
     return "failed" if after.stuck_at is None else "stuck"
 
@@ -165,13 +167,19 @@ def _answers(alias: str) -> bool:
         return False
 
 
-def _give_up(pk: int, attempts: int, alias: str) -> bool:
-    reason = f"The completer ran it {attempts} times without success. Its last error and its history say why."
-    if not keys.give_up(pk, "attempts_exhausted", reason, using=alias):
+def _give_up(pk: int, alias: str) -> bool:
+    """Hand a key to a person after its last attempt; return whether this call did it.
+
+    Not one whose view has an ``on_abandon``: that settles it when the retention is over, and until then it is tried.
+    """
+    key = keys.read(pk, using=alias)
+    if key is None or on_abandon_of(key) is not None:
         return False
-    if key := keys.read(pk, using=alias):
-        logger.warning("key %s is stuck (%s): %s", key.key_hash, key.stuck_code, reason)
-        keys.emit(signals.key_stuck, key, None)
+    reason = f"The completer ran it {key.completer_attempts} times without success. Its last error and its history say why."
+    if not keys.give_up(pk, ATTEMPTS_EXHAUSTED, reason, using=alias):
+        return False
+    logger.warning("key %s is stuck (%s): %s", key.key_hash, ATTEMPTS_EXHAUSTED, reason, extra=keys.about(key))
+    keys.emit(signals.key_stuck, keys.read(pk, using=alias), None)
     return True
 
 
@@ -179,7 +187,7 @@ def _run(key: IdempotencyKey) -> None:
     """Call the view of a claimed key. The view leaves the key finished, stuck or released. Raises what the view raises."""
     request = _request(key)
     try:
-        match = resolve(request.path_info)
+        match = match_of(key)
     except Resolver404:
         raise _CannotRun("view_missing", f"No view answers {request.path_info} any more.") from None
     if options_of(match.func, key.request_method) is None:
@@ -188,6 +196,8 @@ def _run(key: IdempotencyKey) -> None:
             "view_missing", f"The view that answers {request.path_info} is not protected with @idempotent any more."
         )
     request.resolver_match = match
+    if urlconf := key.request_headers.get(URLCONF):
+        request.urlconf = urlconf
     setattr(request, CLAIMED_KEY_ATTRIBUTE, key)
     if (prepare := conf.get().PREPARE_REQUEST) is not None:
         (import_string(prepare) if isinstance(prepare, str) else prepare)(request, key)
@@ -212,6 +222,7 @@ def _request(key: IdempotencyKey) -> HttpRequest:
     path, _, query = key.request_path.partition("?")
     headers = dict(key.request_headers)
     host = headers.pop("Host", "")
+    headers.pop(URLCONF, None)
     environ = {
         "REQUEST_METHOD": key.request_method,
         "SCRIPT_NAME": "",

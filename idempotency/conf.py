@@ -58,6 +58,8 @@ class Settings:
     ERROR_RENDERER: str | Callable[..., Any] | None = None
     #: What stands before the code in a problem's ``type``.
     PROBLEM_TYPE_BASE: str = "urn:django-idempotency:error:"
+    #: A delivery of a message that is silent towards the database for so long loses its transaction; the next one may begin.
+    INBOX_IDLE_SECONDS: int = 3600
     #: Queue name to the dotted path of a backend or of a function that takes a StagedJob; "*" is every other queue.
     ENQUEUERS: Mapping[str, str] = field(default_factory=lambda: {"*": "idempotency.contrib.rq.RQBackend"})
     #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that staged them.

@@ -1,22 +1,27 @@
 """One context manager for ``with`` and for ``async with``."""
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from types import TracebackType
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from asgiref.sync import sync_to_async
 
 Given = TypeVar("Given")
 Arguments = ParamSpec("Arguments")
 
+#: The asyncio tasks whose blocks are open in each thread, the innermost last.
+_tasks = threading.local()
+
 
 class EitherContext(Generic[Given]):
     """A context manager whose ends run in the thread that holds the connection: the caller's, or that of the async request."""
 
-    def __init__(self, manager: AbstractContextManager[Given]) -> None:
-        self._manager = manager
+    def __init__(self, manager: AbstractContextManager[Given], *, holds_transaction: bool) -> None:
+        self._manager, self._holds_transaction = manager, holds_transaction
 
     def __enter__(self) -> Given:
         return self._manager.__enter__()
@@ -27,20 +32,57 @@ class EitherContext(Generic[Given]):
         return self._manager.__exit__(kind, error, traceback)
 
     async def __aenter__(self) -> Given:
-        return await sync_to_async(self.__enter__)()
+        entering = asyncio.ensure_future(sync_to_async(self._enter_for)(asyncio.current_task()))
+        try:
+            return await asyncio.shield(entering)
+        except asyncio.CancelledError as cancelled:
+            # The thread goes on, and may open what nobody would close: it is waited for, and closed.
+            await asyncio.wait([entering])
+            if not entering.cancelled() and entering.exception() is None:
+                await self.__aexit__(type(cancelled), cancelled, cancelled.__traceback__)
+            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        return await sync_to_async(self.__exit__)(kind, error, traceback)
+        return await sync_to_async(self._exit)(kind, error, traceback)
+
+    def _enter_for(self, task: Any) -> Given:
+        open_blocks = vars(_tasks).setdefault("open", [])
+        if self._holds_transaction and open_blocks and open_blocks[-1] is not task:
+            raise RuntimeError(
+                "Another asyncio task holds a transaction on the connection of this thread: the work of both would be "
+                "committed, or rolled back, together. Give each task a thread of its own: "
+                "async with asgiref.sync.ThreadSensitiveContext()."
+            )
+        given = self.__enter__()
+        if self._holds_transaction:
+            open_blocks.append(task)
+        return given
+
+    def _exit(self, *error: Any) -> bool | None:
+        try:
+            return self.__exit__(*error)
+        finally:
+            if self._holds_transaction:
+                _tasks.open.pop()
 
 
-def either_context(function: Callable[Arguments, Iterator[Given]]) -> Callable[Arguments, EitherContext[Given]]:
-    """Make a context manager of a generator function, as ``contextlib.contextmanager`` does, for ``async with`` too."""
-    managed = contextmanager(function)
+def either_context(
+    *, holds_transaction: bool
+) -> Callable[[Callable[Arguments, Iterator[Given]]], Callable[Arguments, EitherContext[Given]]]:
+    """Make a context manager of a generator function, as ``contextlib.contextmanager`` does, for ``async with`` too.
 
-    @wraps(function)
-    def make(*args: Arguments.args, **kwargs: Arguments.kwargs) -> EitherContext[Given]:
-        return EitherContext(managed(*args, **kwargs))
+    ``holds_transaction``: its block is a transaction on the connection of the thread, which asyncio tasks must not share.
+    """
 
-    return make
+    def decorate(function: Callable[Arguments, Iterator[Given]]) -> Callable[Arguments, EitherContext[Given]]:
+        managed = contextmanager(function)
+
+        @wraps(function)
+        def make(*args: Arguments.args, **kwargs: Arguments.kwargs) -> EitherContext[Given]:
+            return EitherContext(managed(*args, **kwargs), holds_transaction=holds_transaction)
+
+        return make
+
+    return decorate

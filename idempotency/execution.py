@@ -126,7 +126,7 @@ def _phased(call: Call, options: Options, described: ClaimedRequest, *, using: s
     if claim.outcome is not Outcome.CLAIMED:
         return _refuse_or_replay(claim, call.request, using=using)
     if claim.key.attempts > 1:
-        logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point)
+        logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point, extra=keys.about(claim.key))
     keys.emit(signals.key_claimed, claim.key, call.request)
     return _run_phased(call, call.request, options, claim.key, using=using)
 
@@ -201,16 +201,24 @@ def _refuse_or_replay(claim: Claim, request: HttpRequest, *, using: str) -> Http
     if claim.outcome is Outcome.FINISHED:
         keys.emit(signals.key_replayed, key, request)
         return http.replay(key)
-    keys.emit(signals.key_conflict, key, request)
-    if claim.outcome is Outcome.MISMATCH:
-        raise problems.key_reused()
-    if claim.outcome is Outcome.IN_PROGRESS:
-        raise problems.key_in_use(claim.lock_seconds)
-    if claim.outcome is Outcome.STUCK:
-        raise problems.key_stuck(key.stuck_code)
-    if keys.give_up(key.pk, UNKNOWN_RECOVERY_POINT, _unknown_point(key), using=using):
+    problem = _conflict(claim)
+    keys.emit(signals.key_conflict, key, request, code=problem.code)
+    if claim.outcome is Outcome.UNKNOWN_POINT and keys.give_up(
+        key.pk, UNKNOWN_RECOVERY_POINT, _unknown_point(key), using=using
+    ):
         keys.emit(signals.key_stuck, keys.read(key.pk, using=using), request)
-    raise problems.key_stuck(UNKNOWN_RECOVERY_POINT)
+    raise problem
+
+
+def _conflict(claim: Claim) -> Problem:
+    match claim.outcome:
+        case Outcome.MISMATCH:
+            return problems.key_reused()
+        case Outcome.IN_PROGRESS:
+            return problems.key_in_use(claim.lock_seconds)
+        case Outcome.STUCK:
+            return problems.key_stuck(claim.key.stuck_code)
+    return problems.key_stuck(UNKNOWN_RECOVERY_POINT)
 
 
 def _answer_of_other(key: IdempotencyKey | None, request: HttpRequest) -> HttpResponseBase:
@@ -218,9 +226,10 @@ def _answer_of_other(key: IdempotencyKey | None, request: HttpRequest) -> HttpRe
     if key is not None and key.finished_at is not None:
         keys.emit(signals.key_replayed, key, request)
         return http.replay(key)
-    if key is not None and key.stuck_at is not None:
-        raise problems.key_stuck(key.stuck_code)
-    raise problems.key_in_use()
+    stuck_code = key.stuck_code if key is not None else ""
+    problem = problems.key_stuck(stuck_code) if stuck_code else problems.key_in_use()
+    keys.emit(signals.key_conflict, key, request, code=problem.code)
+    raise problem
 
 
 def _unknown_point(key: IdempotencyKey) -> str:
@@ -252,7 +261,12 @@ def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
         try:
             keys.release(key, error, using=using)
         except Error as again:
-            logger.warning("key %s could not be released; its lock will expire: %s", key.key_hash, _first_line(again))
+            logger.warning(
+                "key %s could not be released; its lock will expire: %s",
+                key.key_hash,
+                _first_line(again),
+                extra=keys.about(key),
+            )
 
 
 def _first_line(error: Error) -> str:

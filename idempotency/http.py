@@ -13,7 +13,7 @@ from idempotency.claims import ClaimedRequest
 from idempotency.fingerprint import fingerprint, is_multipart, target
 from idempotency.header import header
 from idempotency.models import IdempotencyKey
-from idempotency.options import Options
+from idempotency.options import URLCONF, Options
 from idempotency.redaction import redacted_body, redacted_target
 from idempotency.scopes import user_of
 
@@ -43,6 +43,8 @@ def describe(request: HttpRequest, scope: str, key: str, options: Options) -> Cl
     user = user_of(request)
     headers = {name: value for name in _KEPT_REQUEST_HEADERS if (value := header(request, name)) and value.isprintable()}
     headers |= {"Host": _printable(request.META.get("HTTP_HOST", "")), "scheme": request.scheme or "http"}
+    if urlconf := getattr(request, "urlconf", None):
+        headers[URLCONF] = urlconf if isinstance(urlconf, str) else urlconf.__name__
     kept, path, taken = (body if options.store_body else None), target(request), False
     if options.redact:
         path, from_query = redacted_target(path, options.redact)

@@ -10,6 +10,7 @@ from django.db import DatabaseError, InterfaceError, OperationalError, connectio
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
+from idempotency import conf
 from idempotency.contexts import either_context
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
@@ -26,7 +27,7 @@ _BUSY_OR_LOCKED = (5, 6)  # SQLite: another connection, or another one of the sh
 _INSERT = "INSERT INTO {} (source, message_id) VALUES (%s, %s) ON CONFLICT (source, message_id) DO NOTHING"
 
 
-@either_context
+@either_context(holds_transaction=True)
 def process_once(source: str, message_id: str, *, using: str | None = None) -> Iterator[bool]:
     """Open a transaction for one delivery of a message; give True the first time, False when it took effect before.
 
@@ -48,14 +49,14 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
     with ExitStack() as stack:
         try:
             stack.enter_context(transaction.atomic(using=alias))
-            first = _insert(connections[alias], source, message_id)
+            first, transaction_id = _insert(connections[alias], source, message_id)
         except OperationalError as error:
             if _is_held_by_another(error):
                 raise MessageInProgress from error
             raise
         yield first
         if first:
-            _refuse_broken_transaction(connections[alias])
+            _refuse_broken_transaction(connections[alias], transaction_id)
 
 
 def took_effect(source: str, message_ids: Collection[str], *, using: str | None = None) -> set[str]:
@@ -66,11 +67,12 @@ def took_effect(source: str, message_ids: Collection[str], *, using: str | None 
     return set(messages.filter(source=source, message_id__in=message_ids).values_list("message_id", flat=True))
 
 
-def _refuse_broken_transaction(connection: BaseDatabaseWrapper) -> None:
-    """Raise when the open transaction can only be rolled back: leaving it would do so without a word."""
+def _refuse_broken_transaction(connection: BaseDatabaseWrapper, transaction_id: object) -> None:
+    """Raise when the open transaction can only be rolled back, or is another one: leaving it would do so without a word."""
     try:
         with connection.cursor() as cursor:
-            cursor.execute("SELECT 1")
+            cursor.execute(f"SELECT {_transaction_id(connection)}")
+            (still,) = cursor.fetchone()
     except (OperationalError, InterfaceError):
         raise
     except DatabaseError as error:
@@ -78,10 +80,19 @@ def _refuse_broken_transaction(connection: BaseDatabaseWrapper) -> None:
             "The work on this message broke its transaction and went on, so nothing of it was kept. Put a transaction.atomic() "
             "of its own around the statement whose error is caught, and leave the connection open."
         ) from error
+    if still != transaction_id:
+        raise TransactionManagementError(
+            "The work on this message ended its transaction by itself, with COMMIT or ROLLBACK: whether the message counts as "
+            "processed is no longer what its work says. Use transaction.atomic(), and transaction.set_rollback()."
+        )
 
 
-def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str) -> bool:
-    """Insert the row, waiting for whoever inserts the same one; return whether it is new."""
+def _transaction_id(connection: BaseDatabaseWrapper) -> str:
+    return "pg_current_xact_id_if_assigned()::text" if connection.vendor == "postgresql" else "1"
+
+
+def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str) -> tuple[bool, object]:
+    """Insert the row, waiting for whoever inserts the same one; return whether it is new, and the transaction it is in."""
     bounded = connection.vendor == "postgresql"
     with connection.cursor() as cursor:
         if bounded:
@@ -89,9 +100,16 @@ def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str) -> bo
             before = cursor.fetchone()[0]
         cursor.execute(_INSERT.format(connection.ops.quote_name(ProcessedMessage._meta.db_table)), [source, message_id])
         first: bool = cursor.rowcount == 1
-        if bounded:  # The statements of the block keep the caller's own limit.
-            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
-    return first
+        # The statements of the block keep the caller's own limit. One that stands still does not hold its message for ever.
+        transaction_id: object = 1
+        if bounded:
+            cursor.execute(
+                f"SELECT {_transaction_id(connection)}, set_config('lock_timeout', %s, true), "
+                "set_config('idle_in_transaction_session_timeout', %s, true)",
+                [before, f"{conf.get().INBOX_IDLE_SECONDS}s"],
+            )
+            transaction_id = cursor.fetchone()[0]
+    return first, transaction_id
 
 
 def _is_held_by_another(error: OperationalError) -> bool:

@@ -91,13 +91,13 @@ def release(key: IdempotencyKey, error: str, *, using: str) -> None:
     try:
         _fenced("release", key, using, error=_printable(error), event="error", detail=_summary(error))
     except LockLost:
-        logger.info("key %s was taken over by another run before it was released", key.key_hash)
+        logger.info("key %s was taken over by another run before it was released", key.key_hash, extra=about(key))
 
 
 def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> None:
     """Hand a key to a person, from the run that holds it. Raises LockLost if another claim has taken the key over."""
     _fenced("mark_stuck", key, using, **_stuck_parameters(code, reason))
-    logger.warning("key %s is stuck (%s): %s", key.key_hash, code, reason)
+    logger.warning("key %s is stuck (%s): %s", key.key_hash, code, reason, extra=about(key))
 
 
 def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
@@ -105,9 +105,14 @@ def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
     return execute(statements(using).give_up, {"id": pk, **_stuck_parameters(code, reason)}, using) == 1
 
 
-def emit(signal: Signal, key: IdempotencyKey | None, request: HttpRequest | None) -> None:
+def emit(signal: Signal, key: IdempotencyKey | None, request: HttpRequest | None, **more: str) -> None:
     """Send a signal; what a receiver raises is logged by Django and goes no further."""
-    signal.send_robust(sender=IdempotencyKey, key=key, request=request)
+    signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
+
+
+def about(key: IdempotencyKey) -> dict[str, str]:
+    """Return what a log line about a key carries besides its text (``extra``)."""
+    return {"key_hash": key.key_hash}
 
 
 def _fenced(statement: str, key: IdempotencyKey, using: str, **parameters: Any) -> None:

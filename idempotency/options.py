@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import getclosurevars, isfunction
 from typing import Any
+from urllib.parse import unquote
 
 from django.db import router
 from django.http import HttpRequest, HttpResponseBase
+from django.urls import Resolver404, ResolverMatch, resolve
 
 from idempotency import conf
 from idempotency.conf import ChosenIsolation, Isolation
@@ -42,6 +44,20 @@ class Options:
     def level(self) -> Isolation | None:
         """Return the isolation of a plain view."""
         return conf.get().PLAIN_ISOLATION if self.isolation == "from settings" else self.isolation
+
+
+#: Under this name the URLconf of a request is kept among its headers, when a middleware has chosen one (per host).
+URLCONF = "urlconf"
+
+
+def match_of(key: IdempotencyKey) -> ResolverMatch:
+    """Return what the path of a stored request leads to, in the URLconf that it came through. Raises Resolver404."""
+    path = unquote(key.request_path.partition("?")[0])
+    urlconf = key.request_headers.get(URLCONF)
+    try:
+        return resolve(path, urlconf)
+    except ImportError as error:
+        raise Resolver404({"path": path, "tried": [urlconf]}) from error
 
 
 #: Further ways to find the options of a resolved view; ``contrib`` adds those of a framework that hides them.

@@ -3,10 +3,12 @@
 Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" ("atomic phases" and "recovery points").
 """
 
+import json
 from collections.abc import Iterator
 from typing import Any, cast
 from uuid import UUID
 
+from django.core.serializers.json import DjangoJSONEncoder
 from django.db import transaction
 from django.db.models.functions import Now
 from django.http import HttpResponseBase
@@ -92,7 +94,7 @@ UNDECLARED = "Declare it in @idempotent(recovery_points=[...]); a key moves forw
 RETURN_IT = "Return it from outside the phase: the key is released, and a retry goes on from the last recovery point."
 
 
-@either_context
+@either_context(holds_transaction=True)
 def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from settings") -> Iterator[AtomicPhase]:
     """Run the block in one transaction on the key's database, which commits with its new recovery point or response.
 
@@ -134,15 +136,29 @@ class MadeCall:
         self.may_be_repeated = False
 
     def record(self, result: Any = None) -> None:
-        """Keep the result, a JSON value, for this run and for all that follow; it is committed when the block is left."""
-        self.result, self.recorded = result, True
+        """Keep the result, a JSON value, for this run and for all that follow; it is committed when the block is left.
+
+        Dates, decimals and UUIDs become strings, now as in a later run. Raises TypeError for what cannot be kept: its
+        ``repr()`` is kept instead, since the call was made.
+        """
+        self.recorded = True
+        try:
+            text = json.dumps(result, cls=DjangoJSONEncoder, allow_nan=False)
+            if "\\u0000" in text:
+                raise ValueError("it contains a NUL character")
+        except (TypeError, ValueError, RecursionError) as error:
+            self.result = repr(result).replace("\0", "")
+            raise TypeError(
+                f"The result of a foreign call cannot be kept as JSON: {error}. Record what a retry needs."
+            ) from error
+        self.result = json.loads(text)
 
     def retryable(self) -> None:
-        """Say that the call took no effect: the intent is taken back when the block is left, and a retry will call again."""
+        """Say that the call took no effect, then raise: the intent is taken back, and a retry will call again."""
         self.may_be_repeated = True
 
 
-@either_context
+@either_context(holds_transaction=False)
 def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     """Make a call to a service that is not idempotent, once per key: call it if ``call.due``, then ``call.record(result)``.
 
@@ -150,9 +166,12 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     recorded result is committed, even if the key was taken over meanwhile: the call was made.
 
     Raises CallInDoubt when an earlier attempt began this call and recorded nothing, which makes the key stuck; CallNotRecorded
-    when the block recorded nothing; LockLost when another claim has taken the key over; RuntimeError inside a transaction.
+    when the block recorded nothing; LockLost when another claim has taken the key over; RuntimeError inside a transaction, and
+    for a name that this run has called before.
     """
     run = run_of(key)
+    if name in run.called:
+        raise RuntimeError(f"This run has made the call {name!r} before, and a second one would get its result: name it anew.")
     token = cast(UUID, key.fence)
     rows = ForeignCall.objects.using(run.using)
     with durable_transaction(None, using=run.using):
@@ -167,8 +186,9 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     own = rows.filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
     try:
         yield call
-        if call.due and not (call.recorded or call.may_be_repeated):
+        if call.due and not call.recorded:
             raise CallNotRecorded
+        run.called.add(name)
     finally:
         if call.due and call.recorded:
             own.update(result=call.result, recorded_at=Now())

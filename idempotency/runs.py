@@ -25,6 +25,8 @@ class PhasedRun:
         self.using = using
         self.started = False
         self.in_phase = False
+        #: The names of the foreign calls that this run has behind it.
+        self.called: set[str] = set()
         self._phases_committed = 0
         self._moved = False
         self._response: HttpResponseBase | None = None

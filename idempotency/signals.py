@@ -1,7 +1,8 @@
 """Signals for metrics and logs.
 
-The sender is ``IdempotencyKey``; the arguments are ``key`` and ``request`` (None in commands). Each is sent after COMMIT with
-``send_robust``: a receiver that fails is logged by Django and changes nothing.
+The sender is ``IdempotencyKey``; the arguments are ``key`` and ``request`` (None in commands); ``key_conflict`` has the
+error's ``code`` besides. Each is sent after COMMIT with ``send_robust``: a receiver that fails is logged by Django and changes
+nothing.
 """
 
 from django.dispatch import Signal

@@ -214,7 +214,7 @@ class Statements:
             f"attempts = k.attempts + 1, completer_attempts = k.completer_attempts + 1, "
             f"next_run_at = {self.dialect.later.format('%(delay)s')}, history = {self.dialect.append_event} "
             f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} "
-            f"AND (k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._read('')}"
+            f"AND (%(early)s OR k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._read('')}"
         )
 
     @cached_property
