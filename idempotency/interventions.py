@@ -181,5 +181,5 @@ def _change(
     if row is None:
         return False
     changed = IdempotencyKey(scope=row[0], idempotency_key=row[1])
-    logger.warning("key %s: %s %s", changed.key_hash, parameters["event"], parameters["detail"])
+    logger.warning("key %s: %s %s", changed.key_hash, parameters["event"], parameters["detail"], extra=keys.about(changed))
     return True

@@ -19,6 +19,7 @@ from idempotency.abandonment import ON_ABANDON, RETENTION_PASSED
 from idempotency.admin import keys
 from idempotency.admin.actions import BUTTONS as ALL_BUTTONS
 from idempotency.admin.codes import STUCK_CODES
+from idempotency.completer import ATTEMPTS_EXHAUSTED
 from idempotency.exceptions import KeyStuck
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, StagedJob
 from rides_demo.urls import urlpatterns
@@ -285,11 +286,16 @@ DOCS = (settings.BASE_DIR / "docs/how-to/a-key-is-stuck.md").read_text()
 
 def test_every_stuck_code_of_the_app_is_explained_on_the_page_and_in_the_docs() -> None:
     sources = "".join(path.read_text() for path in (settings.BASE_DIR / "idempotency").glob("*.py"))
-    raised = set(re.findall(r'_CannotRun\(\s*"(\w+)"', sources))
-    raised |= set(re.findall(r'give_up\(pk, "(\w+)"', sources))
-    raised |= {KeyStuck.code, *(kind.code for kind in KeyStuck.__subclasses__()), RETENTION_PASSED, ON_ABANDON}
+    raised = {
+        *re.findall(r'_CannotRun\(\s*"(\w+)"', sources),
+        *(kind.code for kind in KeyStuck.__subclasses__()),
+        KeyStuck.code,
+    }
     raised -= {kind.code for kind in KeyStuck.__subclasses__() if not kind.__module__.startswith("idempotency.")}
-    assert raised >= {"view_missing", "user_missing", "body_redacted", "attempts_exhausted", UNKNOWN_RECOVERY_POINT}
+    raised |= {ATTEMPTS_EXHAUSTED, RETENTION_PASSED, ON_ABANDON, UNKNOWN_RECOVERY_POINT}
+    named = set(re.findall(r'(?:give_up|mark_stuck)\((?:\w|\.)+, ("?[A-Z_]{2,}|"\w+)', sources))
+    assert named
+    assert named <= {"ATTEMPTS_EXHAUSTED", "RETENTION_PASSED", "ON_ABANDON", "UNKNOWN_RECOVERY_POINT"}
     assert raised == set(STUCK_CODES)
     documented = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", DOCS, re.M)
     assert documented == [(code, found.cause, found.cure) for code, found in STUCK_CODES.items()]

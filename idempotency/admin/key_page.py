@@ -5,17 +5,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
-from urllib.parse import unquote
 
 from django.contrib.admin import AdminSite
 from django.http import HttpRequest
-from django.urls import Resolver404, resolve
+from django.urls import Resolver404
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
 from idempotency.admin.reading import admin_url, first_line
 from idempotency.models import FINISHED, STARTED, ForeignCall, IdempotencyKey, StagedJob
-from idempotency.options import options_of
+from idempotency.options import URLCONF, match_of, options_of
 
 #: So many rows of one kind are shown of those that belong to a key.
 MAX_LINKED = 10
@@ -25,19 +24,19 @@ class DeclaredPoints:
     """The recovery points that views declare; each view is looked up once for a page."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], tuple[str, ...] | None] = {}
+        self._found: dict[tuple[str, str, str], tuple[str, ...] | None] = {}
 
     def of(self, key: IdempotencyKey) -> tuple[str, ...] | None:
         """Return the points of the view that answers the key's request, none for a plain one; None without a protected view."""
-        place = key.request_path.partition("?")[0], key.request_method
+        place = key.request_path.partition("?")[0], key.request_method, str(key.request_headers.get(URLCONF, ""))
         if place not in self._found:
-            self._found[place] = _declared(*place)
+            self._found[place] = _declared(key)
         return self._found[place]
 
 
-def _declared(path: str, method: str) -> tuple[str, ...] | None:
+def _declared(key: IdempotencyKey) -> tuple[str, ...] | None:
     try:
-        options = options_of(resolve(unquote(path)).func, method)
+        options = options_of(match_of(key).func, key.request_method)
     except Resolver404:
         return None
     return options.every_point() if options else None
