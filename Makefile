@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo serve test conformance fuzz lint clean
+.PHONY: demo serve test conformance fuzz proof lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -39,6 +39,14 @@ fuzz:
 	@$(steps); \
 	step $(PY) -m pytest -q tests/fuzz/fuzz_*.py $(PYTEST_ARGS); \
 	$(call end,fuzz)
+
+# The crash kit on planted bugs, correct views, the demo and the docs, as a table; on PostgreSQL, then on SQLite.
+proof:
+	$(call set-up,proof,test)
+	@$(steps); \
+	step $(PY) -m tests.crash.table $(PYTEST_ARGS); \
+	step env DATABASE_URL=sqlite:///$(CURDIR)/.run/crash.sqlite3 $(PY) -m tests.crash.table $(PYTEST_ARGS); \
+	$(call end,proof)
 
 lint:
 	$(call set-up,lint,lint)

@@ -59,7 +59,7 @@ class Attempt:
         return self.answer
 
     def _at(self, run: Run, place: Place) -> None:
-        if not place.boundary or (place.in_transaction and not self._in_transactions):
+        if not may_be_held(place, in_transactions=self._in_transactions):
             return
         self._boundaries += 1
         if self._boundaries - 1 in self._stops:
@@ -77,6 +77,15 @@ class Attempt:
             self._failure = error
         finally:
             connections.close_all()
+
+
+def may_be_held(place: Place, *, in_transactions: bool) -> bool:
+    """Tell whether an attempt can be held up at a place while another one is at work.
+
+    SQLite has one writer, and an INSERT with RETURNING has not let go of the file when it has returned.
+    """
+    free = in_transactions or place.number == 1 or not (place.in_transaction or place.what == "statement")
+    return place.boundary and free
 
 
 def _somebody_waits() -> bool:

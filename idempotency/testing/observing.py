@@ -44,7 +44,7 @@ class Run:
         """Come to a place."""
         if self.dead:
             raise Died
-        in_transaction = any(each.in_atomic_block for each in ([connection] if connection else _open_connections()))
+        in_transaction = any(map(_in_transaction, [connection] if connection else _open_connections()))
         place = Place(len(self.places) + 1, when, what, shortened(detail), users_line(), in_transaction)
         self.places.append(place)
         self._at(self, place)
@@ -151,6 +151,13 @@ def foreign_calls_noticed() -> Iterator[None]:
 
 def _open_connections() -> list[BaseDatabaseWrapper]:
     return [connection for connection in connections.all(initialized_only=True) if connection.connection is not None]
+
+
+def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Ask the connection itself: Django has left its block already when it commits."""
+    if connection.vendor == "postgresql":
+        return bool(connection.connection.info.transaction_status)
+    return bool(getattr(connection.connection, "in_transaction", connection.in_atomic_block))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, Self
 from django.db import connections
 
 from idempotency import conf
-from idempotency.testing.attempts import Attempt
+from idempotency.testing.attempts import Attempt, may_be_held
 from idempotency.testing.comparing import GONE, Answer, Difference, Leaves, compare, random_paths
 from idempotency.testing.diagnosis import Finding, diagnose
 from idempotency.testing.observing import Died, Run, foreign_calls_noticed, observed
@@ -66,9 +66,7 @@ class Proof(Stage):
                 return
             self.report.skipped.append("two at once inside a transaction: SQLite has one writer")
         for expired in (False, True):
-            held = [
-                place for place in self._undisturbed.places if place.boundary and (in_transactions or not place.in_transaction)
-            ]
+            held = [place for place in self._undisturbed.places if may_be_held(place, in_transactions=in_transactions)]
             for first, place in enumerate(held):
                 second = 0
                 stopped = [True]
