@@ -1,7 +1,8 @@
 """A plugin of pytest for ``make conformance``: it runs the tests that bear numbers, and says of each number whether it holds.
 
-A number holds when it has a test and each of its tests passed; one that was skipped did not. Number 41 is the table of
-frameworks as a whole. What a test hands to ``record_property("counts", ...)`` is printed as it is.
+A number holds when it has tests that passed, and none that did not. A case that a kind of view cannot have is skipped, and does
+not count; one that is skipped for want of PostgreSQL did not pass. Number 41 is the table of frameworks as a whole. What a
+test hands to ``record_property("counts", ...)`` is printed as it is.
 
 PYTEST_DONT_REWRITE: it is imported before pytest.
 """
@@ -17,6 +18,8 @@ from tests.conformance.titles import TITLES
 FRAMEWORKS, EVERY_KIND_OF_VIEW = "tests/frameworks/", 41
 #: What is in these is run without a number too.
 FOLDERS = ("tests/conformance/", FRAMEWORKS, "tests/outside/")
+#: Why tests are skipped on another database.
+NO_POSTGRESQL = "needs PostgreSQL"
 #: Proved by suites of others, with counts of their own.
 OUTSIDE = {43: "stripe", 44: "idemkit", 45: "schemathesis"}
 
@@ -46,15 +49,15 @@ class Report:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note how one step of a test ended."""
         for number in _numbers(report.nodeid):
-            if report.outcome != "passed" or hasattr(report, "wasxfail"):
+            if hasattr(report, "wasxfail") or report.failed or (report.skipped and NO_POSTGRESQL in str(report.longrepr)):
                 self.not_passed[number].append(report.nodeid)
-            elif report.when == "call":
+            elif report.when == "call" and report.passed:
                 self.passed[number] += 1
             if report.when == "call":
                 self.counts[number] += [str(value) for name, value in report.user_properties if name == "counts"]
 
     def holds(self, number: int) -> bool:
-        """Whether the number has tests, and all of them passed."""
+        """Whether tests of the number passed, and none did not."""
         return bool(self.passed[number]) and not self.not_passed[number]
 
     def failed(self) -> int:
