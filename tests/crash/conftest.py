@@ -5,13 +5,12 @@ from collections.abc import Callable
 import pytest
 
 from idempotency.testing import Downstream
+from idempotency.testing.plugin import survives  # noqa: F401 - a fixture
 from tests.crash.views import systems
 from tests.models import Account
 
 #: The property of a test report that is a line of the table: what was tried, and what came of it.
 LINE = "crash kit"
-
-pytest_plugins = ["idempotency.testing.plugin"]
 
 
 @pytest.fixture

@@ -1,0 +1,39 @@
+"""What the kit has to say: where a request does not survive, why nothing can be proved, what was tried."""
+
+from dataclasses import dataclass, field
+
+from idempotency.testing.diagnosis import Finding
+from idempotency.testing.places import Place
+
+
+class DoesNotSurvive(AssertionError):
+    """After some course of events something is not as after an undisturbed request; ``findings`` say what, where and why."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        self.findings = findings
+        groups: dict[tuple[str, str], list[Finding]] = {}
+        for finding in findings:
+            groups.setdefault((finding.cause, finding.cure), []).append(finding)
+        parts = []
+        for number, same in enumerate(groups.values(), 1):
+            more = f"\n   The same in {len(same) - 1} other courses of events." if len(same) > 1 else ""
+            parts.append(f"{number}. {same[0]}{more}")
+        super().__init__("\n".join(["The request does not survive.", *parts]))
+
+
+class CannotProve(AssertionError):
+    """The undisturbed request is not fit for comparison; the message names what to change."""
+
+
+@dataclass
+class Report:
+    """What was tried: the places of the undisturbed request, the courses of events, and what was left out, with the reason."""
+
+    places: list[Place] = field(default_factory=list)
+    courses: int = 0
+    handed_over: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        text = f"{len(self.places)} places, {self.courses} courses of events, {self.handed_over} handed to a person"
+        return "; ".join([text, *self.skipped])

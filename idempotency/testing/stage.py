@@ -1,0 +1,129 @@
+"""The stage: the beginning that every course of events shares, and what clients and the completer do on it."""
+
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from django.core.signals import got_request_exception
+from django.db import transaction
+
+from idempotency import conf
+from idempotency.completer import complete_once
+from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet, ProcessedMessage
+from idempotency.testing.comparing import Answer, Leaves, leaves
+from idempotency.testing.downstream import effects_of, living
+from idempotency.testing.moved_time import age
+from idempotency.testing.observing import Run, observed
+from idempotency.testing.rows import Snapshot
+
+Send = Callable[[str], Any]
+#: So often does a client come back, each time after the lock has expired.
+_CLIENT_TRIES = 4
+#: These ask a client to come again.
+COME_BACK = (409, 425, 429)
+
+
+class Stage:
+    """A request, and the rows and fakes as they are before it."""
+
+    _snapshot: Snapshot
+    #: What an undisturbed request was answered.
+    _answer: Answer
+
+    def __init__(
+        self,
+        send: Send,
+        *,
+        effects: Callable[[], Any] | list[Any] | None = None,
+        reset: Callable[[], None] | None = None,
+        state: Callable[[], Any] | None = None,
+        ignore: Iterable[str] = (),
+    ) -> None:
+        self._send, self._effects, self._reset, self._state, self._ignore = send, effects, reset, state, set(ignore)
+        self._first_effects = list(effects) if isinstance(effects, list) else []
+        #: What ``key.derive()`` gave in this course of events.
+        self._derived: set[str] = set()
+
+    def _fresh(self) -> str:
+        """Begin anew: rows, effects, and a key that nobody has used."""
+        self._snapshot.restore()
+        if isinstance(self._effects, list):
+            self._effects[:] = self._first_effects
+        if self._reset is not None:
+            self._reset()
+        for fake in living():
+            fake.reset()
+        self._derived.clear()
+        return str(uuid.uuid4())
+
+    def _ask(self, key: str) -> Answer:
+        """Send the request; what its view raises is the error behind a 500, whether or not the client raises it too."""
+        raised: list[BaseException | None] = []
+        thread = threading.get_ident()
+
+        def note(**kwargs: Any) -> None:
+            if threading.get_ident() == thread:
+                raised.append(sys.exc_info()[1])
+
+        got_request_exception.connect(note)
+        try:
+            response = self._send(key)
+        except Exception as error:
+            return Answer(500, error=error)
+        finally:
+            got_request_exception.disconnect(note)
+        headers = response.headers
+        content = b"".join(response.streaming_content) if getattr(response, "streaming", False) else bytes(response.content)
+        return Answer(
+            response.status_code,
+            content,
+            headers.get("Content-Type", ""),
+            headers.get("Location", ""),
+            raised[-1] if raised and response.status_code >= 500 else None,
+        )
+
+    def _left(self, answer: Answer) -> Leaves:
+        return leaves(self._snapshot, answer, effects_of(self._effects), ignored=self._ignore, state=self._state)
+
+    def _retried(self, key: str) -> Answer:
+        """Send it again as a client does that got no answer: at once, and then after each wait until the lock has expired."""
+        for _ in range(_CLIENT_TRIES):
+            run = Run()
+            with observed(run):
+                answer = self._ask(key)
+            self._derived |= run.derived
+            again = answer.status in COME_BACK or answer.status >= 500
+            if answer.status == self._answer.status or not again or self._keys().stuck().exists():
+                break
+            self._age(conf.get().LOCK_TIMEOUT_SECONDS + 1)
+        return answer
+
+    def _completed(self, key: str) -> Answer:
+        """Let the completer finish it; the client, who comes later, finds the answer."""
+        limits = conf.get()
+        for _ in range(_CLIENT_TRIES):
+            waits = (limits.LOCK_TIMEOUT_SECONDS, limits.COMPLETER_MIN_AGE_SECONDS, limits.COMPLETER_IDLE_SECONDS)
+            self._age(max(waits) + 1)
+            run = Run()
+            with observed(run):
+                complete_once()
+            self._derived |= run.derived
+            if not self._keys().unfinished().exists():
+                break
+        return self._ask(key)
+
+    def _keys(self) -> IdempotencyKeyQuerySet:
+        """Return the keys of this course of events."""
+        return IdempotencyKeyQuerySet(IdempotencyKey).exclude(pk__in=self._snapshot.read[IdempotencyKey._meta.label])
+
+    def _messages(self) -> bool:
+        known = self._snapshot.read[ProcessedMessage._meta.label]
+        return ProcessedMessage.objects.exclude(pk__in=known).exists()
+
+    def _age(self, seconds: float) -> None:
+        """Let so much time pass for each key that no run is just writing to."""
+        with transaction.atomic():
+            free = list(self._keys().unfinished().select_for_update(skip_locked=True).values_list("pk", flat=True))
+            age(IdempotencyKey.objects.filter(pk__in=free), seconds)
