@@ -24,8 +24,8 @@ from idemkit.conformance import BackendConformance
 from idemkit.core.state import ClaimResult, ClaimResultType, State, StoredRecord
 
 from idempotency import claims, conf, keys
-from idempotency.exceptions import LockLost
 from idempotency.claims import Claim, ClaimedRequest, Outcome
+from idempotency.exceptions import LockLost
 from idempotency.models import STARTED, IdempotencyKey
 from idempotency.waiting import Patience
 
