@@ -1,9 +1,9 @@
 """The view of a request with what it is called with: a function, a method or a coroutine function, of Django or of DRF."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from inspect import iscoroutinefunction
+from inspect import isawaitable
 from typing import Any
 
 from asgiref.sync import async_to_sync
@@ -44,7 +44,7 @@ class Call:
                     owner = None  # whatever else it is may serve other requests too
                 if hasattr(owner, "initialize_request"):
                     raise RuntimeError("dispatch() of a Django REST framework view" + OUTSIDE)
-                if isinstance(owner, AccessMixin) and getattr(view, "__name__", "") == "dispatch":
+                if owner is not None and getattr(view, "__name__", "") == "dispatch" and access_is_checked_inside(type(owner)):
                     raise RuntimeError(f"dispatch() of {type(owner).__name__}, which checks access there" + OUTSIDE)
                 return cls(view, args, kwargs, seen, seen, owner)
             if hasattr(seen, "parser_context") and isinstance(inner := getattr(seen, "_request", None), HttpRequest):
@@ -53,8 +53,8 @@ class Call:
 
     def __call__(self) -> Any:
         """Call the view. A coroutine runs on the event loop, and its database calls in this thread, inside its transaction."""
-        view = async_to_sync(self.view) if iscoroutinefunction(self.view) else self.view
-        return view(*self.args, **self.kwargs)
+        response = self.view(*self.args, **self.kwargs)
+        return async_to_sync(_awaited)(response) if isawaitable(response) else response
 
     def response(self) -> HttpResponseBase:
         """Call the view and return its response with its body made."""
@@ -93,6 +93,10 @@ class Call:
         return [value for value in held if issubclass(type(value), models.Model)]
 
 
+async def _awaited(response: Awaitable[Any]) -> Any:
+    return await response
+
+
 @contextmanager
 def _kept_from_rollback() -> Iterator[None]:
     """Keep DRF's exception handler from marking the transaction around a test, of ``TestCase``, for rollback."""
@@ -101,6 +105,17 @@ def _kept_from_rollback() -> Iterator[None]:
             if connections[alias].in_atomic_block:
                 savepoints.enter_context(transaction.atomic(using=alias))
         yield
+
+
+def access_is_checked_inside(view_class: type) -> bool:
+    """Tell whether a decorated dispatch() of this class stands outside of a mixin that checks access in its own."""
+    decorated = False
+    for base in view_class.__mro__:
+        dispatch = vars(base).get("dispatch")
+        if decorated and dispatch is not None and issubclass(base, AccessMixin):
+            return True
+        decorated = decorated or hasattr(dispatch, "idempotency")
+    return False
 
 
 def rendered(response: HttpResponseBase) -> HttpResponseBase:

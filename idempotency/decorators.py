@@ -109,10 +109,16 @@ def idempotent(
         # Django REST framework says ``cls``; login_required and its like leave what LoginRequiredMiddleware reads.
         if hasattr(view, "cls") or (hasattr(view, "login_url") and hasattr(view, "redirect_field_name")):
             raise TypeError(f"{getattr(view, '__name__', view)}" + OUTSIDE)
+        if type(getattr(view, "__self__", None)).__module__.startswith("ninja."):
+            raise TypeError(f"{view.__self__.view_func.__name__}{OUTSIDE} Use idempotency.contrib.ninja.idempotent.")  # type: ignore[attr-defined]
 
         @wraps(view)
-        def protected(*args: Any, **kwargs: Any) -> HttpResponseBase:
-            return answer(Call.of(view, args, kwargs), options)
+        def protected(*args: Any, **kwargs: Any) -> Any:
+            call = Call.of(view, args, kwargs)
+            if getattr(call.owner, "view_is_async", False) and not iscoroutinefunction(view):
+                # dispatch() of a class with async handlers: what it returns is to be awaited.
+                return protected_async(*args, **kwargs)
+            return answer(call, options)
 
         @wraps(view)
         async def protected_async(*args: Any, **kwargs: Any) -> HttpResponseBase:

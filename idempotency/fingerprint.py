@@ -2,8 +2,9 @@
 
 JSON is compared by value: the order of an object's keys, white space, and ``1.0`` against ``1`` do not matter; the order of an
 array, and null against absent, do. A multipart body is compared by its fields and files, since each sending draws a new
-boundary. Everything else is compared by its bytes. What cannot be compared by value without losing something (a key given
-twice, a number that no double holds) is compared by its bytes too: two requests must never look alike when they are not.
+boundary. Everything else is compared by its bytes, and the same bytes as JSON and as text are two requests. What cannot be
+compared by value without losing something (a key given twice, a number that no double holds) is compared by its bytes too: two
+requests must never look alike when they are not.
 """
 
 import hashlib
@@ -115,7 +116,7 @@ def _multipart(request: HttpRequest, body: bytes | None) -> bytes:
     return json.dumps(
         [
             sorted(fields.lists(), key=itemgetter(0)),
-            [[name, [[file.name, file.content_type, _digest(file)] for file in of_name]] for name, of_name in named],
+            [[name, [_file(file) for file in of_name]] for name, of_name in named],
         ]
     ).encode()
 
@@ -126,6 +127,10 @@ def _parts(request: HttpRequest, body: bytes | None) -> tuple[QueryDict, "MultiV
     # Django leaves the parsing of other methods to the view, and the view must find them untouched.
     handlers = [load_handler(path, request) for path in settings.FILE_UPLOAD_HANDLERS]
     return MultiPartParser(request.META, BytesIO(body or b""), handlers, request.encoding or settings.DEFAULT_CHARSET).parse()
+
+
+def _file(file: "UploadedFile[Any]") -> list[str | None]:
+    return [file.name, file.content_type, file.charset, _digest(file)]
 
 
 def _digest(file: "UploadedFile[Any]") -> str:

@@ -291,7 +291,7 @@ class StagedJob(models.Model):
     queue = models.CharField(max_length=100, default="default")
     run_at = models.DateTimeField(db_default=Now(), help_text="Not before this is it handed over.")
     created_at = models.DateTimeField(db_default=Now())
-    attempts = models.PositiveIntegerField(default=0, help_text="Hand-overs that the broker refused.")
+    attempts = models.PositiveIntegerField(default=0, help_text="Hand-overs that did not settle it.")
     failed_at = models.DateTimeField(null=True, blank=True, help_text="Given up on: a person must look.")
     last_error = models.TextField(blank=True, default="")
     idempotency_key = models.ForeignKey(

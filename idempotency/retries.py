@@ -15,6 +15,7 @@ from django.utils.functional import SimpleLazyObject
 from idempotency import conf, problems
 from idempotency.calls import Call
 from idempotency.conf import Isolation
+from idempotency.keys import about
 from idempotency.transactions import backoff_seconds, retryable_failure
 
 logger = logging.getLogger("idempotency")
@@ -43,7 +44,13 @@ def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Isol
             unique_violations += failure == "unique"
             if failure is None or unique_violations > _UNIQUE_RETRIES:
                 raise
-            logger.info("a request is run again inside the process: %s", str(error).partition("\n")[0])
+            key = getattr(call.request, "idempotency_key", None)
+            logger.info(
+                "a request%s is run again inside the process: %s",
+                f" of key {key.key_hash}" if key is not None else "",
+                str(error).partition("\n")[0],
+                extra=about(key) if key is not None else None,
+            )
     raise problems.conflict()
 
 

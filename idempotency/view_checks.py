@@ -9,11 +9,11 @@ from inspect import getclosurevars, isfunction
 from typing import Any
 
 from django.conf import settings
-from django.contrib.auth.mixins import AccessMixin
 from django.core.checks import CheckMessage, Error, Warning, register
 from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 
 from idempotency import conf, scopes
+from idempotency.calls import access_is_checked_inside
 from idempotency.models import IdempotencyKey
 from idempotency.options import options_of
 from idempotency.policy import Protected, View, allowed_methods, protected_views, wrapped
@@ -38,8 +38,9 @@ def _mistakes(view: Protected) -> Iterator[CheckMessage]:
             id="idempotency.E005",
         )
     owner = _owner(view.callback)
-    checks_access = owner is not None and (issubclass(owner, AccessMixin) or hasattr(owner, "initialize_request"))
-    if checks_access and hasattr(owner.dispatch, "idempotency"):
+    if owner is not None and (
+        access_is_checked_inside(owner) or (hasattr(owner, "initialize_request") and hasattr(owner.dispatch, "idempotency"))
+    ):
         yield Error(
             f"{view.path}: @idempotent on dispatch() of {owner.__qualname__} stands outside of the check of who may call it, "
             "so each request is refused.",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.contrib.auth.decorators import login_required, permission_required
 from django.contrib.auth.mixins import LoginRequiredMixin
 from django.http import HttpRequest, HttpResponse
@@ -92,3 +93,33 @@ def test_an_exception_is_put_before_the_handler_of_the_framework_once(serve: Ser
     assert sender.send().status_code == 403
     assert len(asked) == 1
     assert not IdempotencyKey.objects.exists()
+
+
+@method_decorator(idempotent, name="dispatch")
+class DecoratedBelow(View):
+    def post(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse("done")
+
+
+class ChecksAccessAbove(LoginRequiredMixin, DecoratedBelow):
+    pass
+
+
+def test_decorator_below_the_access_check_of_a_mixin_is_right(serve: Serve, sender: Sender) -> None:
+    serve(view=ChecksAccessAbove.as_view())
+    assert [sender.send().content for _ in range(2)] == [b"done", b"done"]
+    assert IdempotencyKey.objects.count() == 1
+    sender.client.logout()
+    assert sender.send().status_code == 302
+
+
+def test_dispatch_of_async_handlers_can_be_decorated(serve: Serve, sender: Sender) -> None:
+    @method_decorator(idempotent, name="dispatch")
+    class Async(View):
+        async def post(self, request: HttpRequest) -> HttpResponse:
+            await sync_to_async(request.idempotency_key.refresh_from_db)()
+            return HttpResponse("done")
+
+    serve(view=Async.as_view())
+    assert [sender.send().content for _ in range(2)] == [b"done", b"done"]
+    assert IdempotencyKey.objects.count() == 1

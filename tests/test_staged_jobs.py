@@ -43,7 +43,7 @@ def test_list_shows_failed_jobs_first_with_their_errors(capsys):
     waiting, given_up = StagedJobFactory(), failed(job_name="shop.jobs.poison")
     call_command("staged_jobs", "list")
     first, second = capsys.readouterr().out.splitlines()
-    assert first == f"failed  {given_up.pk}  10 refusals  {given_up.queue}  shop.jobs.poison  ValueError: it cannot"
+    assert first == f"failed  {given_up.pk}  10 attempts  {given_up.queue}  shop.jobs.poison  ValueError: it cannot"
     assert second.startswith("due ")
     assert str(waiting.pk) in second
     call_command("staged_jobs", "list", "--failed", "--limit", "5")

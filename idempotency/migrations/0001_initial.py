@@ -87,7 +87,7 @@ class Migration(migrations.Migration):
                 ('queue', models.CharField(default='default', max_length=100)),
                 ('run_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), help_text='Not before this is it handed over.')),
                 ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
-                ('attempts', models.PositiveIntegerField(default=0, help_text='Hand-overs that the broker refused.')),
+                ('attempts', models.PositiveIntegerField(default=0, help_text='Hand-overs that did not settle it.')),
                 ('failed_at', models.DateTimeField(blank=True, help_text='Given up on: a person must look.', null=True)),
                 ('last_error', models.TextField(blank=True, default='')),
                 ('idempotency_key', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.SET_NULL, related_name='staged_jobs', to='idempotency.idempotencykey')),

@@ -19,7 +19,7 @@ from ninja.streaming import JSONL
 from ninja.throttling import AnonRateThrottle
 from pytest_django import Settings
 
-from idempotency import scopes
+from idempotency import decorators, scopes
 from idempotency.completer import CompletePass, complete_once
 from idempotency.contrib.ninja import idempotent
 from idempotency.models import IdempotencyKey
@@ -348,6 +348,11 @@ def test_other_decorators_of_an_operation_stay(serve: Serve, client: Client) -> 
 def test_what_is_no_operation_is_refused() -> None:
     with pytest.raises(TypeError, match="decorate_view"):
         idempotent(lambda request: None)
+
+
+def test_decorator_of_other_views_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"idempotency\.contrib\.ninja"):
+        add_entries(new_api(), decorators.idempotent)
 
 
 def test_stream_is_refused() -> None:

@@ -62,7 +62,7 @@ class Command(BaseCommand):
         for job in jobs[: options["limit"]]:
             state = "failed" if job.failed_at else f"due {job.run_at.isoformat(timespec='seconds')}"
             error = " ".join(job.last_error.split())[:120]
-            self.stdout.write(f"{state}  {job.pk}  {job.attempts} refusals  {job.queue}  {job.job_name}  {error}".rstrip())
+            self.stdout.write(f"{state}  {job.pk}  {job.attempts} attempts  {job.queue}  {job.job_name}  {error}".rstrip())
 
     def retry(self, using: str, options: dict[str, Any]) -> None:
         self._conclude("made due again", retry_jobs(_chosen(options), using=using), options)
