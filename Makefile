@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo serve test conformance fuzz proof lint clean
+.PHONY: demo soak serve test conformance fuzz proof lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -15,6 +15,11 @@ set-up = @$(MAKE) -s .venv/$(2).stamp || { echo "$(1): FAILED 2"; exit 2; }
 demo:
 	$(call set-up,demo,demo)
 	@exec $(PY) manage.py demo
+
+# MINUTES (10) of bookings under every fault there is; SEED to run one again.
+soak:
+	$(call set-up,soak,demo)
+	@exec $(PY) manage.py soak
 
 serve:
 	$(call set-up,serve,demo)

@@ -7,12 +7,24 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo import payments
-from rides_demo.models import Receipt, Ride, User
+from rides_demo.models import RIDE_AMOUNT, AuditRecord, Receipt, Ride, User
+from rides_demo.simulated_clients import Outcome
 
 POLL_SECONDS = 0.2
+COORDINATES = ("origin_lat", "origin_lon", "target_lat", "target_lon")
+
+
+class Charge(NamedTuple):
+    """A successful charge, as Stripe lists it or as the ride that records it would have it."""
+
+    id: str
+    ride: str
+    customer: str
+    amount: int = RIDE_AMOUNT
 
 
 @dataclass
@@ -25,13 +37,22 @@ class Books:
     #: Charged rides that no webhook has marked as paid.
     unpaid_rides: int = 0
     unfinished_keys: int = 0
-    #: Charges that no ride knows, and charge ids of rides that Stripe does not know.
+    #: Charges that no ride records as Stripe has them (its id, ride, customer, amount), and those of rides that Stripe has not.
     unmatched_charges: int = 0
     #: Rides of a key beyond the first, and charged rides of a declined card.
     surplus_rides: int = 0
     staged_jobs: int = 0
     #: Answers that the contract does not allow, replays with other bytes among them.
     wrong_answers: int = 0
+    #: Answers that clients saw and that are not what is stored, byte for byte.
+    changed_answers: int = 0
+    #: Rides that are not what their client asked for: another rider, another place.
+    changed_rides: int = 0
+    #: Rides without exactly one audit record, and receipts of rides that nobody was promised.
+    unaudited_rides: int = 0
+    surplus_receipts: int = 0
+    #: Keys that are stuck beyond those whose charge Stripe has stored a failure for.
+    unexplained_stuck: int = 0
 
     stuck_keys: int = 0
     #: Keys that more than one run worked on, and those among them that the completer took up.
@@ -45,7 +66,7 @@ class Books:
     findings: list[str] = field(default_factory=list)
 
     #: How many of the fields above must be 0.
-    MUST_BE_ZERO = 9
+    MUST_BE_ZERO = 14
 
     @property
     def right(self) -> bool:
@@ -71,13 +92,13 @@ class Ledger:
         self.keys = IdempotencyKey.objects.filter(idempotency_key__startswith=prefix)
         self.rides = Ride.objects.filter(idempotency_key__in=self.keys)
         self.riders = User.objects.filter(api_token_hash__in=[User.hash_token(token) for token in tokens])
-        self._charged_before = {charge for charge, _ in self._charges()}
+        self._charged_before = set(self._charges())
 
-    def _charges(self) -> list[tuple[str, str]]:
-        """Return each successful charge of the riders, as Stripe lists it, and the ride that it names."""
+    def _charges(self) -> list[Charge]:
+        """Return each successful charge of the riders, as Stripe lists it."""
         client = payments.stripe_client()
         return [
-            (charge.id, payments.ride_id_of(charge))
+            Charge(charge.id, payments.ride_id_of(charge), customer, charge.amount)
             for customer in self.riders.values_list("stripe_customer_id", flat=True)
             for charge in client.v1.charges.list({"customer": customer, "limit": 100}).auto_paging_iter()
             if charge.status == "succeeded"
@@ -108,7 +129,7 @@ class Ledger:
         return charged.filter(paid_at__isnull=True) if self.webhooks else charged.none()
 
     def check(self, booked: dict[str, int], wrong_answers: list[str]) -> Books:
-        """Return the books; ``booked`` are the rides of the 201s that clients saw, by key."""
+        """Return the books; ``booked`` are the rides of the 201s that clients saw, by key. See ``check_log`` for the rest."""
         books = Books(wrong_answers=len(wrong_answers), findings=list(wrong_answers))
         books.keys = self.keys.count()
         books.stuck_keys = self.keys.stuck().count()
@@ -119,6 +140,13 @@ class Ledger:
         books.receipts = Receipt.objects.filter(ride__in=self.rides).count()
         books.missing_receipts = self._without_receipt().count()
         books.unpaid_rides = self._unpaid().count()
+        books.surplus_receipts = (
+            Receipt.objects.filter(ride__in=self.rides).exclude(ride__idempotency_key__response_code=201).count()
+        )
+        records = Counter(
+            AuditRecord.objects.filter(action="ride.created", resource_type="ride").values_list("resource_id", flat=True)
+        )
+        books.unaudited_rides = sum(records[ride] != 1 for ride in self.rides.values_list("pk", flat=True))
         self._check_rides(books, booked)
         self._check_charges(books)
         return books
@@ -135,14 +163,42 @@ class Ledger:
         books.findings += [f"lost: the ride of the key {key}" for key in sorted(set(lost))]
 
     def _check_charges(self, books: Books) -> None:
-        charges = {charge: ride for charge, ride in self._charges() if charge not in self._charged_before}
-        recorded = set(self.rides.filter(stripe_charge_id__isnull=False).values_list("stripe_charge_id", flat=True))
-        per_ride = Counter(charges.values())
+        charges = set(self._charges()) - self._charged_before
+        rides = self.rides.filter(stripe_charge_id__isnull=False)
+        rows = rides.values_list("stripe_charge_id", "pk", "user__stripe_customer_id")
+        recorded = {Charge(charge, str(ride), customer) for charge, ride, customer in rows}
+        per_ride = Counter(charge.ride for charge in charges)
         books.charges = len(charges)
         books.double_charges = sum(count - 1 for count in per_ride.values())
         books.findings += [f"double: ride {ride} was charged {count} times" for ride, count in per_ride.items() if count > 1]
-        unmatched = recorded ^ charges.keys()
+        unmatched = recorded ^ charges
         books.unmatched_charges = len(unmatched)
-        books.findings += [f"unmatched: the charge {charge}" for charge in sorted(unmatched)]
+        books.findings += [f"unmatched: {charge}" for charge in sorted(unmatched)]
         refused = self.rides.filter(stripe_charge_id__isnull=False, idempotency_key__response_code=402).count()
         books.surplus_rides += refused
+
+    def check_log(self, books: Books, outcomes: Iterable[Outcome], stored_failures: int) -> None:
+        """Hold what each client sent and saw against the rows; ``stored_failures`` charges have failed at Stripe for good."""
+        stored = {key: (code, bytes(body or b"")) for key, code, body in self._answers()}
+        rides = {ride.idempotency_key.idempotency_key: ride for ride in self.rides.select_related("user", "idempotency_key")}
+        for outcome in outcomes:
+            booking, answer = outcome.booking, outcome.answer
+            if outcome.label in ("201", "402") and stored.get(booking.key) != (answer.status_code, answer.content):
+                books.changed_answers += 1
+                books.findings.append(
+                    f"changed: {booking.key} was answered {answer.text[:200]}, stored {stored.get(booking.key)}"
+                )
+            ride = rides.get(booking.key)
+            if ride and (
+                ride.user.api_token_hash != User.hash_token(booking.token)
+                or any(float(getattr(ride, name)) != booking.body[name] for name in COORDINATES)
+            ):
+                books.changed_rides += 1
+                books.findings.append(f"changed: the ride {ride.pk} of {booking.key} is not what was asked for")
+        stuck = self.keys.stuck().values_list("idempotency_key", "recovery_point", "stuck_reason")
+        if books.stuck_keys > stored_failures:
+            books.unexplained_stuck = books.stuck_keys - stored_failures
+            books.findings += [f"stuck: {key} at {point}: {reason}" for key, point, reason in stuck]
+
+    def _answers(self):
+        return self.keys.finished().values_list("idempotency_key", "response_code", "response_body").iterator()

@@ -3,8 +3,10 @@
 import json
 import socket
 import threading
+import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +16,8 @@ from idempotency.client import Retries, make_client
 
 #: One try ends before the lock of its key does.
 TRY_SECONDS = 8.0
+#: What Date may differ from the time here, before the server's clock is wrong.
+CLOCK_SECONDS = 1800
 RETRIES = Retries(deadline_seconds=75, first_pause_seconds=0.4, longest_pause_seconds=3)
 
 
@@ -45,6 +49,11 @@ class Outcome:
         if self.answer is None:
             return "went away" if self.booking.kind == "gone" else "gave up"
         return str(self.answer.status_code)
+
+    def log_line(self) -> str:
+        """Return all that the client knows, for the log of the clients."""
+        answer = None if self.answer is None else self.answer.text
+        return json.dumps(asdict(self.booking) | {"outcome": self.label, "tries": self.tries, "answer": answer})
 
 
 @dataclass
@@ -177,6 +186,7 @@ class Phones:
         lines = ["POST /rides HTTP/1.1", f"Host: {self.address.netloc}", f"Content-Length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in _headers(booking).items()]
         request = "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+        self.tally.count("raw")
         try:
             with socket.create_connection((self.address.hostname, self.address.port), TRY_SECONDS) as connection:
                 connection.sendall(request[: -len(body) // 2] if when == "cut-request" else request)
@@ -202,6 +212,8 @@ class _Tries(httpx.BaseTransport):
             tally.count(f"no answer: {type(error).__name__}")
             raise
         tally.count(f"answer {answer.status_code}")
+        if "Date" in answer.headers and _is_far_off(answer.headers["Date"]):
+            tally.count("fault wrong-clock, answers")
         if answer.status_code == 500:
             # Another try may end well; that it was needed is a mistake of the service.
             tally.complain(self._outcome.booking, f"500 {answer.text[:200]}")
@@ -218,6 +230,10 @@ def _headers(booking: Booking) -> dict[str, str]:
         "Content-Type": "application/json",
         "Idempotency-Key": f'"{booking.key}"',
     }
+
+
+def _is_far_off(date: str) -> bool:
+    return abs(parsedate_to_datetime(date).timestamp() - time.time()) > CLOCK_SECONDS
 
 
 def _is_stuck(answer: httpx.Response) -> bool:

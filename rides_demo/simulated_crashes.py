@@ -17,13 +17,15 @@ import psutil
 
 from rides_demo.simulated_clients import CannotSimulate
 
-KILL_WEB, KILL_WORKER = "kill-web", "kill-worker"
-#: Who dies under which fault. The server "web" stays: one of its workers, its children, dies.
+KILL_WEB, KILL_SERVER, KILL_WORKER = "kill-web", "kill-server", "kill-worker"
+#: Who dies under which fault. Of "kill-web" it is one of the workers of the server, its children; of "kill-server" all of them.
 VICTIMS = {
     KILL_WEB: "web",
     "kill-enqueuer": "enqueuer",
     KILL_WORKER: "worker",
     "kill-completer": "completer",
+    "kill-reaper": "reaper",
+    KILL_SERVER: "web",
     "restart-postgres": "postgres",
     "restart-redis": "redis",
 }
@@ -60,8 +62,13 @@ class Crashes:
         return _soon(lambda: self._kill_one() if fault == KILL_WEB else self._kill(fault), RESTART_SECONDS)
 
     def _kill_one(self) -> list[str]:
+        worker = self.web_worker()
+        return [KILL_WEB] if worker and _end([worker])[0] else []
+
+    def web_worker(self) -> psutil.Process | None:
+        """Return one of the web workers that are there at the moment."""
         workers = _children(self._running(VICTIMS[KILL_WEB]))
-        return [KILL_WEB] if workers and _end([self._chance.choice(workers)])[0] else []
+        return self._chance.choice(workers) if workers else None
 
     def _kill(self, fault: str) -> list[str]:
         name = VICTIMS[fault]

@@ -7,120 +7,40 @@ import json
 import random
 import threading
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import httpx
 
 from rides_demo.simulated_clients import Booking, CannotSimulate, Outcome, Phones, Tally
-from rides_demo.simulated_crashes import KILL_WEB, KILL_WORKER, VICTIMS, Crashes
+from rides_demo.simulated_crashes import Crashes
+from rides_demo.simulated_plan import CUT_REPLIES, DOWN, EVENTS, FAULTS, KINDS, SOAK_FAULTS, STRIPE_DOWN, STRIPE_FAULTS, Plan
+from rides_demo.simulated_proxy import cut_replies, cuts
+from rides_demo.simulated_vanishing import VANISH, Vanishing
 
-#: What may go wrong with a client, by fault: the kinds of booking, and how many of a hundred bookings are of each.
-CLIENT_FAULTS = {
-    "duplicates": {"duplicates": 12},
-    "cut": {"cut-request": 6, "cut-before": 8, "cut-after": 6},
-    "gone": {"gone": 4},
-    "mismatch": {"mismatch": 4},
-    "decline": {"declined": 10},
-}
-KINDS = ("plain", *(kind for kinds in CLIENT_FAULTS.values() for kind in kinds))
-STRIPE_FAULTS, STRIPE_DOWN = "stripe-faults", "stripe-down"
-#: What strikes around the clients, by fault: how many times in a run.
-EVENTS = {
-    STRIPE_DOWN: 2,
-    KILL_WEB: 6,
-    "kill-enqueuer": 2,
-    KILL_WORKER: 2,
-    "kill-completer": 2,
-    "restart-postgres": 2,
-    "restart-redis": 2,
-}
-FAULTS = (*CLIENT_FAULTS, STRIPE_FAULTS, *EVENTS)
-#: More web workers in a longer run.
-KILLS_PER_BOOKING = 1 / 80
+__all__ = ["EVENTS", "FAULTS", "KINDS", "SOAK_FAULTS", "STRIPE_DOWN", "STRIPE_FAULTS", "Plan", "Simulation"]
 
-#: What Stripe does under "stripe-faults", to so many of its requests. A stored 500 after the charge is found by the charge's
-#: metadata; one without a charge (``500_begun``) needs a person, so it is not here.
-WEATHER = [
-    {"fault": "slow", "probability": 0.06, "seconds": 0.6},
-    {"fault": "429", "probability": 0.04},
-    {"fault": "500_before", "probability": 0.04},
-    {"fault": "500_after", "probability": 0.03},
-    {"fault": "cut_before", "probability": 0.04},
-    {"fault": "cut_after", "probability": 0.06},
-]
-DOWN = [{"fault": "down", "path": "/"}]
 DOWN_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will happen: the bookings in their order, and after which of them what goes wrong around them."""
-
-    prefix: str
-    bookings: tuple[Booking, ...]
-    #: The faults that strike around them, each when so many bookings have begun; in their order.
-    events: tuple[tuple[int, str], ...]
-    weather: list[dict[str, object]]
-
-    @classmethod
-    def draw(cls, requests: int, faults: Collection[str], seed: int) -> "Plan":
-        """Draw a plan from ``seed``; only the prefix of the keys is new each time, so that two runs do not meet."""
-        chance = random.Random(seed)
-        prefix = f"sim-{uuid.uuid4().hex[:12]}-"
-        weights = {kind: n for fault, kinds in CLIENT_FAULTS.items() if fault in faults for kind, n in kinds.items()}
-        kinds = [*weights, "plain"]
-        drawn = chance.choices(kinds, [*weights.values(), 100 - sum(weights.values())], k=requests)
-        bookings = tuple(
-            Booking(
-                key=f"{prefix}{number:06d}",
-                kind=kind,
-                token="demo-joe" if kind == "declined" else chance.choice(("demo-jane", "demo-max")),
-                body={
-                    name: round(chance.uniform(-limit, limit), 6)
-                    for name, limit in (("origin_lat", 90), ("origin_lon", 180), ("target_lat", 90), ("target_lon", 180))
-                },
-            )
-            for number, kind in enumerate(drawn)
-        )
-        counts = EVENTS | {KILL_WEB: max(EVENTS[KILL_WEB], int(requests * KILLS_PER_BOOKING))}
-        chosen = {fault: count for fault, count in counts.items() if fault in faults}
-        events = sorted((at, fault) for fault, count in chosen.items() for at in _positions(chance, requests, count))
-        return cls(prefix, bookings, tuple(events), WEATHER if STRIPE_FAULTS in faults else [])
-
-    @property
-    def crashes(self) -> set[str]:
-        """The faults among the events that end a process."""
-        return {fault for _, fault in self.events if fault in VICTIMS}
-
-    @property
-    def needs_sandbox(self) -> bool:
-        """Whether Stripe is to fail on demand."""
-        return bool(self.weather) or any(fault == STRIPE_DOWN for _, fault in self.events)
-
-
-def _positions(chance: random.Random, requests: int, count: int) -> tuple[int, ...]:
-    """Spread ``count`` events over the first nine tenths of the run."""
-    step = 0.9 * requests / count
-    return tuple(int(step * (number + chance.uniform(0.2, 1))) for number in range(count))
+#: What takes so long that others strike meanwhile.
+LONG = (STRIPE_DOWN, VANISH)
 
 
 class Simulation:
     """One run of a plan."""
 
     def __init__(self, plan: Plan, base_url: str, *, stripe_url: str | None, run_dir: Path, seed: int) -> None:
-        self.plan, self.stripe_url = plan, stripe_url
-        self._chance = random.Random(seed)
-        self.crashes = Crashes(run_dir, self._chance)
+        self.plan, self.stripe_url, self.run_dir = plan, stripe_url, run_dir
+        self.crashes = Crashes(run_dir, random.Random(seed))
         self.tally = Tally()
         self.phones = Phones(base_url, self.tally)
         self.outcomes: list[Outcome] = []
-        self._started = 0
+        self.vanishing = Vanishing(Crashes(run_dir, random.Random(seed + 1)), self._ended_within)
+        self._pauses = random.Random(seed + 2)
+        self._bookings = iter(plan.bookings)
+        self._started, self._began, self._ended = 0, 0.0, False
         self._moved = threading.Condition()
         self._control = httpx.Client(timeout=10, trust_env=False)
 
@@ -128,23 +48,56 @@ class Simulation:
         """Play every booking with ``concurrency`` clients at once; ``progress`` is told how many are done."""
         self.phones.check_service()
         self.crashes.check(self.plan.crashes)
-        struck_before = self._set_weather(self.plan.weather)
+        struck_before, cut_before = self._set_weather(self.plan.weather), Counter(cuts(self.run_dir))
+        self._began = time.monotonic()
         try:
-            with ThreadPoolExecutor(concurrency) as pool, ThreadPoolExecutor(1) as stage:
-                directed = stage.submit(self._direct)
-                try:
-                    for done, outcome in enumerate(pool.map(self._play, self.plan.bookings), start=1):
-                        self.outcomes.append(outcome)
-                        progress(done)
-                finally:
-                    with self._moved:
-                        self._started = len(self.plan.bookings)
-                        self._moved.notify_all()
-                directed.result()
+            with cut_replies(self.run_dir) if CUT_REPLIES in self.plan.due else nullcontext():
+                self._play_all(concurrency, progress)
         finally:
             struck = self._set_weather([]) - struck_before
         for kind, count in struck.items():
             self.tally.counts[f"fault stripe {kind}"] += count
+        for route, count in (Counter(cuts(self.run_dir)) - cut_before).items():
+            self.tally.counts[f"fault cut-replies of {route}"] += count
+
+    def _play_all(self, concurrency: int, progress: Callable[[int], None]) -> None:
+        with ThreadPoolExecutor(concurrency) as pool, ThreadPoolExecutor(2) as stage:
+            directed = [stage.submit(self._direct, of_lane) for of_lane in (lambda f: f not in LONG, lambda f: f in LONG)]
+            clients = [pool.submit(self._client, progress) for _ in range(concurrency)]
+            try:
+                # The first error ends it: without its faults, or a client, the rest would prove nothing.
+                wait([*directed, *clients], return_when=FIRST_EXCEPTION)
+            finally:
+                self._end()
+            for task in [*directed, *clients]:
+                task.result()
+
+    def _client(self, progress: Callable[[int], None]) -> None:
+        """Play one booking after the other, as long as there are some."""
+        while (booking := self._next()) is not None:
+            outcome = self.phones.play(booking)
+            with self._moved:
+                self.outcomes.append(outcome)
+                progress(len(self.outcomes))
+
+    def _next(self) -> Booking | None:
+        seconds = self.plan.seconds
+        with self._moved:
+            if self._ended or (seconds is not None and time.monotonic() >= self._began + seconds):
+                return None
+            self._started += 1
+            self._moved.notify_all()
+            return next(self._bookings, None)
+
+    def _end(self) -> None:
+        with self._moved:
+            self._ended = True
+            self._moved.notify_all()
+
+    def _ended_within(self, seconds: float) -> bool:
+        """Wait so many seconds, or until the simulation ends; return whether it did."""
+        with self._moved:
+            return self._moved.wait_for(lambda: self._ended, seconds)
 
     def replay(self, concurrency: int) -> None:
         """Send each settled booking once more: the same bytes must come, marked as a replay."""
@@ -170,28 +123,33 @@ class Simulation:
         self.phones.close()
         self._control.close()
 
-    def _play(self, booking: Booking) -> Outcome:
-        with self._moved:
-            self._started += 1
-            self._moved.notify_all()
-        return self.phones.play(booking)
-
-    def _direct(self) -> None:
+    def _direct(self, mine: Callable[[str], bool]) -> None:
+        """Let the faults of one lane strike, each at its time."""
         for position, fault in self.plan.events:
-            with self._moved:
-                self._moved.wait_for(lambda at=position: self._started > at)
-            # Not at the moment at which a request begins, but in the midst of some.
-            time.sleep(self._chance.uniform(0, 0.1))
-            if fault == STRIPE_DOWN:
-                self._outage()
-                continue
-            for struck in self.crashes.strike(fault):
-                self.tally.count(f"fault {struck}")
+            if mine(fault) and self._await(position):
+                # Not at the moment at which a request begins, but in the midst of some.
+                time.sleep(self._pauses.uniform(0, 0.1))
+                for struck in self._strike(fault):
+                    self.tally.count(f"fault {struck}")
 
-    def _outage(self) -> None:
+    def _await(self, position: float) -> bool:
+        """Wait for the position of an event; return whether anything is left that it could strike."""
+        if self.plan.seconds is not None:
+            return not self._ended_within(self._began + position - time.monotonic())
+        with self._moved:
+            self._moved.wait_for(lambda: self._started > position or self._ended)
+            return True
+
+    def _strike(self, fault: str) -> list[str]:
+        if fault == STRIPE_DOWN:
+            return self._outage()
+        return self.vanishing.strike() if fault == VANISH else self.crashes.strike(fault)
+
+    def _outage(self) -> list[str]:
         self._set_weather(DOWN)
         time.sleep(DOWN_SECONDS)
         self._set_weather(self.plan.weather)
+        return [STRIPE_DOWN]
 
     def webhooks(self) -> dict[str, int]:
         """Return what the sandbox has counted of its webhooks; nothing when it sends none, or is not ours."""

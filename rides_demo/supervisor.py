@@ -37,16 +37,23 @@ class Supervisor:
 
     ``say`` gets each line that a process writes, with its name before it. ``environment`` is added to that of the processes.
     Services that the environment names (``DATABASE_URL``, ``REDIS_URL``, ``STRIPE_API_BASE``, or a ``STRIPE_API_KEY`` of a real
-    account) are used and not started.
+    account) are used and not started. ``through`` is told the variable and the URL of each service that is started, and returns
+    the URL that the processes use: that of a proxy, for one.
     """
 
     def __init__(
-        self, folder: Path, port: int, *, say: Callable[[str], None], environment: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        port: int,
+        *,
+        say: Callable[[str], None],
+        environment: Mapping[str, str] | None = None,
+        through: Callable[[str, str], str] = lambda variable, url: url,
     ) -> None:
         self.folder, self.port, self.url = folder.resolve(), port, f"http://127.0.0.1:{port}"
         self.environment = {**os.environ, **(environment or {})}
         self.processes: dict[str, Process] = {}
-        self._say = say
+        self._say, self._through = say, through
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
         self._due: dict[str, float] = {}
@@ -106,7 +113,7 @@ class Supervisor:
                 started = service(self.folder / name)
                 self.processes[name] = started
                 started.start()
-                given[variable] = started.url
+                given[variable] = self._through(variable, started.url)
         if not (given.get("STRIPE_API_BASE") or given.get("STRIPE_API_KEY")):
             port = sandbox_port(self.port)
             port = port if port_is_free(port) else free_port()

@@ -6,8 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from django.core.management.base import BaseCommand, CommandParser
@@ -29,6 +29,7 @@ SHORT = {
 
 
 class Command(BaseCommand):
+    name = "demo"
     help = "Start every process on free ports in a folder of its own, book rides through faults, check the books, stop all."
     requires_system_checks: list[str] = []
 
@@ -44,7 +45,7 @@ class Command(BaseCommand):
         began = time.monotonic()
         log = None
         try:
-            folder = Path(tempfile.mkdtemp(prefix="rides-demo-"))
+            folder = Path(tempfile.mkdtemp(prefix=f"rides-{self.name}-"))
             log = folder / "processes.log"
             status = self._simulate(folder, log, json, options)
         except (ProcessError, OSError) as error:
@@ -56,10 +57,10 @@ class Command(BaseCommand):
         self.stdout.write(f"took {time.monotonic() - began:.0f} seconds")
         if status:
             self.stdout.write(f"what the processes wrote: {log}")
-            self.stdout.write(f"demo: FAILED {status}")
+            self.stdout.write(f"{self.name}: FAILED {status}")
             sys.exit(status)
         shutil.rmtree(folder, ignore_errors=True)
-        self.stdout.write("demo: ok")
+        self.stdout.write(f"{self.name}: ok")
 
     def _simulate(self, folder: Path, log_file: Path, report: Path | None, options: dict[str, object]) -> int:
         with log_file.open("w", buffering=1) as log:
@@ -69,19 +70,33 @@ class Command(BaseCommand):
                 with suppress(OSError, ValueError):
                     log.write(line + "\n")
 
-            environment = SHORT | {"SANDBOX_SEED": str(options["seed"])} | os.environ
-            supervisor = Supervisor(folder, free_port(), say=say, environment=environment)
             self.stdout.write("starting PostgreSQL, Redis, the Stripe sandbox, web, enqueuer, worker, completer, reaper")
-            with supervisor:
+            with self.service(folder, say, options) as supervisor:
                 self.stdout.write(f"ready: {supervisor.url}/")
                 self.stdout.flush()
-                faults = within_reach(supervisor.processes) if options["faults"] == "all" else str(options["faults"])
                 command = manage(
-                    "simulate", "--base-url", supervisor.url, "--run-dir", str(folder), "--faults", faults,
-                    "--requests", str(options["requests"]), "--concurrency", str(options["concurrency"]),
+                    "simulate", "--run-dir", str(folder), "--concurrency", str(options["concurrency"]),
                     "--seed", str(options["seed"]), *(["--json", str(report.resolve())] if report else []),
+                    *self.arguments(supervisor, options),
                 )  # fmt: skip
-                return subprocess.run(command, env=supervisor.environment, cwd=BASE_FOLDER, check=False).returncode
+                environment = supervisor.environment | self.direct(supervisor)
+                return subprocess.run(command, env=environment, cwd=BASE_FOLDER, check=False).returncode
+
+    def service(
+        self, folder: Path, say: Callable[[str], None], options: dict[str, object]
+    ) -> AbstractContextManager[Supervisor]:
+        """Return what runs in ``folder`` as long as it is entered."""
+        environment = SHORT | {"SANDBOX_SEED": str(options["seed"])} | os.environ
+        return Supervisor(folder, free_port(), say=say, environment=environment)
+
+    def arguments(self, supervisor: Supervisor, options: dict[str, object]) -> list[str]:
+        """Return what the simulator is told of its own."""
+        faults = within_reach(supervisor.processes) if options["faults"] == "all" else str(options["faults"])
+        return ["--base-url", supervisor.url, "--faults", faults, "--requests", str(options["requests"])]
+
+    def direct(self, supervisor: Supervisor) -> dict[str, str]:
+        """Return what differs in the environment of the simulator from that of the processes."""
+        return {}
 
 
 def within_reach(processes: Collection[str]) -> str:

@@ -1,0 +1,84 @@
+"""``manage.py soak``: the demo for minutes, under every fault there is; then the books."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from django.core.management.base import CommandParser
+
+from rides_demo.management.commands import demo
+from rides_demo.management.commands.simulate import minutes
+from rides_demo.services import free_port, postgres_url, socket_folder
+from rides_demo.simulated_plan import SOAK_FAULTS, WRONG_CLOCK
+from rides_demo.simulated_proxy import Proxies, Route
+from rides_demo.supervisor import Supervisor
+
+#: Of what is sent back at once, so much is cut. A request has one or two replies of the web server, a dozen of PostgreSQL, and
+#: dozens of Redis with its receipt.
+CUT_PROBABILITY = {"http": 0.01, "postgres": 0.0005, "redis": 0.001}
+
+
+class Command(demo.Command):
+    name = "soak"
+    help = "Start every process, book rides for minutes while everything fails that can, check the books, stop all."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument(
+            "--minutes", type=minutes, default=os.environ.get("MINUTES") or "10", help="default: MINUTES, or 10"
+        )
+        parser.add_argument("--concurrency", type=int, default=16)
+        parser.add_argument("--faults", default="all")
+        parser.add_argument("--seed", type=int, default=os.environ.get("SEED") or None, help="default: SEED, or a new one")
+        parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the report there too")
+
+    def handle(self, *args: object, **options: object) -> None:
+        if options["seed"] is None:
+            options["seed"] = random.SystemRandom().randrange(10**6)
+        self.again = f"MINUTES={options['minutes']:g} SEED={options['seed']} make soak"
+        self.stdout.write(f"to run this again: {self.again}")
+        super().handle(*args, **options)
+
+    @contextmanager
+    def service(self, folder: Path, say: Callable[[str], None], options: dict[str, object]) -> Iterator[Supervisor]:
+        """Run the processes behind proxies, one of the web workers with a clock that is wrong."""
+        chosen = str(options["faults"]).split(",")
+        environment = demo.SHORT | {"SANDBOX_SEED": str(options["seed"]), "WEB_WORKERS": "3"} | os.environ
+        if {"all", WRONG_CLOCK} & {*chosen}:
+            environment["GUNICORN_CMD_ARGS"] = "--config python:rides_demo.simulated_clock"
+        port, proxy_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{proxy_port}"
+        near, redis = folder / "proxies", socket_folder(folder / "redis") / "redis.sock"
+        self.urls = {"DATABASE_URL": postgres_url(near), "REDIS_URL": f"unix://{quote(str(near))}/redis.sock"}
+        postgres = socket_folder(folder / "postgres") / ".s.PGSQL.5432"
+        near.mkdir()
+        routes = [
+            Route("http", proxy_port, port, CUT_PROBABILITY["http"]),
+            Route("postgres", near / postgres.name, postgres, CUT_PROBABILITY["postgres"]),
+            Route("redis", near / redis.name, redis, CUT_PROBABILITY["redis"]),
+        ]
+        supervisor = Supervisor(folder, port, say=say, environment=environment, through=self._through)
+        self._direct: dict[str, str] = {}
+        with Proxies(folder, routes, int(str(options["seed"]))), supervisor:
+            yield supervisor
+
+    def _through(self, variable: str, url: str) -> str:
+        self._direct[variable] = url
+        return self.urls[variable]
+
+    def arguments(self, supervisor: Supervisor, options: dict[str, object]) -> list[str]:
+        """Return what the simulator is told of its own."""
+        faults = str(options["faults"])
+        if faults == "all":
+            faults = ",".join((demo.within_reach(supervisor.processes), *SOAK_FAULTS))
+        log = supervisor.folder / "clients.jsonl"
+        return [
+            "--base-url", self.url, "--faults", faults, "--minutes", str(options["minutes"]), "--log", str(log),
+            "--drain-seconds", "120",
+        ]  # fmt: skip
+
+    def direct(self, supervisor: Supervisor) -> dict[str, str]:
+        """Let the checker read the database itself, not through the proxy."""
+        return self._direct
