@@ -17,7 +17,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from idempotency.models import IdempotencyKey
 from idempotency.signals import phase_committed
-from idempotency.testing.places import Place, What, When, shortened, users_line
+from idempotency.testing.places import KEYS, Place, What, When, shortened, users_line
 
 
 class Died(BaseException):
@@ -45,7 +45,7 @@ class Run:
         if self.dead:
             raise Died
         in_transaction = any(map(_in_transaction, [connection] if connection else _open_connections()))
-        place = Place(len(self.places) + 1, when, what, shortened(detail), users_line(), in_transaction)
+        place = Place(len(self.places) + 1, when, what, shortened(detail), users_line(), in_transaction, KEYS in detail)
         self.places.append(place)
         self._at(self, place)
 

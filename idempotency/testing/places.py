@@ -16,7 +16,7 @@ from idempotency.models import IdempotencyKey
 When = Literal["before", "after"]
 What = Literal["statement", "COMMIT", "foreign call", "response"]
 
-_KEYS = IdempotencyKey._meta.db_table
+KEYS = IdempotencyKey._meta.db_table
 #: What is nobody's view: this app, Django, the standard library, whatever is installed.
 _LIBRARIES = tuple(
     f"{Path(folder).resolve()}/"
@@ -43,11 +43,13 @@ class Place:
     #: File, line and function of the user's code.
     line: str
     in_transaction: bool
+    #: Whether it is a statement on the keys: outside of a transaction, the claim.
+    of_key: bool
 
     @property
     def boundary(self) -> bool:
         """Whether a phase begins or ends here, a foreign call does, or the key was claimed: where two runs can get mixed up."""
-        claim = self.when == "after" and self.what == "statement" and _KEYS in self.detail and not self.in_transaction
+        claim = self.when == "after" and self.what == "statement" and self.of_key and not self.in_transaction
         return self.number == 1 or self.what != "statement" or claim
 
     def __str__(self) -> str:
