@@ -144,7 +144,7 @@ def send(request: pytest.FixtureRequest) -> Send:
         (409, {"Retry-After": "0"}, b""),
         problem(409, True),
         problem(400, True),
-        (409, PROBLEM | {"Content-Encoding": "gzip"}, gzip.compress(b'{"retryable": true}')),
+        (409, PROBLEM | {"Content-Encoding": "gzip"}, gzip.compress(b'{"retryable": true}', mtime=0)),
     ],
     ids=str,
 )
