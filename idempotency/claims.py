@@ -14,7 +14,7 @@ from typing import Any
 
 from django.db import Error, connections
 
-from idempotency import conf, sql
+from idempotency import sql
 from idempotency.keys import key_as_read
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, random_seed
 from idempotency.rows import execute, fetch, key_of_row, statements, token_parameter
@@ -263,5 +263,4 @@ def _lock_parameters(request: ClaimedRequest) -> dict[str, Any]:
         "lock": int.from_bytes(key_hash[:8], "big", signed=True),
         "mark_key": int.from_bytes(key_hash[8:], "big", signed=True),
         "mark_request": int.from_bytes(request_hash, "big", signed=True),
-        "lock_ms": str(conf.get().LOCK_TIMEOUT_SECONDS * 1000),
     }

@@ -105,7 +105,7 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
         return response
 
     try:
-        return retried(lambda: attempt(call.response), call, level)
+        return retried(lambda: attempt(call.response), call, options.level)
     except Exception as error:
         answer = _answer_to(error, call)
         if answer is None:
@@ -113,7 +113,7 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
         if not http.is_stored(answer):
             return answer
         # As under ATOMIC_REQUESTS, what the view wrote before it raised is rolled back; its answer alone is stored.
-        return retried(lambda: attempt(lambda: answer), call, level)
+        return retried(lambda: attempt(lambda: answer), call, options.level)
 
 
 def _phased(call: Call, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
@@ -148,7 +148,7 @@ def _run_phased(
     try:
         if key.recovery_point not in run.order:
             raise _UnknownPoint(_unknown_point(key))
-        return retried(attempt, call, conf.get().PHASE_ISOLATION)
+        return retried(attempt, call, lambda: run.level)
     except LockLost:
         # Another claim took over. What this run committed before is the other's to build on; it has the say now.
         _release(key, "This run lost its key, or does not know how far it came.", using=using)

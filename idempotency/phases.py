@@ -19,7 +19,7 @@ from idempotency.contexts import either_context
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
 from idempotency.runs import PhasedRun, run_of
-from idempotency.transactions import durable_transaction, limit_idle_time
+from idempotency.transactions import durable_transaction
 
 
 class AtomicPhase:
@@ -113,9 +113,8 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
     phase = AtomicPhase(run)
     run.in_phase = True
     try:
-        level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation
-        with durable_transaction(level, using=run.using):
-            limit_idle_time(run.using)
+        level = run.level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation
+        with durable_transaction(level, using=run.using, lock_timeout=True):
             # First in the line: what a later hook of the view raises does not undo the COMMIT.
             transaction.on_commit(phase.note, using=run.using)
             yield phase

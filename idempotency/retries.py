@@ -20,15 +20,15 @@ from idempotency.transactions import backoff_seconds, retryable_failure
 
 logger = logging.getLogger("idempotency")
 
-#: A unique violation under SERIALIZABLE may be a race, and is tried again so often; then it is the view's own mistake.
+#: A unique violation above READ COMMITTED may be a race, and is tried again so often; then it is the view's own mistake.
 _UNIQUE_RETRIES = 2
 
 
-def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Isolation | None) -> HttpResponseBase:
+def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Callable[[], Isolation | None]) -> HttpResponseBase:
     """Make the attempt, again after each serialization failure, with the request as it was before the first.
 
-    Each failed attempt was rolled back; what it did outside the database it does again. Raises Problem ``conflict`` after
-    SERIALIZATION_RETRIES.
+    ``isolation`` tells the level of the transaction that failed. Each failed attempt was rolled back; what it did outside the
+    database it does again. Raises Problem ``conflict`` after SERIALIZATION_RETRIES.
     """
     before = _State(call)
     unique_violations = 0
@@ -40,7 +40,7 @@ def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Isol
         try:
             return attempt()
         except Exception as error:
-            failure = retryable_failure(error, isolation)
+            failure = retryable_failure(error, isolation())
             unique_violations += failure == "unique"
             if failure is None or unique_violations > _UNIQUE_RETRIES:
                 raise

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from django.http import HttpRequest, HttpResponseBase
 
-from idempotency import http
+from idempotency import conf, http
 from idempotency.calls import Call
 from idempotency.exceptions import PhaseDidNotAdvance
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
@@ -25,6 +25,8 @@ class PhasedRun:
         self.using = using
         self.started = False
         self.in_phase = False
+        #: The isolation of the last phase that was begun.
+        self.level = conf.get().PHASE_ISOLATION
         #: The names of the foreign calls that this run has behind it.
         self.called: set[str] = set()
         self._phases_committed = 0

@@ -3,14 +3,17 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import psycopg
 from django.db import connections, transaction
-from django.db.backends.utils import CursorWrapper
-from django.db.utils import Error, InterfaceError, OperationalError
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import CursorWrapper, debug_transaction
+from django.db.utils import Error, InterfaceError, InternalError, OperationalError
 from psycopg import IsolationLevel
-from psycopg.pq import TransactionStatus
+from psycopg.errors import error_from_result
+from psycopg.pq import DiagnosticField, ExecStatus
 
 from idempotency import conf
 from idempotency.conf import Isolation
@@ -46,40 +49,57 @@ def refuse_outer_transaction(using: str) -> None:
 
 
 @contextmanager
-def durable_transaction(isolation: Isolation | None, *, using: str) -> Iterator[None]:
+def durable_transaction(isolation: Isolation | None, *, using: str, lock_timeout: bool = False) -> Iterator[None]:
     """Run the block in a transaction of its own at the level ``isolation``; None is the connection's own level.
 
-    On return it is committed. On an exception it is rolled back. The level is set on the psycopg connection, which puts it
-    into BEGIN and costs no statement, and the former one is restored. Inside ``TestCase`` it is a savepoint, at the level of
-    the transaction around the test.
+    On return it is committed. On an exception it is rolled back. The database ends it, and its locks, once its host has been
+    silent for the lock timeout of a key: one that vanishes would hold them until TCP gives up, which may take hours.
+    ``lock_timeout``: no statement in it waits longer than that for a lock. Inside ``TestCase`` it is a savepoint, at the level
+    of the transaction around the test.
     """
     if isolation not in (None, *_LEVELS):
         raise ValueError(f"isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not {isolation!r}.")
     refuse_outer_transaction(using)
-    # Django never forgets the error that once broke a transaction of this connection, and names it as the cause of later ones.
-    connections[using].rollback_exc = None  # type: ignore[attr-defined]
-    with _isolated(isolation, using), transaction.atomic(using=using, durable=True):
-        yield
-
-
-@contextmanager
-def _isolated(isolation: Isolation | None, using: str) -> Iterator[None]:
     connection = connections[using]
-    if isolation is None or connection.vendor != "postgresql" or connection.in_atomic_block:
-        yield
-        return
-    if connection.connection is not None and connection.connection.closed:
-        connection.close()
-    connection.ensure_connection()
-    psycopg_connection = connection.connection
-    former = psycopg_connection.isolation_level
-    psycopg_connection.isolation_level = _LEVELS[isolation]
+    # Django never forgets the error that once broke a transaction of this connection, and names it as the cause of later ones.
+    connection.rollback_exc = None  # type: ignore[attr-defined]
+    if connection.vendor == "postgresql" and not connection.in_atomic_block:
+        if connection.connection is not None and connection.connection.closed:
+            connection.close()  # Django opens another one.
+        vars(connection)[_BEGIN_HOOK] = partial(_begin, connection, isolation, lock_timeout)
     try:
-        yield
+        with transaction.atomic(using=using, durable=True):
+            yield
     finally:
-        # A connection that broke inside is closed, and its level with it.
-        if psycopg_connection.info.transaction_status == TransactionStatus.IDLE:
-            psycopg_connection.isolation_level = former
+        vars(connection).pop(_BEGIN_HOOK, None)
+
+
+#: What ``atomic()`` calls, where a connection has it, to begin a transaction. Django's own backends use it for SQLite.
+_BEGIN_HOOK = "_start_transaction_under_autocommit"
+
+
+def _begin(connection: BaseDatabaseWrapper, isolation: Isolation | None, lock_timeout: bool) -> None:
+    """Begin a transaction with its level and its limits, in one round trip: each costs as much as a small statement."""
+    del vars(connection)[_BEGIN_HOOK]  # for this transaction alone
+    own: psycopg.Connection[Any] = connection.connection
+    level = _LEVELS[isolation] if isolation is not None else own.isolation_level
+    milliseconds = conf.get().LOCK_TIMEOUT_SECONDS * 1000
+    text = (
+        "BEGIN"
+        + (f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else "")
+        + f"; SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"
+        + (f"; SET LOCAL lock_timeout = {milliseconds}" if lock_timeout else "")
+    )
+    with debug_transaction(connection, text), connection.wrap_database_errors:
+        # psycopg would send a BEGIN of its own before the first statement, and takes one that is sent already.
+        own.autocommit = False
+        result = own.pgconn.exec_(text.encode())
+        if result.status != ExecStatus.COMMAND_OK:
+            # As psycopg's own cursors do: what has no SQLSTATE is a connection that broke.
+            told = result.error_field(DiagnosticField.SQLSTATE)
+            error = error_from_result(result) if told else psycopg.OperationalError(own.pgconn.get_error_message())
+            connection.close()
+            raise error
 
 
 @contextmanager
@@ -106,33 +126,18 @@ def own_cursor(using: str) -> Iterator[CursorWrapper]:
         yield cursor
 
 
-def limit_idle_time(using: str) -> None:
-    """Let the database end this transaction, and its locks, once its host has been silent for the lock timeout.
-
-    A host that vanishes would hold its row locks until TCP gives up, which may take hours.
-    """
-    connection = connections[using]
-    if connection.vendor == "postgresql":
-        milliseconds = str(conf.get().LOCK_TIMEOUT_SECONDS * 1000)
-        with own_cursor(using) as cursor:
-            cursor.execute(
-                "SELECT set_config('idle_in_transaction_session_timeout', %s, true), set_config('lock_timeout', %s, true)",
-                [milliseconds, milliseconds],
-            )
-
-
 def retryable_failure(error: BaseException | None, isolation: Isolation | None) -> Literal["serialization", "unique"] | None:
     """Tell whether the same work may succeed on another try: "serialization", "unique", or None if not.
 
-    "unique" is a unique violation under SERIALIZABLE, which ``get_or_create`` raises there where a lower level would have
-    waited and found the row: worth another try or two, but it may be the view's own mistake.
+    "unique" is a unique violation above READ COMMITTED, which ``get_or_create`` raises there where that level would have waited
+    and found the row: worth another try or two, but it may be the view's own mistake.
     """
     while error is not None:
         if isinstance(error, Error):
             sqlstate = getattr(error.__cause__, "sqlstate", None)
             if sqlstate in _RETRYABLE_SQLSTATES or (sqlstate is None and "database is locked" in str(error)):
                 return "serialization"
-            if sqlstate == _UNIQUE_VIOLATION and isolation == "serializable":
+            if sqlstate == _UNIQUE_VIOLATION and isolation in ("repeatable read", "serializable"):
                 return "unique"
         error = error.__cause__
     return None
@@ -147,7 +152,8 @@ def connection_lost(error: BaseException, using: str) -> bool:
         return any(word in str(error) for word in ("locked", "disk", "unable to open"))
     # The error decides: by now Django may have opened a new connection. A cut line has no SQLSTATE to tell.
     sqlstate = getattr(error.__cause__, "sqlstate", None)
-    cut = sqlstate is None and isinstance(error, OperationalError | InterfaceError)
+    # PgBouncer tells psycopg of a lost server by two results where it expects one.
+    cut = sqlstate is None and isinstance(error, OperationalError | InterfaceError | InternalError)
     lost = cut or (sqlstate or "").startswith(_LOST_SQLSTATES)
     if lost and not connection.in_atomic_block:
         connection.close()
@@ -156,4 +162,4 @@ def connection_lost(error: BaseException, using: str) -> bool:
 
 def backoff_seconds(attempt: int) -> float:
     """Return how long to wait before try ``attempt`` (from 1), with full jitter so that rivals do not meet again."""
-    return random.uniform(0, min(0.002 * 2**attempt, 0.25))
+    return random.uniform(0, min(0.002 * 2**attempt, 0.25))  # nosec B311  # spreads retries; no secret
