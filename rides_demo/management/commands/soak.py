@@ -37,8 +37,7 @@ class Command(demo.Command):
     def handle(self, *args: object, **options: object) -> None:
         if options["seed"] is None:
             options["seed"] = random.SystemRandom().randrange(10**6)
-        self.again = f"MINUTES={options['minutes']:g} SEED={options['seed']} make soak"
-        self.stdout.write(f"to run this again: {self.again}")
+        self.stdout.write(f"to run this again: MINUTES={options['minutes']:g} SEED={options['seed']} make soak")
         super().handle(*args, **options)
 
     @contextmanager
@@ -50,10 +49,10 @@ class Command(demo.Command):
             environment["GUNICORN_CMD_ARGS"] = "--config python:rides_demo.simulated_clock"
         port, proxy_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{proxy_port}"
-        near, redis = folder / "proxies", socket_folder(folder / "redis") / "redis.sock"
-        self.urls = {"DATABASE_URL": postgres_url(near), "REDIS_URL": f"unix://{quote(str(near))}/redis.sock"}
-        postgres = socket_folder(folder / "postgres") / ".s.PGSQL.5432"
-        near.mkdir()
+        near = socket_folder(folder / "proxies")
+        near.mkdir(mode=0o700, exist_ok=True)
+        self.urls = {"DATABASE_URL": postgres_url(folder / "proxies"), "REDIS_URL": f"unix://{quote(str(near))}/redis.sock"}
+        postgres, redis = socket_folder(folder / "postgres") / ".s.PGSQL.5432", socket_folder(folder / "redis") / "redis.sock"
         routes = [
             Route("http", proxy_port, port, CUT_PROBABILITY["http"]),
             Route("postgres", near / postgres.name, postgres, CUT_PROBABILITY["postgres"]),
