@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test conformance fuzz proof lint clean
+.PHONY: demo soak serve test test-pools conformance fuzz proof lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -33,6 +33,18 @@ test:
 	step env DATABASE_URL=sqlite:///$(CURDIR)/.run/core.sqlite3 $(PY) -m pytest -m "not postgres and not murphy" $(PYTEST_ARGS); \
 	$(call end,test)
 
+CORE := $(addprefix tests/,test_keys.py test_decorators.py test_phases.py test_foreign_calls.py test_abandonment.py \
+	test_completer.py test_reaper.py test_enqueuer.py test_jobs.py test_inbox.py test_http.py test_scopes.py test_async.py \
+	test_hard_cases.py test_hard_cases_messages.py test_isolation.py conformance)
+
+# The core behind Django's connection pool, then behind PgBouncer in transaction mode.
+test-pools:
+	$(call set-up,test-pools,test)
+	@$(steps); \
+	step env RIDES_TEST_POOL=1 $(PY) -m pytest -m "not murphy" $(CORE) $(PYTEST_ARGS); \
+	step env RIDES_TEST_PGBOUNCER=1 $(PY) -m pytest -m "not murphy" $(CORE) $(PYTEST_ARGS); \
+	$(call end,test-pools)
+
 # Each number of the contract as a line, and what the suites of others say.
 conformance:
 	$(call set-up,conformance,test)
@@ -53,6 +65,7 @@ proof:
 	step env DATABASE_URL=sqlite:///$(CURDIR)/.run/crash.sqlite3 $(PY) -m tests.crash.table $(PYTEST_ARGS); \
 	$(call end,proof)
 
+# On stderr bandit warns of each nosec that some other part of the same statement did not need.
 lint:
 	$(call set-up,lint,lint)
 	@$(steps); \
@@ -60,6 +73,7 @@ lint:
 	step $(PY) -m ruff format --check; \
 	step $(PY) -m mypy; \
 	step .venv/bin/lint-imports; \
+	step sh -c '$(PY) -m bandit --quiet --recursive idempotency 2>/dev/null'; \
 	step env DATABASE_URL=sqlite://:memory: $(PY) manage.py makemigrations --check --dry-run; \
 	$(call end,lint)
 

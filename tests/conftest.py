@@ -12,13 +12,28 @@ from django.conf import settings
 
 from rides_demo.processes import ProcessError
 from rides_demo.services import Postgres, Redis, free_port
+from tests import pgbouncer
 from tests.serving import sender, serve  # noqa: F401 - fixtures
 
 POSTGRES = pytest.StashKey[Postgres]()
+PGBOUNCER = pytest.StashKey[pgbouncer.PgBouncer]()
+
+#: What a test asks of a connection of its own, and a pooler keeps for itself.
+NOT_BEHIND_A_POOLER = {
+    "test_threads_stop_between_keys_and_leave_no_connection": "a pooler keeps its connections to the server",
+    "test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default": "it sets what belongs to a session",
+}
+NOT_WITH_A_POOL = {
+    "test_18_database_that_is_not_reachable_is_a_503_and_the_view_does_not_run": "the pool has connections to the old address",
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start PostgreSQL where the settings say it is; the workers of pytest-xdist find it running."""
+    behind_pgbouncer = os.environ.get("RIDES_TEST_PGBOUNCER") == "1"
+    if behind_pgbouncer:
+        # PgBouncer holds connections, with which no database can be dropped; the folder of the run goes anyway.
+        config.option.reuse_db = True
     if hasattr(config, "workerinput") or "RIDES_TEST_POSTGRES" not in os.environ or config.option.collectonly:
         return
     _remove_what_killed_runs_left()
@@ -27,6 +42,15 @@ def pytest_configure(config: pytest.Config) -> None:
         server.start()
     except ProcessError as error:
         raise pytest.UsageError(str(error)) from None
+    if behind_pgbouncer:
+        _start_pgbouncer(config, server)
+
+
+def _start_pgbouncer(config: pytest.Config, server: Postgres) -> None:
+    try:
+        config.stash[PGBOUNCER] = pgbouncer.start(settings.TEST_FOLDER / "pgbouncer", server.sockets)
+    except pgbouncer.NotToBeHad as error:
+        pytest.exit(f"skipped behind PgBouncer: {error}", 0)
 
 
 def _remove_what_killed_runs_left() -> None:
@@ -38,6 +62,8 @@ def _remove_what_killed_runs_left() -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Stop PostgreSQL and remove what the run left."""
+    if PGBOUNCER in config.stash:
+        config.stash[PGBOUNCER].stop()
     if POSTGRES in config.stash:
         config.stash[POSTGRES].stop()
     if not hasattr(config, "workerinput") and "TEST_FOLDER" in dir(settings):
@@ -45,12 +71,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs PostgreSQL when the run is on another database."""
+    """Skip what needs PostgreSQL when the run is on another database, and behind a pooler what looks past it."""
     if "postgresql" in settings.DATABASES["default"]["ENGINE"]:
+        _skip_behind_poolers(items)
         return
     for item in items:
         if item.get_closest_marker("postgres") or item.get_closest_marker("murphy"):
             item.add_marker(pytest.mark.skip(reason="needs PostgreSQL"))
+
+
+def _skip_behind_poolers(items: list[pytest.Item]) -> None:
+    pool = os.environ.get("RIDES_TEST_POOL") == "1"
+    left_out = NOT_WITH_A_POOL if pool else {}
+    if pool or os.environ.get("RIDES_TEST_PGBOUNCER") == "1":
+        left_out = left_out | NOT_BEHIND_A_POOLER
+    for item in items:
+        if reason := left_out.get(getattr(item, "originalname", item.name)):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,8 @@
-"""Settings of the tests: those of the demo, on services of their own unless ``DATABASE_URL`` / ``REDIS_URL`` name others."""
+"""Settings of the tests: those of the demo, on services of their own unless ``DATABASE_URL`` / ``REDIS_URL`` name others.
+
+``RIDES_TEST_PGBOUNCER=1`` puts PgBouncer in transaction mode before the PostgreSQL of its own; ``RIDES_TEST_POOL=1`` lets
+Django keep a pool of connections.
+"""
 
 import os
 import tempfile
@@ -11,7 +15,8 @@ os.environ["RIDES_RUN_FOLDER"] = str(TEST_FOLDER / os.environ.get("PYTEST_XDIST_
 if "DATABASE_URL" not in os.environ:
     from rides_demo.services import postgres_url
 
-    os.environ["DATABASE_URL"] = postgres_url(TEST_FOLDER / "postgres")
+    _bouncer = os.environ.get("RIDES_TEST_PGBOUNCER") == "1"
+    os.environ["DATABASE_URL"] = postgres_url(TEST_FOLDER / ("pgbouncer" if _bouncer else "postgres"))
     os.environ["RIDES_TEST_POSTGRES"] = "embedded"
 
 from rides_demo.settings import *  # noqa: E402, F403
@@ -26,5 +31,11 @@ if "sqlite" in DATABASES["default"]["ENGINE"]:
     # In a file: threads need connections of their own, and one in memory is shared.
     TEST_FOLDER.mkdir(parents=True, exist_ok=True)
     DATABASES["default"]["TEST"] = {"NAME": str(TEST_FOLDER / "test.sqlite3")}
+elif os.environ.get("RIDES_TEST_PGBOUNCER") == "1":
+    # PgBouncer knows no prepared statements in this mode before 1.21; a cursor in the server would need a session.
+    DATABASES["default"]["DISABLE_SERVER_SIDE_CURSORS"] = True
+    DATABASES["default"]["OPTIONS"]["prepare_threshold"] = None
+if os.environ.get("RIDES_TEST_POOL") == "1":
+    DATABASES["default"]["OPTIONS"]["pool"] = {"min_size": 1, "max_size": 80}
 # Only what the tests look at.
 LOGGING["root"]["level"] = "WARNING"
