@@ -166,7 +166,7 @@ class _Call:
 
     def _pause(self, asked: float) -> float | None:
         doubled = self._retries.first_pause_seconds * 2 ** min(self._tries - 1, 30)
-        pause = asked + random.uniform(0, min(doubled, self._retries.longest_pause_seconds))
+        pause = asked + random.uniform(0, min(doubled, self._retries.longest_pause_seconds))  # nosec B311  # spreads retries; no secret
         return pause if time.monotonic() + pause < self._deadline else None
 
 

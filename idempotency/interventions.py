@@ -166,7 +166,7 @@ def _change(
     if rotate:
         changes = f"claim_token = %(token)s, {changes}"
     statement = (
-        f"UPDATE {sql.TABLE} AS k SET {changes}, history = {text.dialect.append_event} "
+        f"UPDATE {sql.TABLE} AS k SET {changes}, history = {text.dialect.append_event} "  # nosec B608  # see the noqa above
         f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition} RETURNING scope, idempotency_key"
     )
     parameters |= {

@@ -35,7 +35,7 @@ class Patience:
             connection = connections[self._using]
             if self._pause > _FIRST_WAIT_SECONDS and not connection.in_atomic_block:
                 connection.close()
-            time.sleep(min(left, random.uniform(self._pause / 2, self._pause)))
+            time.sleep(min(left, random.uniform(self._pause / 2, self._pause)))  # nosec B311  # spreads waiters; no secret
             self._pause = min(self._pause * 2, _LONGEST_WAIT_SECONDS)
         finally:
             with self._lock:

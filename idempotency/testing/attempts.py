@@ -55,7 +55,7 @@ class Attempt:
         self._thread.join(_LIMIT_SECONDS)
         if self._failure is not None:
             raise self._failure
-        assert self.answer is not None, "an attempt did not come to its end"
+        assert self.answer is not None, "an attempt did not come to its end"  # nosec B101  # of the test kit
         return self.answer
 
     def _at(self, run: Run, place: Place) -> None:

@@ -53,7 +53,7 @@ class Table:
         connection = connections[self.alias]
         table, pk = map(connection.ops.quote_name, (self.model._meta.db_table, str(self.model._meta.pk.column)))
         with connection.cursor() as cursor:
-            cursor.execute(f"SELECT {self.columns} FROM {table} ORDER BY {pk}")  # noqa: S608
+            cursor.execute(f"SELECT {self.columns} FROM {table} ORDER BY {pk}")  # noqa: S608  # nosec B608  # quoted names of the models' own
             return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in cursor.fetchall()]
 
     def replace(self, rows: list[tuple[Any, ...]]) -> None:
@@ -63,9 +63,9 @@ class Table:
         table = quote(self.model._meta.db_table)
         places = ", ".join(["%s"] * len(self.fields))
         with connection.cursor() as cursor:
-            cursor.execute(f"DELETE FROM {table}")  # noqa: S608
+            cursor.execute(f"DELETE FROM {table}")  # noqa: S608  # nosec B608  # quoted names of the models' own
             if rows:
-                cursor.executemany(f"INSERT INTO {table} ({self.columns}) VALUES ({places})", rows)  # noqa: S608
+                cursor.executemany(f"INSERT INTO {table} ({self.columns}) VALUES ({places})", rows)  # noqa: S608  # nosec B608  # quoted names of the models' own
 
     def read(self) -> Rows:
         """Return the rows as Python sees them."""
