@@ -1,0 +1,1 @@
+"""Mutation testing of the claim, the fence and the phases: ``make mutants``, in half an hour, outside CI."""

@@ -1,0 +1,161 @@
+"""Makes the mutants: small bugs, one each, in the modules that money depends on.
+
+Cosmic Ray makes those of Python's operators. It neither leaves a statement out nor reads SQL: both are done here.
+"""
+
+import ast
+import marshal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import ndiff
+
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
+
+MODULES = ("idempotency/claims.py", "idempotency/keys.py", "idempotency/phases.py")
+SQL_MODULE = "idempotency/sql.py"
+#: Left out of Cosmic Ray's: what it makes of ``X | None`` in annotations and of the bare ``*`` of a signature.
+OPERATORS = (
+    *("AddNot", "ReplaceUnaryOperator_Delete_Not", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue"),
+    *("ReplaceAndWithOr", "ReplaceOrWithAnd", "ReplaceContinueWithBreak", "ZeroIterationForLoop"),
+    *("ReplaceComparisonOperator_Is_IsNot", "ReplaceComparisonOperator_IsNot_Is"),
+    *("ReplaceComparisonOperator_Eq_NotEq", "ReplaceComparisonOperator_NotEq_Eq"),
+    *("ReplaceComparisonOperator_Gt_GtE", "ReplaceComparisonOperator_LtE_Lt", "ReplaceComparisonOperator_LtE_Gt"),
+    *("ReplaceBinaryOperator_Add_Sub", "ReplaceBinaryOperator_Sub_Add"),
+    *("NumberReplacer", "ExceptionReplacer", "RemoveDecorator"),
+)
+#: Bugs in the texts of the statements: what stands there, once, and what stands there instead.
+SQL = (
+    ("k.id = %(id)s AND k.claim_token = %(token)s", "k.id = %(id)s"),
+    ('_REACHED = "k.recovery_point = %(reached)s"', '_REACHED = "(true OR k.recovery_point = %(reached)s)"'),
+    ("(k.stuck_at IS NULL OR k.stuck_code = '{UNKNOWN_RECOVERY_POINT}')", "(k.stuck_at IS NULL)"),
+    ("(k.stuck_at IS NULL OR k.stuck_code = '{UNKNOWN_RECOVERY_POINT}')", "(true)"),
+    ("\"stuck_at = NULL, stuck_code = '', stuck_reason = ''\"", '"stuck_at = k.stuck_at"'),
+    ("(k.locked_at IS NULL OR k.locked_at < {", "(k.locked_at IS NULL OR k.locked_at > {"),
+    ("(k.locked_at IS NULL OR k.locked_at < {", "(k.locked_at < {"),
+    ('f"COALESCE(k.finished_at < {', 'f"COALESCE(k.finished_at > {'),
+    ('f"COALESCE(k.finished_at < {', 'f"COALESCE(k.created_at < {'),
+    ("(k.finished_at IS NULL AND k.request_fingerprint", "(k.request_fingerprint"),
+    ("k.request_fingerprint = %(request_fingerprint)s AND {self.unlocked} ", "{self.unlocked} "),
+    (
+        "k.request_fingerprint = %(request_fingerprint)s AND {self.unlocked} ",
+        "k.request_fingerprint = %(request_fingerprint)s ",
+    ),
+    ('f"AND {_NOT_STUCK} AND {dialect.known_point})"', 'f"AND {dialect.known_point})"'),
+    ('f"AND {_NOT_STUCK} AND {dialect.known_point})"', 'f"AND {_NOT_STUCK})"'),
+    ('SET claim_token = excluded.claim_token, locked_at = {self.now}, "', 'SET locked_at = {self.now}, "'),
+    ('SET claim_token = excluded.claim_token, locked_at = {self.now}, "', 'SET claim_token = excluded.claim_token, "'),
+    ("last_run_at = {self.now}, attempts = k.attempts + 1, {_CLEAR_STUCK}", "attempts = k.attempts + 1, {_CLEAR_STUCK}"),
+    ("last_run_at = {self.now}, attempts = k.attempts + 1, {_CLEAR_STUCK}", "last_run_at = {self.now}, {_CLEAR_STUCK}"),
+    (
+        "last_run_at = {self.now}, attempts = k.attempts + 1, {_CLEAR_STUCK}",
+        "last_run_at = {self.now}, attempts = k.attempts + 1",
+    ),
+    ('"ELSE pg_try_advisory_xact_lock(%(lock)s) END"', '"ELSE true END"'),
+    ("THEN (SELECT met.claimable FROM met) ", "THEN true "),
+    ("met WHERE NOT met.expired) THEN", "met) THEN"),
+    ("WHEN NOT pg_try_advisory_xact_lock(%(mark_key)s, %(mark_request)s) THEN 'same' ", ""),
+    ("WHEN NOT pg_try_advisory_xact_lock(%(lock)s) THEN 'other' ELSE", "ELSE"),
+    ("SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at", "SET locked_at = {self.now}, last_run_at"),
+    ("claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at", "claim_token = %(claim_token)s, last_run_at"),
+    (
+        "k.id = %(id)s AND k.finished_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} ",
+        "k.id = %(id)s AND {self.unlocked} AND {_NOT_STUCK} ",
+    ),
+    (
+        "k.id = %(id)s AND k.finished_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} ",
+        "k.id = %(id)s AND k.finished_at IS NULL AND {_NOT_STUCK} ",
+    ),
+    (
+        "k.id = %(id)s AND k.finished_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} ",
+        "k.id = %(id)s AND k.finished_at IS NULL AND {self.unlocked} ",
+    ),
+    ("(%(early)s OR k.next_run_at IS NULL OR", "(k.next_run_at IS NULL OR"),
+    ("OR k.next_run_at <= {self.now}) RETURNING", "OR true) RETURNING"),
+    ("k.scope = %(scope)s AND {self.expired}", "k.scope = %(scope)s"),
+    ("k.scope = %(scope)s AND {self.expired}", "{self.expired}"),
+    (
+        "recovery_point = %(recovery_point)s, locked_at = {self.now}, {_CLEAR_STUCK}",
+        "recovery_point = %(recovery_point)s, {_CLEAR_STUCK}",
+    ),
+    ("locked_at = {self.now} WHERE {_FENCE}", "locked_at = k.locked_at WHERE {_FENCE}"),
+    ("COALESCE(k.finished_at, {self.now})", "{self.now}"),
+    ('f"locked_at = NULL, {_CLEAR_STUCK}, response_code', 'f"{_CLEAR_STUCK}, response_code'),
+    ("SET locked_at = NULL, last_error", "SET last_error"),
+    ('f"WHERE {_FENCE} AND k.finished_at IS NULL"', 'f"WHERE {_FENCE}"'),
+    ("WHERE {condition} AND k.finished_at IS NULL", "WHERE {condition}"),
+    ("k.completer_attempts * %(counting)s", "k.completer_attempts + 0 * %(counting)s"),
+    ("k.id = %(id)s AND k.stuck_at IS NULL AND {self.unlocked}", "k.id = %(id)s AND {self.unlocked}"),
+    ("k.id = %(id)s AND k.stuck_at IS NULL AND {self.unlocked}", "k.id = %(id)s AND k.stuck_at IS NULL"),
+    (" AND pid <> pg_backend_pid()", ""),
+    ("    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())\n", ""),
+    ("(classid << 32 | objid) = %(lock)s", "objid = %(lock)s & 4294967295"),
+    ("    AND objid <> %(mark_request)s::bigint & 4294967295\n", "    AND %(mark_request)s IS NOT NULL\n"),
+    ("FROM lock JOIN mark USING (pid)", "FROM mark"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One bug: the text of a module with it, and the name by which SURVIVORS.md knows it."""
+
+    module: str
+    text: str
+    name: str
+
+
+def mutants(module: str, text: str) -> Iterator[Mutant]:
+    """Return every mutant of a module, each once."""
+    met = {_compiled(text)}
+    for changed in _of_sql(text) if module == SQL_MODULE else _of_python(text):
+        compiled = _compiled(changed)
+        if compiled is not None and compiled not in met:
+            met.add(compiled)
+            yield Mutant(module, changed, f"{module.rpartition('/')[2]}: {_difference(text, changed)}")
+
+
+def _compiled(text: str) -> bytes | None:
+    """Return what Python makes of a module, None for no Python: two texts may be one mutant."""
+    try:
+        return marshal.dumps(compile(text, "mutant", "exec", dont_inherit=True, optimize=0))
+    except SyntaxError:
+        return None
+
+
+def _of_python(text: str) -> Iterator[str]:
+    for name in OPERATORS:
+        operator, occurrence = get_operator(f"core/{name}")(), 0
+        while (changed := mutate_code(text, operator, occurrence)) is not None:
+            yield changed
+            occurrence += 1
+    yield from _with_one_statement_less(text)
+
+
+def _with_one_statement_less(text: str) -> Iterator[str]:
+    """Put ``pass`` in the place of each statement that does something, and has no name that the next line would miss."""
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Expr(value=ast.Call() | ast.YieldFrom()) | ast.Raise() | ast.Continue() | ast.Return():
+                pass
+            case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
+                pass
+            case _:
+                continue
+        assert node.end_lineno is not None
+        yield "".join(
+            [*lines[: node.lineno - 1], " " * node.col_offset, "pass\n", *lines[node.end_lineno :]],
+        )
+
+
+def _of_sql(text: str) -> Iterator[str]:
+    for found, instead in SQL:
+        assert text.count(found) == 1, f"tests/mutation/mutants.py: sql.py has {text.count(found)} times {found!r}"
+        yield text.replace(found, instead)
+
+
+def _difference(text: str, changed: str) -> str:
+    """Return the lines that differ as one line: ``what stood there -> what stands there``."""
+    lines = list(ndiff(text.splitlines(), changed.splitlines()))
+    before, after = (" ".join(line[2:].strip() for line in lines if line.startswith(sign)) for sign in ("- ", "+ "))
+    return f"{before} -> {after}"
