@@ -29,6 +29,19 @@ def test_the_python_examples_are_python(path: Path) -> None:
         ast.parse(block.replace("[..., ", "["))
 
 
+def test_every_page_is_in_the_table_of_contents() -> None:
+    entries = re.findall(r"^([\w-]+(?:/[\w*-]+)?)$", (ROOT / "docs" / "index.md").read_text(), re.M)
+    listed = {page for entry in entries for page in (ROOT / "docs").glob(f"{entry}.md")}
+    assert listed | {ROOT / "docs" / "index.md"} == set((ROOT / "docs").glob("**/*.md"))
+
+
+def test_every_file_that_the_readme_names_exists() -> None:
+    named = re.findall(r"`(docs/[^`]*|[A-Z]+(?:\.md)?)`", (ROOT / "README.md").read_text())
+    named = [name for name in named if "/" in name or name in ("CHANGELOG.md", "LICENSE")]
+    assert len(named) > 4
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_every_make_target_of_the_readme_exists() -> None:
     targets = set(re.findall(r"\bmake (\w+)$", (ROOT / "README.md").read_text(), re.M))
     assert targets == {"demo", "serve", "test", "lint"}
