@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-pools conformance fuzz proof coverage mutants docs lint clean
+.PHONY: demo soak serve test test-pools conformance fuzz proof coverage mutants docs bench lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -93,6 +93,12 @@ docs:
 	@python3.11 -m venv .venv-docs && echo '*' > .venv-docs/.gitignore
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
+
+# Times as ratios to a bare view, and counts; fails when a target of benchmarks/targets.py is missed. QUICK=1: fewer rounds.
+bench:
+	$(call set-up,bench,demo)
+	@mkdir -p .run
+	@exec $(PY) -m benchmarks $(if $(QUICK),--quick) --json .run/bench.json
 
 # On stderr bandit warns of each nosec that some other part of the same statement did not need.
 lint:
