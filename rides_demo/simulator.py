@@ -4,6 +4,7 @@ The schedule (who books when, with which fault) comes from one seed; what the op
 """
 
 import json
+import math
 import random
 import threading
 import time
@@ -26,6 +27,9 @@ __all__ = ["EVENTS", "FAULTS", "KINDS", "SOAK_FAULTS", "STRIPE_DOWN", "STRIPE_FA
 DOWN_SECONDS = 2.0
 #: What takes so long that others strike meanwhile.
 LONG = (STRIPE_DOWN, VANISH)
+#: The clients of a soak wait while more receipts than this are due: one worker cannot keep up with them for hours.
+LONGEST_BACKLOG = 200
+BACKLOG_LOOK_SECONDS = 2.0
 
 
 class Simulation:
@@ -41,18 +45,22 @@ class Simulation:
         self._pauses = random.Random(seed + 2)
         self._bookings = iter(plan.bookings)
         self._started, self._began, self._ended = 0, 0.0, False
+        self._backlog = 0
         self._moved = threading.Condition()
         self._control = httpx.Client(timeout=10, trust_env=False)
 
-    def run(self, concurrency: int, progress: Callable[[int], None]) -> None:
-        """Play every booking with ``concurrency`` clients at once; ``progress`` is told how many are done."""
+    def run(self, concurrency: int, progress: Callable[[int], None], backlog: Callable[[], int] = int) -> None:
+        """Play every booking with ``concurrency`` clients at once; ``progress`` is told how many are done.
+
+        ``backlog`` is asked, in a soak, how many receipts are due.
+        """
         self.phones.check_service()
         self.crashes.check(self.plan.crashes)
         struck_before, cut_before = self._set_weather(self.plan.weather), Counter(cuts(self.run_dir))
         self._began = time.monotonic()
         try:
             with cut_replies(self.run_dir) if CUT_REPLIES in self.plan.due else nullcontext():
-                self._play_all(concurrency, progress)
+                self._play_all(concurrency, progress, backlog)
         finally:
             struck = self._set_weather([]) - struck_before
         for kind, count in struck.items():
@@ -60,8 +68,9 @@ class Simulation:
         for route, count in (Counter(cuts(self.run_dir)) - cut_before).items():
             self.tally.counts[f"fault cut-replies of {route}"] += count
 
-    def _play_all(self, concurrency: int, progress: Callable[[int], None]) -> None:
-        with ThreadPoolExecutor(concurrency) as pool, ThreadPoolExecutor(2) as stage:
+    def _play_all(self, concurrency: int, progress: Callable[[int], None], backlog: Callable[[], int]) -> None:
+        with ThreadPoolExecutor(concurrency) as pool, ThreadPoolExecutor(3) as stage:
+            paced = stage.submit(self._pace, backlog if self.plan.seconds is not None else int)
             directed = [stage.submit(self._direct, of_lane) for of_lane in (lambda f: f not in LONG, lambda f: f in LONG)]
             clients = [pool.submit(self._client, progress) for _ in range(concurrency)]
             try:
@@ -69,7 +78,7 @@ class Simulation:
                 wait([*directed, *clients], return_when=FIRST_EXCEPTION)
             finally:
                 self._end()
-            for task in [*directed, *clients]:
+            for task in [*directed, *clients, paced]:
                 task.result()
 
     def _client(self, progress: Callable[[int], None]) -> None:
@@ -81,13 +90,22 @@ class Simulation:
                 progress(len(self.outcomes))
 
     def _next(self) -> Booking | None:
-        seconds = self.plan.seconds
+        ends = math.inf if self.plan.seconds is None else self._began + self.plan.seconds
         with self._moved:
-            if self._ended or (seconds is not None and time.monotonic() >= self._began + seconds):
+            self._moved.wait_for(lambda: self._ended or self._backlog <= LONGEST_BACKLOG or time.monotonic() >= ends)
+            if self._ended or time.monotonic() >= ends:
                 return None
             self._started += 1
             self._moved.notify_all()
             return next(self._bookings, None)
+
+    def _pace(self, backlog: Callable[[], int]) -> None:
+        """Keep in mind how much is due, for as long as the simulation runs."""
+        while not self._ended_within(BACKLOG_LOOK_SECONDS):
+            due = backlog()
+            with self._moved:
+                self._backlog = due
+                self._moved.notify_all()
 
     def _end(self) -> None:
         with self._moved:

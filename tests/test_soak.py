@@ -322,14 +322,14 @@ def test_a_short_soak_under_every_fault_ends_with_right_books(tmp_path):
     report = tmp_path / "report.json"
     # Of the environment of the tests nothing that names their own services.
     kept = {name: value for name, value in os.environ.items() if name not in ("DATABASE_URL", "REDIS_URL")}
-    command = manage("soak", "--minutes", "0.4", "--seed", "5", "--json", str(report))
+    command = manage("soak", "--minutes", "0.3", "--seed", "5", "--concurrency", "8", "--json", str(report))
     done = subprocess.run(
         command, env=kept | {"DJANGO_SETTINGS_MODULE": "rides_demo.settings"}, capture_output=True, text=True, timeout=300
     )
 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert (lines[0], lines[-1]) == ("to run this again: MINUTES=0.4 SEED=5 make soak", "soak: ok")
+    assert (lines[0], lines[-1]) == ("to run this again: MINUTES=0.3 SEED=5 make soak", "soak: ok")
     said = json.loads(report.read_text())
     assert (said["right"], said["never struck"], said["books"]["findings"]) == (True, [], [])
     assert said["faults"].keys() >= {*SOAK_EVENTS} - {"stripe-down"} | {"cut-replies of http", "wrong-clock, answers"}

@@ -8,6 +8,7 @@ import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ class Command(BaseCommand):
             ledger = Ledger(plan.prefix, TOKENS, webhooks=bool(webhooks_before))
             with _progress(console) as progress:
                 bar = progress.add_task("booking", total=None if plan.seconds else options["requests"])
-                simulation.run(options["concurrency"], lambda done: progress.update(bar, completed=done))
+                done = partial(progress.update, bar)
+                simulation.run(options["concurrency"], lambda n: done(completed=n), ledger.backlog)
             booked_seconds = time.monotonic() - started
             connections.close_all()  # the database may have been restarted
             if not ledger.wait_at_rest(options["drain_seconds"]):
