@@ -415,3 +415,16 @@ def test_an_expired_key_is_retired_by_whoever_comes_and_only_then() -> None:
     IdempotencyKey.objects.update(finished_at=Now() - timedelta(hours=73))
     assert plain(request(fingerprint="v1:two")).outcome is Outcome.CLAIMED
     assert IdempotencyKey.objects.filter(scope=f"expired:{key.pk}").count() == 1
+
+
+def test_a_free_key_is_refused_to_another_request() -> None:
+    keys.release(claim().key, "error", using="default")
+    assert claim(request(fingerprint="v1:two")).outcome is Outcome.MISMATCH
+    assert IdempotencyKey.objects.get().attempts == 1
+
+
+def test_a_finished_key_is_not_claimed_by_a_view_that_knows_the_last_point() -> None:
+    finish(claim().key)
+    found = claims.claim_phased(request(), ("started", "paid", "finished"), using="default")
+    assert (found.outcome, found.key.response_code) == (Outcome.FINISHED, 200)
+    assert IdempotencyKey.objects.get().attempts == 1
