@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-pools conformance fuzz proof coverage mutants docs bench lint clean
+.PHONY: demo soak serve test test-pools conformance fuzz proof coverage mutants docs bench package matrix lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -100,6 +100,32 @@ bench:
 	@mkdir -p .run
 	@exec $(PY) -m benchmarks $(if $(QUICK),--quick) --json .run/bench.json
 
+# The wheel and the sdist: built, looked into, and the wheel tried in an empty project.
+package:
+	$(call set-up,package,test)
+	@$(MAKE) -s .venv-package/package.stamp || { echo "package: FAILED 2"; exit 2; }
+	@$(steps); \
+	step $(PY) -m pytest -q tests/test_packaging.py $(PYTEST_ARGS); \
+	$(call end,package)
+
+# The core on each Python and Django that is supported, where the Python is found; CELLS to run some of them.
+CELLS := py311-django52 py312-django52 py312-django60 py312-django61 py313-django52 py313-django60 py313-django61
+matrix:
+	$(call set-up,matrix,test)
+	@$(MAKE) -s .venv-package/package.stamp || { echo "matrix: FAILED 2"; exit 2; }
+	@failed=0; ran=0; mkdir -p .run; \
+	others=$$(pyenv versions --bare 2>/dev/null | grep -E '^3\.1[123]\.' | paste -sd:); \
+	[ -z "$$others" ] || export PYENV_VERSION="$$others"; \
+	for cell in $(CELLS); do \
+		version=$$(echo $$cell | sed -E 's/^py3([0-9]+)-.*/3.\1/'); \
+		if ! python$$version -c '' 2>/dev/null; then echo "$$cell: not found (python$$version)"; continue; fi; \
+		ran=$$((ran + 1)); \
+		if .venv-package/bin/python -m tox run -e $$cell -- $(CORE) >.run/matrix-$$cell.log 2>&1; then echo "$$cell: ok"; \
+		else failed=$$((failed + 1)); echo "$$cell: FAILED (.run/matrix-$$cell.log)"; fi; \
+	done; \
+	[ $$ran -gt 0 ] || failed=1; \
+	$(call end,matrix)
+
 # On stderr bandit warns of each nosec that some other part of the same statement did not need.
 lint:
 	$(call set-up,lint,lint)
@@ -116,6 +142,12 @@ clean:
 	@$(steps); \
 	step rm -rf .venv .venv-docs .run .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis; \
 	$(call end,clean)
+
+.venv-package/package.stamp: requirements/package.txt .venv/test.stamp
+	@[ -x $(@D)/bin/python ] || $(PY) -m venv $(@D)
+	@echo "set-up: installing requirements/package.txt into $(@D)"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
 
 .venv/%.stamp: requirements/%.txt
 	@set -e; \

@@ -1,0 +1,90 @@
+"""A project of a user, type-checked by ``tests/test_typing.py``: what mypy must reveal, or refuse, stands at the line."""
+
+from typing import Any, reveal_type
+
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.utils.decorators import method_decorator
+from django.views import View
+
+from idempotency.decorators import idempotent
+from idempotency.inbox import process_once
+from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase, foreign_call
+
+
+class KeyedRequest(HttpRequest):
+    """What a protected view is given."""
+
+    idempotency_key: IdempotencyKey
+
+
+@idempotent
+def bare(request: HttpRequest, number: int) -> JsonResponse:
+    return JsonResponse({"number": number})
+
+
+@idempotent(wait_seconds=2, redact=["card.number"])
+def with_options(request: HttpRequest, *, name: str = "") -> HttpResponse:
+    return HttpResponse(name)
+
+
+@idempotent
+async def asynchronous(request: HttpRequest) -> HttpResponse:
+    return HttpResponse()
+
+
+class Payments(View):
+    @idempotent
+    def post(self, request: HttpRequest, number: int) -> HttpResponse:
+        return HttpResponse(str(number))
+
+
+@method_decorator(idempotent, name="dispatch")
+class Refunds(View):
+    pass
+
+
+@idempotent(recovery_points=["charged"])
+def phased(request: KeyedRequest) -> HttpResponseBase:
+    key = request.idempotency_key
+    for point in key.phases():
+        reveal_type(point)  # R: "str"
+        with foreign_call(key, "charge") as call:
+            reveal_type(call)  # R: "idempotency.phases.MadeCall"
+        with atomic_phase(key, isolation="serializable") as phase:
+            reveal_type(phase)  # R: "idempotency.phases.AtomicPhase"
+            phase.set_response(HttpResponse())
+    return key.response()
+
+
+@idempotent(recovery_points=["charged"])
+async def phased_async(request: KeyedRequest) -> HttpResponseBase:
+    key = request.idempotency_key
+    async for point in key.aphases():
+        reveal_type(point)  # R: "str"
+        async with atomic_phase(key) as phase:
+            reveal_type(phase)  # R: "idempotency.phases.AtomicPhase"
+            phase.set_recovery_point("charged")
+    return key.response()
+
+
+def consume(message: dict[str, Any]) -> None:
+    with process_once("orders", message["id"]) as first:
+        reveal_type(first)  # R: "bool"
+
+
+async def consume_async(message: dict[str, Any]) -> None:
+    async with process_once("orders", message["id"]) as first:
+        reveal_type(first)  # R: "bool"
+
+
+def mistakes(request: HttpRequest, key: IdempotencyKey) -> None:
+    reveal_type(bare(request, 1))  # R: "django.http.response.JsonResponse"
+    reveal_type(with_options(request, name="a"))  # R: "django.http.response.HttpResponse"
+    _ = reveal_type(asynchronous(request))  # R: "typing.Coroutine[Any, Any, django.http.response.HttpResponse]"
+    reveal_type(Payments().post(request, 1))  # R: "django.http.response.HttpResponse"
+    bare(request, "one")  # E: arg-type
+    with_options(request, nome="a")  # E: call-arg
+    atomic_phase(key, isolation="snapshot")  # E: arg-type
+    idempotent(wait_second=2)  # E: call-overload
+    process_once("orders", 7)  # E: arg-type
