@@ -1,0 +1,110 @@
+"""What is published is the app, all of it, and nothing else; in an empty project it works. ``make package`` sets this up."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ROOT / ".venv-package" / "bin" / "python"
+pytestmark = [pytest.mark.postgres, pytest.mark.skipif(not TOOLS.exists(), reason="make package installs the tools")]
+
+VIEWS = """
+from django.http import JsonResponse
+from django.urls import path
+from django.views.decorators.csrf import csrf_exempt
+from idempotency.decorators import idempotent
+
+runs = []
+
+@csrf_exempt
+@idempotent(scope=lambda request: "everybody")
+def pay(request):
+    runs.append(request)
+    return JsonResponse({"run": len(runs)}, status=201)
+
+urlpatterns = [path("pay", pay)]
+"""
+
+PAYS_TWICE = """
+from django.test import Client
+first, second = (Client().post("/pay", headers={"Idempotency-Key": "one-payment"}) for _ in range(2))
+assert (first.status_code, first.content) == (201, b'{"run": 1}'), first.content
+assert (second.status_code, second.content) == (201, b'{"run": 1}'), second.content
+assert second.headers["Idempotent-Replayed"] == "true", second.headers
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the sdist and of the wheel that was built from it, of the files that git knows."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    run(TOOLS, "-m", "build", "--no-isolation", "--outdir", out, copy, cwd=out)
+    return out
+
+
+def test_the_wheel_holds_each_file_of_the_app_and_nothing_else(built: Path) -> None:
+    names = {PurePosixPath(name) for name in zipfile.ZipFile(one(built, "*.whl")).namelist()}
+    assert {name for name in names if not name.parts[0].endswith(".dist-info")} == files_of_the_app()
+
+
+def test_the_sdist_holds_the_app_and_neither_demo_nor_tests(built: Path) -> None:
+    with tarfile.open(one(built, "*.tar.gz")) as archive:
+        names = {PurePosixPath(*Path(member.name).parts[1:]) for member in archive if member.isfile()}
+    tops = {name.parts[0] for name in names if not name.parts[0].endswith(".egg-info")}
+    assert {name for name in names if name.parts[0] == "idempotency"} == files_of_the_app()
+    assert tops == {
+        "idempotency", "CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg",
+    }  # fmt: skip
+
+
+def test_the_index_would_take_both(built: Path) -> None:
+    run(TOOLS, "-m", "twine", "check", "--strict", one(built, "*.whl"), one(built, "*.tar.gz"), cwd=built)
+
+
+def test_a_new_project_answers_the_retry_of_a_payment_with_the_first_answer(built: Path, tmp_path: Path) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    run(python, "-m", "pip", "install", "--quiet", one(built, "*.whl"), "psycopg[binary]", cwd=tmp_path)
+    run(python, "-m", "django", "startproject", "shop", tmp_path, cwd=tmp_path)
+    settings = tmp_path / "shop" / "settings.py"
+    settings.write_text(
+        settings.read_text() + "\nINSTALLED_APPS += ['idempotency']\nALLOWED_HOSTS = ['testserver']\nROOT_URLCONF = 'pay'\n"
+    )
+    (tmp_path / "pay.py").write_text(VIEWS)
+
+    def manage(*arguments: str) -> str:
+        return run(python, "-W", "error", "manage.py", *arguments, cwd=tmp_path)
+
+    manage("check")
+    manage("migrate")
+    manage("makemigrations", "--check", "--dry-run")
+    manage("shell", "--verbosity", "0", "--command", PAYS_TWICE)
+    manage("reap_keys")
+
+
+def files_of_the_app() -> set[PurePosixPath]:
+    files = (path for path in (ROOT / "idempotency").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {PurePosixPath(path.relative_to(ROOT)) for path in files}
+
+
+def one(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    outside = {"DJANGO_SETTINGS_MODULE", "PYTHONPATH", "DATABASE_URL"}
+    environment = {name: value for name, value in os.environ.items() if name not in outside}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
