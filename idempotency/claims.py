@@ -150,7 +150,12 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
         "event": "claimed",
         "detail": "completer",
     }
-    return key_as_read(fetch(statements(using).claim_by_id, parameters, using), using)
+    try:
+        return key_as_read(fetch(statements(using).claim_by_id, parameters, using), using)
+    except Error as error:
+        if retryable_failure(error, None) is None or connections[using].in_atomic_block:
+            raise
+        return None  # The connection's own level is a high one, and somebody else was faster.
 
 
 @dataclass(frozen=True, slots=True)

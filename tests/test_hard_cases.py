@@ -774,6 +774,22 @@ def test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default() -> 
 
 
 @pytest.mark.postgres
+def test_completers_at_one_key_on_a_database_that_is_repeatable_read_by_default() -> None:
+    from idempotency import claims
+    from tests.test_keys import POINTS, request
+
+    keys = [claims.claim_phased(request(f"key-{turn}"), POINTS, using="default").key.pk for turn in range(40)]
+    make_older(91, "locked_at")
+
+    def completer(number: int) -> int:
+        with connection.cursor() as cursor:
+            cursor.execute("SET default_transaction_isolation = 'repeatable read'")
+        return sum(claims.claim_by_id(pk, delay_seconds=60, using="default") is not None for pk in keys)
+
+    assert sum(at_once([partial(completer, number) for number in range(8)])) == len(keys)
+
+
+@pytest.mark.postgres
 def test_storm_of_both_kinds(serve: Serve, sender: Sender, settings: Settings) -> None:
     """A rolling deploy: some processes run the view as a plain one, some as a phased one."""
     old, new = idempotent(create), phased(create)
