@@ -73,7 +73,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     """Claim the key of a phased view, in autocommit, with one statement when nobody is in the way.
 
     On CLAIMED the row is there, locked, and carries this claim's token. On anything else nothing was written, but for an
-    expired key moved out of the way. ``recovery_points`` are all that the view knows, the first and the last included.
+    expired key moved out of the way. ``recovery_points`` are all at which the view can go on: the first, and those it declares.
     """
     postgresql = connections[using].vendor == "postgresql"
     text = statements(using)

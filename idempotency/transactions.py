@@ -162,4 +162,4 @@ def connection_lost(error: BaseException, using: str) -> bool:
 
 def backoff_seconds(attempt: int) -> float:
     """Return how long to wait before try ``attempt`` (from 1), with full jitter so that rivals do not meet again."""
-    return random.uniform(0, min(0.002 * 2**attempt, 0.25))  # nosec B311  # spreads retries; no secret
+    return random.uniform(0, min(0.002 * 2**attempt, 0.5))  # nosec B311  # spreads retries; no secret
