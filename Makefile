@@ -25,7 +25,8 @@ serve:
 	$(call set-up,serve,demo)
 	@exec $(PY) manage.py serve
 
-# Everything on PostgreSQL, then what needs no PostgreSQL on SQLite.
+# Everything on PostgreSQL, then what needs no PostgreSQL on SQLite; two files at a time.
+test: PYTEST_ARGS ?= -n 2 --dist loadfile
 test:
 	$(call set-up,test,test)
 	@$(steps); \

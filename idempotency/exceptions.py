@@ -61,7 +61,7 @@ class MessageInProgress(IdempotencyError):
 
 class CallNotRecorded(IdempotencyError):
     """A foreign_call block ended without call.record(): a retry could not know that the call was made. End it with
-    call.record(result), or say call.retryable() if the call took no effect."""
+    call.record(result); if the call took no effect, say call.retryable() and end no phase after it, so that a retry calls."""
 
 
 class KeyStuck(IdempotencyError):

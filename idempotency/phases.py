@@ -66,6 +66,8 @@ class AtomicPhase:
         run = self._run
         if self._to is None:
             raise PhaseDidNotAdvance
+        if run.put_off:
+            raise CallNotRecorded
         if self._response is not None:
             # Late, in the thread and the transaction of the phase: a template may still ask the database.
             self._response = run.call.rendered(self._response)
@@ -153,7 +155,10 @@ class MadeCall:
         self.result = json.loads(text)
 
     def retryable(self) -> None:
-        """Say that the call took no effect, then raise: the intent is taken back, and a retry will call again."""
+        """Say that the call took no effect: the intent is taken back when the block is left, and a retry will call again.
+
+        Answer with a status that is not stored, or raise; a phase that ends after it raises CallNotRecorded.
+        """
         self.may_be_repeated = True
 
 
@@ -185,9 +190,12 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     own = rows.filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
     try:
         yield call
-        if call.due and not call.recorded:
+        if call.due and not (call.recorded or call.may_be_repeated):
             raise CallNotRecorded
-        run.called.add(name)
+        # Another call may do instead of one that was put off; nothing else may follow that one.
+        run.put_off = call.due and not call.recorded
+        if not run.put_off:
+            run.called.add(name)
     finally:
         if call.due and call.recorded:
             own.update(result=call.result, recorded_at=Now())

@@ -29,6 +29,8 @@ class PhasedRun:
         self.level = conf.get().PHASE_ISOLATION
         #: The names of the foreign calls that this run has behind it.
         self.called: set[str] = set()
+        #: Whether the last of them took no effect, so that the request cannot go on without it.
+        self.put_off = False
         self._phases_committed = 0
         self._moved = False
         self._response: HttpResponseBase | None = None

@@ -118,7 +118,7 @@ def test_a_loop_outlives_its_database_connection_and_logs_one_line_per_change(lo
     for _ in range(2):
         eventually(backends, 20)
         with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(pid) FROM unnest(%s) AS pid", [list(backends())])
+            cursor.execute("SELECT pg_terminate_backend(pid) FROM unnest(%s::int[]) AS pid", [list(backends())])
         eventually(lambda: not StagedJob.objects.exists())
         StagedJobFactory()
         eventually(lambda: not StagedJob.objects.exists())
