@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from django.db import connection
 from django.db.models.functions import Now
-from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
 from idempotency.decorators import idempotent
 from idempotency.exceptions import CallNotRecorded
@@ -134,6 +134,27 @@ def test_a_call_that_took_no_effect_is_made_again(serve: Any, sender: Sender) ->
 
     serve(view=texting(block))
     assert [sender.send().status_code for _ in range(2)] == [500, 200]
+    assert len(service.sent) == 1
+
+
+def test_another_call_may_do_instead_of_one_that_was_put_off(serve: Any, sender: Sender) -> None:
+    service = SmsService()
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        for _ in key.phases():
+            with foreign_call(key, "first provider") as call:
+                call.retryable()
+            with foreign_call(key, "second provider") as call:
+                if call.due:
+                    call.record(service.send())
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse("sent"))
+        return key.response()
+
+    serve(view=view)
+    assert [sender.send().status_code for _ in range(2)] == [200, 200]
     assert len(service.sent) == 1
 
 
