@@ -108,8 +108,8 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
     default. A serialization failure is retried by the decorator, from the last recovery point. An async view enters it with
     ``async with``.
 
-    Raises PhaseDidNotAdvance when the block ends without one of the three ends, LockLost when another claim has taken the
-    key over, and RuntimeError when it is nested in a phase or in a transaction.
+    Raises PhaseDidNotAdvance when the block ends without one of the three ends, CallNotRecorded after a foreign call that was
+    put off, LockLost when another claim has taken the key over, and RuntimeError when it is nested in a phase or a transaction.
     """
     run = run_of(key)
     phase = AtomicPhase(run)
