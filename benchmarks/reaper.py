@@ -82,7 +82,7 @@ def measure(keys: int) -> int:
 
 def claims(go_on: Callable[[], bool]) -> list[float]:
     """Claim a new key at a fixed pace while ``go_on()``; return the seconds that each took."""
-    from idempotency.keys import ClaimedRequest, claim_phased
+    from idempotency.claims import ClaimedRequest, claim_phased
 
     taken: list[float] = []
     due = time.monotonic()
