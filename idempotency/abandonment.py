@@ -9,7 +9,7 @@ from django.urls import Resolver404
 from idempotency import claims, conf, http, keys, signals
 from idempotency.calls import rendered
 from idempotency.exceptions import CallInDoubt, LockLost
-from idempotency.models import IdempotencyKey
+from idempotency.models import ForeignCall, IdempotencyKey
 from idempotency.options import match_of, options_of
 
 logger = logging.getLogger("idempotency")
@@ -35,8 +35,9 @@ def settle(pk: int, *, using: str) -> bool | None:
     on_abandon = on_abandon_of(key) if key is not None else None
     if on_abandon is None:
         reason = (
-            f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation. Its last error and its "
-            f"history say where it stopped; whether to run it again or to answer it by hand is for a person to decide."
+            f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation, or of being handed "
+            f"back. Its last error and its history say where it stopped; whether to run it again or to answer it by hand is "
+            f"for a person to decide."
         )
         if not keys.give_up(pk, RETENTION_PASSED, reason, using=using):
             return None
@@ -58,7 +59,7 @@ def settle(pk: int, *, using: str) -> bool | None:
 
 def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
     """Run it and store its response; return whether that settled the key. Raises LockLost if a person was faster."""
-    if key.foreign_calls.filter(recorded_at__isnull=True).exists():
+    if ForeignCall.objects.using(using).filter(key_id=key.pk, recorded_at__isnull=True).exists():
         # Whether it took effect decides what is to be undone.
         keys.mark_stuck(key, CallInDoubt.code, IN_DOUBT, using=using)
         return False

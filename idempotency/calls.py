@@ -8,7 +8,7 @@ from typing import Any
 
 from asgiref.sync import async_to_sync
 from django.contrib.auth.mixins import AccessMixin
-from django.db import connections, models, transaction
+from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponseBase
 from django.views import View as BaseView
 
@@ -85,12 +85,6 @@ class Call:
                 f"wraps it must be a coroutine function too."
             )
         return rendered(response)
-
-    def instances(self) -> list[models.Model]:
-        """Return the rows that were loaded before the view runs: by a middleware, a decorator, or a class-based view."""
-        held = (*vars(self.request).values(), *self.args, *self.kwargs.values(), *vars(self.owner or object).values())
-        # The type is asked, not isinstance(): that would load a lazy request.user.
-        return [value for value in held if issubclass(type(value), models.Model)]
 
 
 async def _awaited(response: Awaitable[Any]) -> Any:

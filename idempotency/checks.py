@@ -8,13 +8,16 @@ from typing import Any
 
 from django.apps import apps
 from django.conf import settings
+from django.contrib.sessions.backends.signed_cookies import SessionStore as SignedCookies
 from django.core.checks import CheckMessage, Error, Info, Warning, register
 from django.db import connections, router
+from django.db.models import DO_NOTHING, PROTECT, RESTRICT, ForeignObjectRel
 from django.utils.module_loading import import_string
 
-from idempotency import conf
+from idempotency import conf, scopes
 from idempotency import view_checks as view_checks  # registers itself
-from idempotency.models import IdempotencyKey
+from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.policy import protected_views
 
 
 @register
@@ -48,7 +51,7 @@ def check_settings(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register
 def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E002, E006: the keys are kept in a database, or in a mode of it, in which the promises cannot be held."""
+    """E002, E006, E009: the keys are kept in a database, in a mode of it, or apart, so that the promises cannot be held."""
     alias = _alias()
     vendor = connections[alias].vendor
     found: list[CheckMessage] = []
@@ -68,7 +71,51 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
                 id="idempotency.E006",
             )
         )
+    places = {
+        model.__name__: router.db_for_write(model) for model in (IdempotencyKey, ForeignCall, StagedJob, ProcessedMessage)
+    }
+    if len(set(places.values())) > 1:
+        found.append(
+            Error(
+                f"The database router parts what commits together: {places}.",
+                hint="Let it name one database for all models of the app 'idempotency'; using= chooses another for a request.",
+                id="idempotency.E009",
+            )
+        )
     return found
+
+
+@register
+def check_references(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """E010: a row that keeps a staged job from being deleted, after it was handed over: it would be handed over for ever."""
+    return [
+        Error(
+            f"{relation.field} points at staged jobs, which are deleted when the broker has them, and forbids that.",
+            hint="Give it on_delete=SET_NULL or CASCADE, or keep the id of the job in a UUIDField.",
+            id="idempotency.E010",
+        )
+        for relation in StagedJob._meta.get_fields(include_hidden=True)
+        if isinstance(relation, ForeignObjectRel) and relation.on_delete in (PROTECT, RESTRICT, DO_NOTHING)
+    ]
+
+
+@register
+def check_sessions(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """E011: a view whose scope is the session, where a session is nothing but its content in a cookie."""
+    if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
+        return []
+    if not issubclass(import_string(f"{settings.SESSION_ENGINE}.SessionStore"), SignedCookies):
+        return []
+    return [
+        Error(
+            f"{view.path}: its scope is the session, and with signed_cookies equal sessions cannot be told apart, so each "
+            "request is refused.",
+            hint="Set SESSION_ENGINE to one that keeps sessions in a database or a cache, or give the view another scope=.",
+            id="idempotency.E011",
+        )
+        for view in protected_views()
+        if view.options.scope is scopes.session
+    ]
 
 
 @register(deploy=True)

@@ -17,7 +17,7 @@ from django.db import Error, connections
 from idempotency import sql
 from idempotency.keys import key_as_read
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, random_seed
-from idempotency.rows import execute, fetch, key_of_row, statements, token_parameter
+from idempotency.rows import execute, fetch, key_of_row, statements, token_parameter, vendor
 from idempotency.transactions import retryable_failure
 
 #: So often does a claim look again when the row it met changed under its eyes: each time somebody else got on.
@@ -75,7 +75,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     On CLAIMED the row is there, locked, and carries this claim's token. On anything else nothing was written, but for an
     expired key moved out of the way. ``recovery_points`` are all at which the view can go on: the first, and those it declares.
     """
-    postgresql = connections[using].vendor == "postgresql"
+    postgresql = vendor(using) == "postgresql"
     text = statements(using)
     token, parameters = _parameters(request, using)
     parameters["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
@@ -113,7 +113,7 @@ def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
     locks that last as long as the transaction. On anything else nothing was written. On SQLite a duplicate
     waits for the writer.
     """
-    postgresql = connections[using].vendor == "postgresql"
+    postgresql = vendor(using) == "postgresql"
     text = statements(using)
     token, parameters = _parameters(request, using)
     for _ in range(_CLAIM_TRIES):
@@ -182,7 +182,7 @@ def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using:
 
 def _claimed_key(row: tuple[Any, ...], request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:
     """Return the key that this claim holds: what the statement returned, and what the claim itself has written."""
-    *columns, age_seconds = row
+    *columns, age_seconds, place = row
     key = key_of_row(
         sql.CLAIMED,
         columns,
@@ -203,7 +203,7 @@ def _claimed_key(row: tuple[Any, ...], request: ClaimedRequest, token: uuid.UUID
     )
     # Its age goes by the database's clock up to here, and from here by one that never jumps.
     key.born_monotonic = time.monotonic() - age_seconds
-    key.fence = token
+    key.fence, key.place = token, place
     return key
 
 

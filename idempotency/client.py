@@ -73,7 +73,9 @@ class IdempotentTransport(httpx.BaseTransport):
         while True:
             try:
                 with closing(self._transport.handle_request(call.next_try())) as response:
-                    answer = _over(response, b"".join(response.iter_raw()))
+                    # What the transport has read already (it logs, or imitates a server) keeps its body.
+                    read = response.is_stream_consumed
+                    answer = response if read else _over(response, b"".join(response.iter_raw()))
                 if (pause := call.pause_after(answer)) is None:
                     return answer
             except httpx.TransportError as error:
@@ -101,7 +103,8 @@ class AsyncIdempotentTransport(httpx.AsyncBaseTransport):
         while True:
             try:
                 async with aclosing(await self._transport.handle_async_request(call.next_try())) as response:
-                    answer = _over(response, b"".join([part async for part in response.aiter_raw()]))
+                    read = response.is_stream_consumed
+                    answer = response if read else _over(response, b"".join([part async for part in response.aiter_raw()]))
                 if (pause := call.pause_after(answer)) is None:
                     return answer
             except httpx.TransportError as error:
@@ -115,15 +118,21 @@ class AsyncIdempotentTransport(httpx.AsyncBaseTransport):
 
 
 def make_client(retries: Retries | None = None, **options: Any) -> httpx.Client:
-    """Return an httpx.Client, with its own options, over an IdempotentTransport. Proxies in the environment are not used."""
+    """Return an httpx.Client, with its own options, over IdempotentTransports: one around ``transport``, one around each mount.
+
+    Proxies in the environment are not used.
+    """
     transport = options.pop("transport", None) or httpx.HTTPTransport(**_of_transport(options))
-    return httpx.Client(transport=IdempotentTransport(transport, retries), **options)
+    mounts = {url: mount and IdempotentTransport(mount, retries) for url, mount in (options.pop("mounts", None) or {}).items()}
+    return httpx.Client(transport=IdempotentTransport(transport, retries), mounts=mounts, **options)
 
 
 def make_async_client(retries: Retries | None = None, **options: Any) -> httpx.AsyncClient:
     """Return an httpx.AsyncClient as make_client does."""
     transport = options.pop("transport", None) or httpx.AsyncHTTPTransport(**_of_transport(options))
-    return httpx.AsyncClient(transport=AsyncIdempotentTransport(transport, retries), **options)
+    given = options.pop("mounts", None) or {}
+    mounts = {url: mount and AsyncIdempotentTransport(mount, retries) for url, mount in given.items()}
+    return httpx.AsyncClient(transport=AsyncIdempotentTransport(transport, retries), mounts=mounts, **options)
 
 
 def _of_transport(options: dict[str, Any]) -> dict[str, Any]:
@@ -181,8 +190,10 @@ def _member_retryable(answer: httpx.Response) -> bool | None:
     if answer.status_code < 400 or not answer.headers.get("Content-Type", "").startswith("application/problem+json"):
         return None
     try:
-        body = b"".join(answer.stream)  # type: ignore[arg-type]  # a ByteStream, which can be read again
-        problem = httpx.Response(answer.status_code, headers=answer.headers, content=body).json()
+        if not answer.is_stream_consumed:
+            body = b"".join(answer.stream)  # type: ignore[arg-type]  # a ByteStream, which can be read again
+            answer = httpx.Response(answer.status_code, headers=answer.headers, content=body)
+        problem = answer.json()
     except (ValueError, RecursionError, httpx.DecodingError):
         return None
     member = problem.get("retryable") if isinstance(problem, dict) else None

@@ -24,7 +24,9 @@ class Settings:
     REPLAYED_HEADER: str = "Idempotent-Replayed"
     #: True refuses a key that is not a quoted structured-field string (draft-07, section 2.1).
     STRICT_KEY_SYNTAX: bool = False
+    #: A shorter key gets 400 ``key_invalid``.
     KEY_MIN_LENGTH: int = 1
+    #: A longer key gets 400 ``key_invalid``; 255, the width of the column, is the highest value.
     KEY_MAX_LENGTH: int = 255
     #: A validator as Django's forms take them, or its dotted path; what it refuses gets 400. None takes every key.
     KEY_VALIDATOR: str | Callable[..., Any] | None = None
@@ -34,7 +36,7 @@ class Settings:
     RETENTION_HOURS: int = 72
     #: The completer leaves a key alone until it is this old: its client may still come back.
     COMPLETER_MIN_AGE_SECONDS: int = 300
-    #: ... and until nobody has run it for this long.
+    #: ... and until nobody has run it for this long; each run of the completer doubles it, up to 4 hours.
     COMPLETER_IDLE_SECONDS: int = 60
     #: After so many runs by the completer a key is stuck.
     COMPLETER_MAX_ATTEMPTS: int = 25

@@ -17,6 +17,10 @@ Arguments = ParamSpec("Arguments")
 _tasks = threading.local()
 
 
+class NeverEntered(asyncio.CancelledError):
+    """The task was cancelled before the first line of the block."""
+
+
 class EitherContext(Generic[Given]):
     """A context manager whose ends run in the thread that holds the connection: the caller's, or that of the async request."""
 
@@ -35,11 +39,11 @@ class EitherContext(Generic[Given]):
         entering = asyncio.ensure_future(sync_to_async(self._enter_for)(asyncio.current_task()))
         try:
             return await asyncio.shield(entering)
-        except asyncio.CancelledError as cancelled:
+        except asyncio.CancelledError:
             # The thread goes on, and may open what nobody would close: it is waited for, and closed.
             await asyncio.wait([entering])
             if not entering.cancelled() and entering.exception() is None:
-                await self.__aexit__(type(cancelled), cancelled, cancelled.__traceback__)
+                await self.__aexit__(NeverEntered, NeverEntered(), None)
             raise
 
     async def __aexit__(

@@ -20,6 +20,15 @@ from idempotency.options import Options
 AnyView = TypeVar("AnyView", bound=View)
 
 
+class ProtectedRequest(HttpRequest):
+    """What a protected view is given, for its annotation: ``def pay(request: ProtectedRequest)``. No request is made of it.
+
+    Where a view also runs without a key (``required=False``, safe methods) ``idempotency_key`` is None, which it does not say.
+    """
+
+    idempotency_key: IdempotencyKey
+
+
 @overload
 def idempotent(view: AnyView) -> AnyView: ...
 @overload

@@ -16,6 +16,8 @@
         └── CallInDoubt          a foreign call was begun, and nobody knows whether it took effect
 """
 
+from functools import cached_property
+
 
 class IdempotencyError(Exception):
     """Base of every error that this app raises."""
@@ -61,7 +63,8 @@ class MessageInProgress(IdempotencyError):
 
 class CallNotRecorded(IdempotencyError):
     """A foreign_call block ended without call.record(): a retry could not know that the call was made. End it with
-    call.record(result); if the call took no effect, say call.retryable() and end no phase after it, so that a retry calls."""
+    call.record(result); if the call took no effect, say call.retryable() and end no phase after it, so that a retry calls; if
+    another service is called instead, record that."""
 
 
 class KeyStuck(IdempotencyError):
@@ -72,7 +75,11 @@ class KeyStuck(IdempotencyError):
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(reason)
-        self.reason = str(self)
+
+    @cached_property
+    def reason(self) -> str:
+        """What the person is told. A subclass may set its own, and need not call this ``__init__``."""
+        return str(self)
 
 
 class DownstreamKeyExpired(KeyStuck):

@@ -20,7 +20,7 @@ from idempotency.options import Options
 from idempotency.problems import Problem
 from idempotency.retries import retried
 from idempotency.runs import PhasedRun
-from idempotency.transactions import connection_lost, durable_transaction, refuse_outer_transaction
+from idempotency.transactions import atomic_request, connection_lost, durable_transaction, refuse_outer_transaction
 from idempotency.waiting import Patience
 
 logger = logging.getLogger("idempotency")
@@ -44,7 +44,7 @@ def answer(call: Call, options: Options) -> HttpResponseBase:
     request = call.request
     request.idempotency_key = None  # type: ignore[attr-defined]
     if request.method in http.SAFE_METHODS:
-        return call()  # type: ignore[no-any-return]
+        return _unprotected(call)
     try:
         claimed: IdempotencyKey | None = getattr(request, CLAIMED_KEY_ATTRIBUTE, None)
         if claimed is not None:
@@ -53,7 +53,7 @@ def answer(call: Call, options: Options) -> HttpResponseBase:
         if value is None:
             if options.required:
                 raise problems.key_missing()
-            return call()  # type: ignore[no-any-return]
+            return _unprotected(call)
         using = options.alias(request)
         with _reachable(using):
             scope = scopes.scope_of(call.seen_request, options.scope)
@@ -64,6 +64,12 @@ def answer(call: Call, options: Options) -> HttpResponseBase:
             return protect(call, options, described, using=using)
     except Problem as problem:
         return problem.response()
+
+
+def _unprotected(call: Call) -> HttpResponseBase:
+    """Call the view as Django would have done: it takes protected views out of ATOMIC_REQUESTS for all of their requests."""
+    with atomic_request(call.view):
+        return call()  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -139,9 +145,12 @@ def _run_phased(
 
     def attempt() -> HttpResponseBase:
         nonlocal run
+        resumed = run.started or key.attempts > 1
         if run.started:
             run = run.again(keys.read_own(key, using=using))
         run.started = True
+        if resumed:
+            run.recall_doubts()
         with _bound(call.request, run.key):
             return _settled(call, run)
 
@@ -154,6 +163,8 @@ def _run_phased(
         _release(key, "This run lost its key, or does not know how far it came.", using=using)
         return _answer_of_other(keys.read(key.pk, using=using), call.request)
     except KeyStuck as stuck:
+        if run.finished:
+            raise  # There is nothing to hand over: the response is stored, and retries get it.
         _hand_over(key, stuck, sender, using=using)
         raise problems.key_stuck(stuck.code) from stuck
     except BaseException as error:
@@ -163,13 +174,14 @@ def _run_phased(
 
 def _settled(call: Call, run: PhasedRun) -> HttpResponseBase:
     """Run the view once. Its response is stored, or releases the key, or is refused: no client gets what a retry would not."""
+    cause: Exception | None = None
     try:
         response = call.response()
     except Exception as error:
-        answer = _answer_to(error, call) if run.untouched else None
-        if answer is None:
+        answer = _answer_to(error, call)
+        if answer is None or (answer.status_code >= 500 and not run.untouched):
             raise
-        response = answer
+        response, cause = answer, error
     if run.stored(response):
         return response
     definitive = http.is_stored(response) and (response.status_code < 500 or run.untouched)
@@ -177,11 +189,13 @@ def _settled(call: Call, run: PhasedRun) -> HttpResponseBase:
         _release(run.key, f"The view answered with status {response.status_code}.", using=run.using)
         return response
     if response.status_code >= 400 and run.untouched:
+        run.refuse_to_forget_calls()
         keys.finish(run.key, *http.stored_parts(response), using=run.using)
         run.finished_with(response)
         keys.emit(signals.key_finished, run.key, run.sender)
         return response
-    raise ResponseNotCommitted(f"A response with status {response.status_code} is not the one a phase stored. " + STORE_IT)
+    refused = f"A response with status {response.status_code} is not the one a phase stored. " + STORE_IT
+    raise ResponseNotCommitted(refused) from cause
 
 
 def _answer_to(error: Exception, call: Call) -> HttpResponseBase | None:

@@ -5,7 +5,7 @@ from typing import TypeVar
 from urllib.parse import urlencode
 
 from django.conf import settings
-from django.core.exceptions import BadRequest
+from django.core.exceptions import BadRequest, DisallowedHost
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, RawPostDataException
 
 from idempotency import conf, problems
@@ -23,6 +23,8 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 BODY_OMITTED_HEADER = "Idempotent-Body-Omitted"
 #: Stands among the kept headers of a request that was not kept as it came: it cannot be run again without its client.
 REDACTED_MARK = "redacted"
+#: Under this name the path that the site is mounted at is kept among the headers, if it is not the root.
+SCRIPT_NAME = "script_name"
 
 #: Kept for the completer's request; nothing else of the headers is.
 _KEPT_REQUEST_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "Stripe-Version")
@@ -42,10 +44,13 @@ def describe(request: HttpRequest, scope: str, key: str, options: Options) -> Cl
     body, content_type = _body(request)
     user = user_of(request)
     headers = {name: value for name in _KEPT_REQUEST_HEADERS if (value := header(request, name)) and value.isprintable()}
-    headers |= {"Host": _printable(request.META.get("HTTP_HOST", "")), "scheme": request.scheme or "http"}
+    headers |= {"Host": _printable(_host(request)), "scheme": request.scheme or "http"}
+    if script_name := request.META.get("SCRIPT_NAME"):
+        headers[SCRIPT_NAME] = _printable(script_name)
     if urlconf := getattr(request, "urlconf", None):
         headers[URLCONF] = urlconf if isinstance(urlconf, str) else urlconf.__name__
-    kept, path, taken = (body if options.store_body else None), target(request), False
+    # An empty body hides nothing, and the completer can run it.
+    kept, path, taken = (body if options.store_body or not body else None), target(request), False
     if options.redact:
         path, from_query = redacted_target(path, options.redact)
         kept, from_body = redacted_body(kept, content_type, options.redact) if kept is not None else (None, False)
@@ -66,6 +71,15 @@ def describe(request: HttpRequest, scope: str, key: str, options: Options) -> Cl
         fingerprint=first,
         former_fingerprints=tuple(former),
     )
+
+
+def _host(request: HttpRequest) -> str:
+    """Return the host that the client saw, as Django finds it: behind a proxy it may stand in another header."""
+    try:
+        return request.get_host()
+    except DisallowedHost:
+        host: str = request.META.get("HTTP_HOST", "")
+        return host
 
 
 def _body(request: HttpRequest) -> tuple[bytes | None, str]:
@@ -94,7 +108,7 @@ def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
 
 
 def _printable(text: str) -> str:
-    return "".join(character for character in text if character.isprintable())
+    return text if text.isprintable() else "".join(character for character in text if character.isprintable())
 
 
 def not_stored(response: Response) -> Response:

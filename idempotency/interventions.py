@@ -1,9 +1,10 @@
 """What a person may do to a key that the machine does not get on with, and to a job that it gave up on.
 
 Each is one conditional UPDATE, in autocommit. ``seen`` is the ``claim_token`` that the person saw: when anything has run the
-key since, nothing is changed and the person must look again. What moves a key writes a new token, as a claim does: of two
-people who press at once one succeeds, and a late run finds itself fenced off. ``by`` is a name for the key's history, which is
-written in the same UPDATE.
+key since, nothing is changed and the person must look again. ``at`` is the recovery point that the person saw, and does the
+same when a run that was thought dead has moved the key on under its old claim; None does not ask. What moves a key writes a
+new token, as a claim does: of two people who press at once one succeeds, and a late run finds itself fenced off. ``by`` is a
+name for the key's history, which is written in the same UPDATE.
 
 The admin calls these functions; they serve in a shell as well.
 """
@@ -16,23 +17,28 @@ from collections.abc import Collection
 from typing import Any
 
 from django.db import connections, router
-from django.db.models import QuerySet
-from django.db.models.functions import Now
+from django.db.models import Count, Max, QuerySet
+from django.db.models.functions import Coalesce, Now
 from django.http import HttpResponse
 
 from idempotency import conf, http, keys, signals, sql
 from idempotency.abandonment import ON_ABANDON
 from idempotency.completer import complete_key
-from idempotency.models import FINISHED, IdempotencyKey, StagedJob
+from idempotency.models import FINISHED, ForeignCall, IdempotencyKey, StagedJob
 from idempotency.transactions import own_cursor, refuse_outer_transaction
 
 logger = logging.getLogger("idempotency")
 
 _MAX_DETAIL_LENGTH = 200
+#: Changes with each foreign call of a key that is begun, recorded or taken back.
+_CALLS = (
+    "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above
+    f"FROM {ForeignCall._meta.db_table} AS c WHERE c.key_id = k.id)"
+)
 _NOT_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 
 
-def release_lock(pk: int, seen: uuid.UUID | None, *, by: str, using: str | None = None) -> bool:
+def release_lock(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, using: str | None = None) -> bool:
     """Take the lock away from the run that holds the key; return whether this call did it.
 
     On return the key is unlocked and stands at its last recovery point: a retry of its client goes on from there at once, the
@@ -40,21 +46,31 @@ def release_lock(pk: int, seen: uuid.UUID | None, *, by: str, using: str | None 
     doing elsewhere goes on: this is the expiry of its lock, only earlier.
     """
     return _change(
-        pk, seen, "locked_at = NULL", "k.locked_at IS NOT NULL", using, event="lock released", detail=f"by {by}", rotate=True
+        pk,
+        seen,
+        at,
+        "locked_at = NULL",
+        "k.locked_at IS NOT NULL",
+        using,
+        event="lock released",
+        detail=f"by {by}",
+        rotate=True,
     )
 
 
-def hand_back(pk: int, seen: uuid.UUID | None, *, by: str, using: str | None = None) -> bool:
+def hand_back(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, using: str | None = None) -> bool:
     """Give a key back to the completer, with all its attempts; return whether this call did it.
 
-    On return the key is neither locked nor stuck, and due. Not done for a key that a run holds, for a finished one, and for one
-    whose ``on_abandon`` was begun: what that undid must not be built upon, so such a key can only be answered.
+    On return the key is neither locked nor stuck, and due, and the retention after which the reaper settles it counts anew.
+    Not done for a key that a run holds, for a finished one, and for one whose ``on_abandon`` was begun: what that undid must
+    not be built upon, so such a key can only be answered.
     """
     text = _text(using)
     return _change(
         pk,
         seen,
-        f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, {_NOT_STUCK}",
+        at,
+        f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, handed_back_at = {text.now}, {_NOT_STUCK}",
         f"{text.unlocked} AND k.stuck_code <> '{ON_ABANDON}'",
         using,
         event="handed back",
@@ -63,20 +79,37 @@ def hand_back(pk: int, seen: uuid.UUID | None, *, by: str, using: str | None = N
     )
 
 
-def complete_now(pk: int, seen: uuid.UUID | None, *, by: str, using: str | None = None) -> str | None:
+def complete_now(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, using: str | None = None) -> str | None:
     """Give a key back as ``hand_back`` does, and run it in this very process; return what ``complete_key`` returns.
 
     A death in between leaves the key to the completer. Takes as long as the view takes. Raises RuntimeError in a transaction.
     """
     refuse_outer_transaction(_alias(using))
-    return complete_key(pk, using=_alias(using)) if hand_back(pk, seen, by=by, using=using) else None
+    return complete_key(pk, using=_alias(using)) if hand_back(pk, seen, by=by, at=at, using=using) else None
 
 
-def answer(pk: int, seen: uuid.UUID | None, response: HttpResponse, *, by: str, using: str | None = None) -> bool:
+def calls_of(pk: int, *, using: str | None = None) -> str:
+    """Return what ``answer`` wants to know of a person: which foreign calls of the key there were when they looked."""
+    found = ForeignCall.objects.using(_alias(using)).filter(key_id=pk)
+    of = found.aggregate(begun=Count("pk"), recorded=Count("recorded_at"), last=Coalesce(Max("pk"), 0))
+    return f"{of['begun']}/{of['recorded']}/{of['last']}"
+
+
+def answer(
+    pk: int,
+    seen: uuid.UUID | None,
+    response: HttpResponse,
+    *,
+    by: str,
+    at: str | None = None,
+    calls: str | None = None,
+    using: str | None = None,
+) -> bool:
     """Finish an unlocked key with a response of the person's choice, stuck or not; return whether this call did it.
 
     On return each retry of the client is answered with ``response``. Nothing else is done or undone: what the request has
-    committed, here and elsewhere, stays as it is. Raises ValueError for a response that ``answer_problem`` refuses.
+    committed, here and elsewhere, stays as it is. ``calls`` is what ``calls_of`` returned when the person looked: not done when
+    a call was begun or recorded since. Raises ValueError for a response that ``answer_problem`` refuses.
     """
     if problem := answer_problem(response):
         raise ValueError(problem)
@@ -85,13 +118,15 @@ def answer(pk: int, seen: uuid.UUID | None, response: HttpResponse, *, by: str, 
     done = _change(
         pk,
         seen,
+        at,
         f"recovery_point = '{FINISHED}', finished_at = {text.now}, locked_at = NULL, {_NOT_STUCK}, "
         "response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
-        text.unlocked,
+        text.unlocked + (f" AND {_CALLS} = %(calls)s" if calls is not None else ""),
         using,
         event="answered",
         detail=f"status {code}, by {by}",
         rotate=True,
+        calls=calls,
         code=code,
         headers=json.dumps(headers),
         body=body,
@@ -113,7 +148,9 @@ def answer_problem(response: HttpResponse) -> str:
     return ""
 
 
-def acknowledge(pk: int, seen: uuid.UUID | None, *, by: str, note: str = "", using: str | None = None) -> bool:
+def acknowledge(
+    pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, note: str = "", using: str | None = None
+) -> bool:
     """Take a stuck key off the list of those that wait for a person; return whether this call did it.
 
     On return the key is as stuck as before: it has no response, its client gets 409, nothing runs or deletes it.
@@ -123,6 +160,7 @@ def acknowledge(pk: int, seen: uuid.UUID | None, *, by: str, note: str = "", usi
     return _change(
         pk,
         seen,
+        at,
         f"acknowledged_at = {text.now}",
         "k.stuck_at IS NOT NULL AND (k.acknowledged_at IS NULL OR k.acknowledged_at < k.stuck_at)",
         using,
@@ -157,12 +195,22 @@ def _text(using: str | None) -> sql.Statements:
 
 
 def _change(
-    pk: int, seen: uuid.UUID | None, changes: str, condition: str, using: str | None, *, rotate: bool, **parameters: Any
+    pk: int,
+    seen: uuid.UUID | None,
+    at: str | None,
+    changes: str,
+    condition: str,
+    using: str | None,
+    *,
+    rotate: bool,
+    **parameters: Any,
 ) -> bool:
     """Change an unfinished key if nothing has claimed it since it was seen, and write down who did it."""
     alias, text = _alias(using), _text(using)
     token = IdempotencyKey._meta.get_field("claim_token")
     same = "k.claim_token = %(seen)s" if seen else "k.claim_token IS NULL"
+    if at is not None:
+        same += " AND k.recovery_point = %(at)s"
     if rotate:
         changes = f"claim_token = %(token)s, {changes}"
     statement = (
@@ -171,6 +219,7 @@ def _change(
     )
     parameters |= {
         "id": pk,
+        "at": at,
         "seen": token.get_db_prep_value(seen, connections[alias]),
         "token": token.get_db_prep_value(uuid.uuid4(), connections[alias]),
         "detail": parameters["detail"].replace("\0", "").encode("utf-8", "replace").decode()[:_MAX_DETAIL_LENGTH],

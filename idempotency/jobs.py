@@ -11,7 +11,7 @@ from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.conf import settings
-from django.db import router, transaction
+from django.db import DEFAULT_DB_ALIAS, router, transaction
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
@@ -23,12 +23,19 @@ from idempotency.models import StagedJob
 JobArgs = dict[str, Any] | list[Any]
 
 
-def stage_job(name: str, args: JobArgs | None = None, *, queue: str = "default", run_at: datetime | None = None) -> StagedJob:
+def stage_job(
+    name: str,
+    args: JobArgs | None = None,
+    *,
+    queue: str = "default",
+    run_at: datetime | None = None,
+    using: str | None = None,
+) -> StagedJob:
     """Insert a job in the open transaction and return it; it is handed to the broker after COMMIT, and never without it.
 
     ``name`` is the dotted path of the function; a dict in ``args`` becomes keyword arguments, a list positional ones;
-    not before ``run_at`` is the job handed over. The row lies in the database of the key whose request is under way, else
-    where the router writes jobs, and its id becomes the broker's id of the job.
+    not before ``run_at`` is the job handed over. The row lies in the database ``using``, by default that of the key whose
+    request is under way, else where the router writes jobs; its id becomes the broker's id of the job.
 
     Raises NoOpenTransaction when nothing would commit the job; TypeError, naming the argument, when one is not JSON;
     ValueError when the name, the queue or the time cannot be right. Nothing was written then.
@@ -40,10 +47,12 @@ def stage_job(name: str, args: JobArgs | None = None, *, queue: str = "default",
     if run_at is not None and settings.USE_TZ and timezone.is_naive(run_at):
         raise ValueError(f"run_at={run_at!r} has no time zone: pass an aware datetime.")
     key = current.get()
-    alias = (key._state.db if key is not None else None) or router.db_for_write(StagedJob)
+    of_key = key._state.db if key is not None else None
+    alias = using or of_key or router.db_for_write(StagedJob)
     if transaction.get_autocommit(using=alias):
         raise NoOpenTransaction
-    job = StagedJob(job_name=name, job_args=args, queue=queue, idempotency_key_id=key.pk if key is not None else None)
+    key_id = key.pk if key is not None and alias == of_key else None
+    job = StagedJob(job_name=name, job_args=args, queue=queue, idempotency_key_id=key_id)
     if run_at is not None:
         job.run_at = run_at
     job.save(using=alias, force_insert=True)
@@ -51,10 +60,21 @@ def stage_job(name: str, args: JobArgs | None = None, *, queue: str = "default",
 
 
 async def astage_job(
-    name: str, args: JobArgs | None = None, *, queue: str = "default", run_at: datetime | None = None
+    name: str,
+    args: JobArgs | None = None,
+    *,
+    queue: str = "default",
+    run_at: datetime | None = None,
+    using: str | None = None,
 ) -> StagedJob:
     """Insert a job as ``stage_job`` does, from an async view."""
-    return await sync_to_async(stage_job)(name, args, queue=queue, run_at=run_at)
+    return await sync_to_async(stage_job)(name, args, queue=queue, run_at=run_at, using=using)
+
+
+def shard_of(job: StagedJob) -> str | None:
+    """Return the database that a worker must be told of, where its inbox row belongs; None in a project that has one."""
+    alias = job._state.db
+    return None if alias == DEFAULT_DB_ALIAS == router.db_for_write(StagedJob) else alias
 
 
 def call_job(name: str, args: JobArgs) -> Any:

@@ -15,7 +15,7 @@ from django.dispatch import Signal
 from django.http import HttpRequest
 
 from idempotency import sql
-from idempotency.exceptions import LockLost
+from idempotency.exceptions import KeyStuck, LockLost
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.rows import execute, fetch, key_of_row, statements, token_parameter
 
@@ -26,6 +26,7 @@ current: ContextVar[IdempotencyKey | None] = ContextVar("idempotency_key", defau
 
 _MAX_ERROR_LENGTH = 2000
 _MAX_SUMMARY_LENGTH = 200
+_MAX_CODE_LENGTH = 50
 
 
 def read(pk: int, *, using: str) -> IdempotencyKey | None:
@@ -37,11 +38,11 @@ def key_as_read(row: tuple[Any, ...] | None, using: str) -> IdempotencyKey | Non
     """Return the key of a row with ``sql.READ`` and its age; it stands for the claim that holds it now."""
     if row is None:
         return None
-    *columns, age_seconds = row
+    *columns, age_seconds, place = row
     key = key_of_row(sql.READ, columns, using)
     # Its age goes by the database's clock up to here, and from here by one that never jumps.
     key.born_monotonic = time.monotonic() - age_seconds
-    key.fence = key.claim_token
+    key.fence, key.place = key.claim_token, place
     return key
 
 
@@ -67,8 +68,8 @@ def advance(key: IdempotencyKey, recovery_point: str, *, using: str) -> None:
 
 
 def renew(key: IdempotencyKey, *, using: str) -> None:
-    """Renew the lock. Raises LockLost if another claim has taken the key over."""
-    _fenced("renew", key, using)
+    """Renew the lock. Raises LockLost if another claim has taken the key over, or a person has been called to it."""
+    _fenced("renew", key, using, reached=key.recovery_point)
 
 
 def finish(key: IdempotencyKey, code: int, headers: dict[str, str], body: bytes | None, *, using: str) -> None:
@@ -96,8 +97,9 @@ def release(key: IdempotencyKey, error: str, *, using: str) -> None:
 
 def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> None:
     """Hand a key to a person, from the run that holds it. Raises LockLost if another claim has taken the key over."""
-    _fenced("mark_stuck", key, using, **_stuck_parameters(code, reason))
-    logger.warning("key %s is stuck (%s): %s", key.key_hash, code, reason, extra=about(key))
+    written = _stuck_parameters(code, reason)
+    _fenced("mark_stuck", key, using, **written)
+    logger.warning("key %s is stuck (%s): %s", key.key_hash, written["code"], written["reason"], extra=about(key))
 
 
 def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
@@ -117,11 +119,21 @@ def about(key: IdempotencyKey) -> dict[str, str]:
 
 def _fenced(statement: str, key: IdempotencyKey, using: str, **parameters: Any) -> None:
     text: str = getattr(statements(using), statement)
-    if execute(text, {"id": key.pk, "token": token_parameter(key.fence, using), **parameters}, using) != 1:
+    parameters |= {"id": key.pk, "token": token_parameter(key.fence, using), "place": key.place}
+    if key.place is not None:
+        # A rollback or another statement may have moved the row.
+        row = fetch(text + sql.AT_PLACE, parameters, using) or fetch(text + sql.ANYWHERE, parameters, using)
+        if row is None:
+            raise LockLost
+        (key.place,) = row
+    elif execute(text, parameters, using) != 1:
         raise LockLost
 
 
 def _stuck_parameters(code: str, reason: str) -> dict[str, Any]:
+    # Both may come from a subclass of a user: what the columns do not take must not keep the key from a person.
+    code = "".join(filter(str.isprintable, str(code or "")))[:_MAX_CODE_LENGTH].strip() or KeyStuck.code
+    reason = str(reason)
     return {
         "code": code,
         "reason": _printable(reason),

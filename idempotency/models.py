@@ -104,8 +104,13 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         return self.filter(created_at__lt=cutoff, finished_at__lt=cutoff)
 
     def overdue(self) -> "IdempotencyKeyQuerySet":
-        """Unfinished keys past the retention, counted from ``created_at``, that nobody has looked at yet."""
-        return self.unlocked().filter(stuck_at__isnull=True, created_at__lt=_ago(conf.get().RETENTION_HOURS * 3600))
+        """Unfinished keys past the retention that nobody has looked at yet.
+
+        It counts from ``created_at``, or from ``handed_back_at``: whom a person gave back, the reaper must not undo.
+        """
+        cutoff = _ago(conf.get().RETENTION_HOURS * 3600)
+        handed_back_before = Q(handed_back_at__isnull=True) | Q(handed_back_at__lt=cutoff)
+        return self.unlocked().filter(handed_back_before, stuck_at__isnull=True, created_at__lt=cutoff)
 
 
 def _ago(seconds: int) -> Any:
@@ -139,6 +144,9 @@ class IdempotencyKey(models.Model):
     acknowledged_at = models.DateTimeField(
         null=True, blank=True, help_text="When a person took the stuck key off the list; counts if it is not before stuck_at."
     )
+    handed_back_at = models.DateTimeField(
+        null=True, blank=True, help_text="When a person gave the key back to the completer; its retention counts from here."
+    )
 
     claim_token = models.UUIDField(null=True, blank=True, help_text="The current claim: the fence.")
     attempts = models.PositiveIntegerField(default=0, help_text="Claims so far, by clients and by the completer.")
@@ -171,6 +179,8 @@ class IdempotencyKey(models.Model):
     run: Run | None = None
     #: The token of the claim that this instance stands for. Not a field: refresh_from_db() must not adopt another claim's.
     fence: uuid.UUID | None = None
+    #: Where the row was when it was last seen, on PostgreSQL (``ctid``).
+    place: str | None = None
     #: When the row was created, on this process's monotonic clock; None on an instance that was merely read.
     born_monotonic: float | None = None
 
@@ -220,6 +230,11 @@ class IdempotencyKey(models.Model):
         if self.fence is not None:
             raise RuntimeError("A claimed key is not saved by hand: that would bypass its fence. End a phase instead.")
         super().save(*args, **kwargs)
+
+    def refresh_from_db(self, using: str | None = None, fields: Any = None, from_queryset: Any = None) -> None:
+        """Read the row, or columns that were left out, where the key came from: a replica may lag, and another shard has
+        another row with this number."""
+        super().refresh_from_db(using or self._state.db, fields, from_queryset)
 
     @property
     def key_hash(self) -> str:
@@ -294,8 +309,10 @@ class StagedJob(models.Model):
     attempts = models.PositiveIntegerField(default=0, help_text="Hand-overs that did not settle it.")
     failed_at = models.DateTimeField(null=True, blank=True, help_text="Given up on: a person must look.")
     last_error = models.TextField(blank=True, default="")
+    # Django keeps it true; the database does not look. Under SERIALIZABLE that look would set phases of different keys, which
+    # stage a job and finish, against each other.
     idempotency_key = models.ForeignKey(
-        IdempotencyKey, null=True, blank=True, on_delete=models.SET_NULL, related_name="staged_jobs"
+        IdempotencyKey, null=True, blank=True, on_delete=models.SET_NULL, related_name="staged_jobs", db_constraint=False
     )
 
     class Meta:

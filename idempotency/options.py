@@ -6,9 +6,11 @@ from inspect import getclosurevars, isfunction
 from typing import Any
 from urllib.parse import unquote
 
+from django.conf import settings
 from django.db import router
 from django.http import HttpRequest, HttpResponseBase
 from django.urls import Resolver404, ResolverMatch, resolve
+from django.utils import translation
 
 from idempotency import conf
 from idempotency.conf import ChosenIsolation, Isolation
@@ -55,7 +57,9 @@ def match_of(key: IdempotencyKey) -> ResolverMatch:
     path = unquote(key.request_path.partition("?")[0])
     urlconf = key.request_headers.get(URLCONF)
     try:
-        return resolve(path, urlconf)
+        # Under i18n_patterns a path leads somewhere in its own language alone.
+        with translation.override(translation.get_language_from_path(path) or settings.LANGUAGE_CODE):
+            return resolve(path, urlconf)
     except ImportError as error:
         raise Resolver404({"path": path, "tried": [urlconf]}) from error
 

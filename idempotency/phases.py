@@ -4,21 +4,22 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (
 """
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 from uuid import UUID
 
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import transaction
+from django.db import InterfaceError, OperationalError, connections, transaction
 from django.db.models.functions import Now
 from django.http import HttpResponseBase
 
 from idempotency import conf, http, keys, signals
 from idempotency.conf import ChosenIsolation
-from idempotency.contexts import either_context
+from idempotency.contexts import NeverEntered, either_context
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
-from idempotency.runs import PhasedRun, run_of
+from idempotency.runs import PhasedRun, call_in_doubt, run_of
 from idempotency.transactions import durable_transaction
 
 
@@ -66,8 +67,8 @@ class AtomicPhase:
         run = self._run
         if self._to is None:
             raise PhaseDidNotAdvance
-        if run.put_off:
-            raise CallNotRecorded
+        for obstacle in run.unsettled.values():
+            raise obstacle
         if self._response is not None:
             # Late, in the thread and the transaction of the phase: a template may still ask the database.
             self._response = run.call.rendered(self._response)
@@ -85,8 +86,8 @@ class AtomicPhase:
         self._noted = True
         if self._response is not None:
             run.finished_with(self._response)
-        elif self._to is not None:
-            run.moved_to(self._to)
+        else:
+            run.moved_to(cast(str, self._to))  # write() saw to it that there is one
         keys.emit(signals.phase_committed, run.key, run.sender)
         if self._response is not None:
             keys.emit(signals.key_finished, run.key, run.sender)
@@ -109,9 +110,14 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
     ``async with``.
 
     Raises PhaseDidNotAdvance when the block ends without one of the three ends, CallNotRecorded after a foreign call that was
-    put off, LockLost when another claim has taken the key over, and RuntimeError when it is nested in a phase or a transaction.
+    put off, CallInDoubt when one is in doubt, LockLost when another claim has taken the key over, and RuntimeError when it is
+    nested in a phase, a foreign call or a transaction.
     """
     run = run_of(key)
+    if run.open_calls:
+        raise RuntimeError(
+            "A foreign_call is under way: leave its block before a phase begins, so that its result is kept first."
+        )
     phase = AtomicPhase(run)
     run.in_phase = True
     try:
@@ -142,24 +148,34 @@ class MadeCall:
         Dates, decimals and UUIDs become strings, now as in a later run. Raises TypeError for what cannot be kept: its
         ``repr()`` is kept instead, since the call was made.
         """
-        self.recorded = True
         try:
             text = json.dumps(result, cls=DjangoJSONEncoder, allow_nan=False)
-            if "\\u0000" in text:
+            kept = json.loads(text)
+            json.dumps(kept, ensure_ascii=False).encode()  # PostgreSQL takes no lone surrogate,
+            if "\\u0000" in text.replace("\\\\", ""):  # and no NUL.
                 raise ValueError("it contains a NUL character")
-        except (TypeError, ValueError, RecursionError) as error:
-            self.result = repr(result).replace("\0", "")
+        except Exception as error:  # whatever its own code raises
+            self.result, self.recorded = _described(result), True
             raise TypeError(
                 f"The result of a foreign call cannot be kept as JSON: {error}. Record what a retry needs."
             ) from error
-        self.result = json.loads(text)
+        self.result, self.recorded = kept, True
 
     def retryable(self) -> None:
         """Say that the call took no effect: the intent is taken back when the block is left, and a retry will call again.
 
-        Answer with a status that is not stored, or raise; a phase that ends after it raises CallNotRecorded.
+        Answer with a status that is not stored, or raise; a phase that ends after it raises CallNotRecorded. When another
+        service shall do it instead, ``record()`` that this one refused: a retry must not ask it again.
         """
         self.may_be_repeated = True
+
+
+def _described(result: Any) -> str:
+    """Return words for a result that cannot be kept."""
+    try:
+        return repr(result).replace("\0", "").encode("utf-8", "replace").decode()
+    except Exception:  # too deep, too long, or a mistake of its class
+        return f"a result of the type {type(result).__name__}, which cannot be described"
 
 
 @either_context(holds_transaction=False)
@@ -169,35 +185,58 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     When the block begins, the intent to call is committed and the lock is renewed. When it is left, by an exception too, the
     recorded result is committed, even if the key was taken over meanwhile: the call was made.
 
-    Raises CallInDoubt when an earlier attempt began this call and recorded nothing, which makes the key stuck; CallNotRecorded
-    when the block recorded nothing; LockLost when another claim has taken the key over; RuntimeError inside a transaction, and
-    for a name that this run has called before.
+    Raises CallInDoubt when this call, or another one of the key, was begun before and recorded nothing, which makes the key
+    stuck; CallNotRecorded when the block recorded nothing; LockLost when another claim has taken the key over; RuntimeError
+    inside a transaction, and for a name that this run has called before. When the view catches what ended the block and goes
+    on, the next phase or call raises it: CallInDoubt, or in a phase CallNotRecorded after ``retryable()``.
     """
     run = run_of(key)
     if name in run.called:
         raise RuntimeError(f"This run has made the call {name!r} before, and a second one would get its result: name it anew.")
+    run.refuse_call_beside_doubt(name)
     token = cast(UUID, key.fence)
     rows = ForeignCall.objects.using(run.using)
     with durable_transaction(None, using=run.using):
         keys.renew(key, using=run.using)
         row, created = rows.get_or_create(key_id=key.pk, name=name, defaults={"token": token})
     call = MadeCall(row)
-    if call.due and not created:
-        raise CallInDoubt(
-            f"The call {name!r} was begun, and its result was never recorded: it may have taken effect, and calling again "
-            f"could do the work twice. Look there for what happened, then answer this request from the admin."
-        )
+    if call.due:
+        # Until it is settled: the view may catch what is raised here, or in the block, and go on.
+        run.unsettled[name] = CallInDoubt(call_in_doubt(name))
+        if not created:
+            raise run.unsettled[name]
+    else:
+        run.unsettled.pop(name, None)  # The late run that began it has recorded it since.
     own = rows.filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
+    run.open_calls.add(name)
     try:
         yield call
         if call.due and not (call.recorded or call.may_be_repeated):
             raise CallNotRecorded
-        # Another call may do instead of one that was put off; nothing else may follow that one.
-        run.put_off = call.due and not call.recorded
-        if not run.put_off:
+        if call.recorded or not call.due:
             run.called.add(name)
+    except NeverEntered:
+        call.retryable()  # Whoever entered raises it on.
     finally:
+        run.open_calls.discard(name)
         if call.due and call.recorded:
-            own.update(result=call.result, recorded_at=Now())
+            _insist(lambda: own.update(result=call.result, recorded_at=Now()), using=run.using)
+            del run.unsettled[name]
         elif call.due and call.may_be_repeated:
-            own.delete()
+            _insist(own.delete, using=run.using)
+            run.unsettled[name] = CallNotRecorded()
+
+
+def _insist(write: Callable[[], object], *, using: str, tries: int = 20) -> None:
+    """Write down what was done elsewhere, or was not; while the database is gone, again and again for ten seconds.
+
+    This process alone knows it: what it does not write down, a person has to find out.
+    """
+    try:
+        write()
+    except (OperationalError, InterfaceError):
+        connections[using].close()
+        if not tries:
+            raise
+        time.sleep(0.5)
+        _insist(write, using=using, tries=tries - 1)

@@ -41,7 +41,12 @@ class Problem(Exception):
             self.headers["Retry-After"] = str(max(1, math.floor(retry_after)))
 
     def response(self) -> HttpResponseBase:
-        """Return the answer, through the project's ERROR_RENDERER if there is one."""
+        """Return the answer, through the project's ERROR_RENDERER if there is one. No protected view around stores it."""
+        response = self._rendered()
+        response.idempotency_not_stored = True  # type: ignore[attr-defined]
+        return response
+
+    def _rendered(self) -> HttpResponseBase:
         limits = conf.get()
         members = {
             "title": _TITLES[self.code],

@@ -17,7 +17,7 @@ def redacted_body(body: bytes, content_type: str, paths: tuple[str, ...]) -> tup
         return body, False
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "application/x-www-form-urlencoded":
-        text, taken = _redacted_fields(body.decode("latin-1"), paths)
+        text, taken = _redacted_fields(body.decode("utf-8", "surrogateescape"), paths)
         return (text.encode() if taken else body), taken
     if kind != "application/json" and not kind.endswith("+json"):
         return None, True
@@ -37,10 +37,21 @@ def redacted_target(target: str, paths: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def _redacted_fields(text: str, paths: tuple[str, ...]) -> tuple[str, bool]:
-    fields = parse_qsl(text, keep_blank_values=True, encoding="latin-1")
-    if not any(name in paths for name, _ in fields):
+    # What is no UTF-8 goes through as it came.
+    fields = parse_qsl(text, keep_blank_values=True, encoding="utf-8", errors="surrogateescape")
+    if not any(_as_read(name) in paths for name, _ in fields):
         return text, False
-    return urlencode([(name, REDACTED if name in paths else value) for name, value in fields], encoding="latin-1"), True
+    kept = [(name, REDACTED if _as_read(name) in paths else value) for name, value in fields]
+    return urlencode(kept, encoding="utf-8", errors="surrogateescape"), True
+
+
+def _as_read(name: str) -> str:
+    """Return the name of a field as a view reads it; one that is no UTF-8 is of a request in Latin-1."""
+    sent = name.encode("utf-8", "surrogateescape")
+    try:
+        return sent.decode()
+    except UnicodeDecodeError:
+        return sent.decode("latin-1")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

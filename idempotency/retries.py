@@ -3,14 +3,16 @@
 import logging
 import time
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
+from functools import cached_property as cached_property_of_python
 from io import BytesIO
 from typing import Any
 
-from django.contrib.auth import get_user_model
+from django.core.exceptions import ObjectDoesNotExist
 from django.db import models
-from django.http import HttpResponseBase
-from django.utils.functional import SimpleLazyObject
+from django.http import HttpResponseBase, QueryDict
+from django.utils.datastructures import MultiValueDict
+from django.utils.functional import SimpleLazyObject, cached_property
 
 from idempotency import conf, problems
 from idempotency.calls import Call
@@ -22,6 +24,12 @@ logger = logging.getLogger("idempotency")
 
 #: A unique violation above READ COMMITTED may be a race, and is tried again so often; then it is the view's own mistake.
 _UNIQUE_RETRIES = 2
+#: Where the request keeps who sent it: as a view asks, and as Django remembers it for ``user`` and for ``auser()``.
+_USERS = ("user", "_cached_user", "_acached_user")
+_MULTI_VALUED = frozenset({QueryDict, MultiValueDict})
+_MUTABLE = (dict, list, set)
+#: Of these types exactly: others may be shared, or dear to copy.
+_CONTAINERS = frozenset(_MUTABLE) | _MULTI_VALUED
 
 
 def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Callable[[], Isolation | None]) -> HttpResponseBase:
@@ -55,24 +63,44 @@ def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Call
 
 
 class _State:
-    """What a view finds, as it was before its first run: a second run would build on what the first did to an object."""
+    """What a view finds, as it was before its first run: a second run would build on what the first did to an object.
+
+    Held are the attributes of the request, of the view and of rows, and what lists, dicts and sets on the first two and among
+    the arguments contain; not what a list in a list contains, nor the attributes of other objects.
+    """
 
     def __init__(self, call: Call) -> None:
         self._request = call.request
         self._attributes = dict(vars(call.request))
+        self._seen = None if call.seen_request is call.request else call.seen_request
         holders: list[tuple[Any, tuple[str, ...]]] = [
             (self._attributes.get("session"), ("_session_cache",)),
             (self._attributes.get("_messages"), ("_queued_messages",)),
+            (_loaded(self._attributes.get("user")), ()),
             # What a class-based view keeps on itself, and what a framework keeps on its own request.
             (call.owner, ()),
         ]
-        self._seen = None if call.seen_request is call.request else call.seen_request
         if self._seen is not None:
             parsed = ("_data", "_full_data")
             holders.append((self._seen, tuple(name for name in parsed if type(vars(self._seen).get(name)) in (dict, list))))
-        for instance in call.instances():
-            mutable = tuple(name for name, value in vars(instance).items() if isinstance(value, dict | list | set))
-            holders += [(instance, mutable), (instance._state, ("fields_cache",))]
+        self._contents: list[tuple[Any, Any]] = []
+        rows: list[models.Model] = []
+        owned, seen = ({} if holder is None else vars(holder) for holder in (call.owner, self._seen))
+        for value in (*self._attributes.values(), *call.args, *call.kwargs.values(), *owned.values(), *seen.values()):
+            # The type is asked, not isinstance(): that would load what is lazy.
+            kind = type(value)
+            if kind in _CONTAINERS:
+                self._contents.append((value, _shallow(value)))
+                if kind is QueryDict:
+                    holders.append((value, ()))  # ``_mutable``
+            elif kind is SimpleLazyObject:
+                holders.append((value, ()))
+                value = _loaded(value)
+            if issubclass(type(value), models.Model):
+                rows.append(value)
+        for row in _with_their_rows(rows):
+            mutable = tuple(name for name, value in vars(row).items() if isinstance(value, _MUTABLE))
+            holders += [(row, mutable), (row._state, ("fields_cache",))]
         self._held = [
             (holder, dict(vars(holder)), {name: _copy(vars(holder)[name]) for name in names if name in vars(holder)})
             for holder, names in holders
@@ -80,13 +108,13 @@ class _State:
         ]
 
     def restore(self) -> bool:
-        """Put everything back, rewind what was read, have the user fetched anew; False if an upload is gone."""
+        """Put everything back, rewind what was read, fetch the user anew; False if an upload is gone."""
         request, attributes = self._request, self._attributes
-        vars(request).clear()
-        vars(request).update(attributes)
-        for holder, state, contents in self._held:
-            vars(holder).clear()
-            vars(holder).update(state | {name: _copy(value) for name, value in contents.items()})
+        _refill(vars(request), attributes)
+        for container, contents in self._contents:
+            _refill(container, contents)
+        for holder, state, copied in self._held:
+            _refill(vars(holder), state | {name: _copy(value) for name, value in copied.items()})
         if "_body" in attributes:
             vars(request)["_stream"] = BytesIO(attributes["_body"])
         for _, uploads in attributes["_files"].lists() if "_files" in attributes else ():
@@ -94,16 +122,72 @@ class _State:
                 if upload.closed:
                     return False
                 upload.seek(0)
-        if (pk := getattr(attributes.get("user"), "pk", None)) is not None:
-            vars(request)["user"] = SimpleLazyObject(lambda: get_user_model()._default_manager.get(pk=pk))
-            if self._seen is not None:
-                vars(self._seen)["_user"] = vars(request)["user"]
+        users = [_loaded(attributes.get(name)) for name in _USERS]
+        for user in {id(user): user for user in users if issubclass(type(user), models.Model)}.values():
+            _fetch_anew(user)
         return True
+
+
+def _loaded(value: Any) -> Any:
+    """Return what stands behind a lazy object, without loading it; anything else as it is."""
+    return vars(value).get("_wrapped") if type(value) is SimpleLazyObject else value
+
+
+def _with_their_rows(rows: list[models.Model]) -> list[models.Model]:
+    """Return the rows, each once, and those that were loaded through them: ``account.owner`` beside ``account``."""
+    found: dict[int, models.Model] = {}
+    while rows:
+        row = rows.pop()
+        if id(row) not in found:
+            found[id(row)] = row
+            held = (*vars(row).values(), *row._state.fields_cache.values())
+            rows += [value for value in held if issubclass(type(value), models.Model)]
+    return list(found.values())
+
+
+def _fetch_anew(user: models.Model) -> None:
+    """Read the fields of a user again, and what was computed from them; what a middleware has put beside them stays.
+
+    One that came from no database is what its claims say, and one whose row is gone is what it was: neither is changed.
+    """
+    if user._state.db is None:
+        return
+    try:
+        user.refresh_from_db(using=user._state.db)
+    except ObjectDoesNotExist:
+        return
+    for name in list(vars(user)):
+        if isinstance(getattr(type(user), name, None), cached_property | cached_property_of_python):
+            del vars(user)[name]
+
+
+def _shallow(container: Any) -> Any:
+    """Return what a container holds; of one with several values for each name, the lists of values too."""
+    if type(container) in _MULTI_VALUED:
+        return {name: values[:] for name, values in dict.items(container)}
+    return container.copy()
+
+
+def _refill(container: Any, contents: Any) -> None:
+    """Give a container its contents back. It stays the same object, which a middleware may hold too.
+
+    One that was only read, and which other threads may be reading, is at no moment empty.
+    """
+    if type(container) is list:
+        container[:] = contents
+    elif type(container) is set:
+        container.intersection_update(contents)
+        container.update(contents)
+    else:
+        if list(container) != list(contents):
+            dict.clear(container)
+        multi_valued = type(container) in _MULTI_VALUED
+        dict.update(container, {name: values[:] for name, values in contents.items()} if multi_valued else contents)
 
 
 def _copy(value: Any) -> Any:
     """Return a copy that a change of ``value`` does not reach; rows in it stay the same objects."""
-    return deepcopy(value) if not _holds_rows(value) else type(value)(value)
+    return deepcopy(value) if value and not _holds_rows(value) else copy(value)
 
 
 def _holds_rows(value: Any) -> bool:

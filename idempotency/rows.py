@@ -15,9 +15,15 @@ from idempotency.transactions import own_cursor
 _ATTRIBUTES = [field.attname for field in IdempotencyKey._meta.concrete_fields]
 
 
+@lru_cache(maxsize=64)
+def vendor(using: str) -> str:
+    """Return what the database is, "postgresql" or "sqlite"."""
+    return connections[using].vendor
+
+
 def statements(using: str) -> sql.Statements:
     """Return the statements for this database."""
-    return sql.statements(connections[using].vendor)
+    return sql.statements(vendor(using))
 
 
 def execute(text: str, parameters: dict[str, Any], using: str) -> int:
@@ -38,10 +44,9 @@ def fetch(text: str, parameters: dict[str, Any], using: str) -> tuple[Any, ...] 
 def key_of_row(names: tuple[str, ...], values: Sequence[Any], using: str, **known: Any) -> IdempotencyKey:
     """Return a key of the columns ``names`` and of what is ``known`` besides; the others are loaded when they are asked for."""
     columns = list(values)
-    connection = connections[using]
     for position, converters, expression in _converters(names, using):
         for converter in converters:
-            columns[position] = converter(columns[position], expression, connection)
+            columns[position] = converter(columns[position], expression, connections[using])
     known.update(zip(names, columns, strict=True))
     key = IdempotencyKey(*[known.get(name, DEFERRED) for name in _ATTRIBUTES])
     key._state.adding, key._state.db = False, using
@@ -50,7 +55,7 @@ def key_of_row(names: tuple[str, ...], values: Sequence[Any], using: str, **know
 
 def token_parameter(token: uuid.UUID | None, using: str) -> Any:
     """Return a token as the database takes it."""
-    return token if token is None or connections[using].features.has_native_uuid_field else token.hex
+    return token if token is None or vendor(using) == "postgresql" else token.hex
 
 
 @lru_cache(maxsize=64)

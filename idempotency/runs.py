@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
+from django.db.models import F
 from django.http import HttpRequest, HttpResponseBase
 
 from idempotency import conf, http
 from idempotency.calls import Call
-from idempotency.exceptions import PhaseDidNotAdvance
-from idempotency.models import FINISHED, STARTED, IdempotencyKey
+from idempotency.exceptions import CallInDoubt, IdempotencyError, PhaseDidNotAdvance, ResponseNotCommitted
+from idempotency.models import FINISHED, STARTED, ForeignCall, IdempotencyKey
 
 
 class PhasedRun:
@@ -29,8 +30,10 @@ class PhasedRun:
         self.level = conf.get().PHASE_ISOLATION
         #: The names of the foreign calls that this run has behind it.
         self.called: set[str] = set()
-        #: Whether the last of them took no effect, so that the request cannot go on without it.
-        self.put_off = False
+        #: Those that are not settled, with what a phase that would go on without them raises.
+        self.unsettled: dict[str, IdempotencyError] = {}
+        #: Those whose blocks have not been left yet.
+        self.open_calls: set[str] = set()
         self._phases_committed = 0
         self._moved = False
         self._response: HttpResponseBase | None = None
@@ -51,6 +54,32 @@ class PhasedRun:
     def untouched(self) -> bool:
         """Whether nothing has moved the key yet, and this request has committed nothing."""
         return self.key.recovery_point == STARTED and not self._phases_committed
+
+    def recall_doubts(self) -> None:
+        """Read which calls were begun before and not recorded, in case that this time the view takes another way."""
+        rows = ForeignCall.objects.using(self.using).filter(key_id=self.key.pk, recorded_at=None)
+        self.unsettled = {name: CallInDoubt(call_in_doubt(name)) for name in rows.values_list("name", flat=True)}
+
+    def refuse_call_beside_doubt(self, name: str) -> None:
+        """Raise CallInDoubt when another call than ``name`` is in doubt: this one, made instead, might do its work twice."""
+        for other, obstacle in self.unsettled.items():
+            if isinstance(obstacle, CallInDoubt) and other != name and other not in self.open_calls:
+                raise obstacle
+
+    def refuse_to_forget_calls(self) -> None:
+        """Raise when a foreign call of this request was begun: an answer that no phase stored would say that nothing happened.
+
+        Raises CallInDoubt when nobody knows what it did, ResponseNotCommitted when its result is recorded.
+        """
+        calls = ForeignCall.objects.using(self.using).filter(key_id=self.key.pk)
+        calls = calls.order_by(F("recorded_at").asc(nulls_first=True))  # A doubt weighs more than a result.
+        for name, recorded_at in calls.values_list("name", "recorded_at"):
+            if recorded_at is None:
+                raise CallInDoubt(call_in_doubt(name))
+            raise ResponseNotCommitted(
+                f"The call {name!r} was made, and this answer would end the request as if it had not been. Store an answer "
+                f"that tells of it with phase.set_response(), or go on."
+            )
 
     def phases(self) -> Iterator[str]:
         """Yield the recovery point to go on from until the key is finished.
@@ -89,6 +118,14 @@ class PhasedRun:
         """Note the response that was committed."""
         self._response = response
         self.moved_to(FINISHED)
+
+
+def call_in_doubt(name: str) -> str:
+    """Return what a person is told of a foreign call that was begun and not recorded."""
+    return (
+        f"The call {name!r} was begun, and its result was never recorded: it may have taken effect, and calling again "
+        f"could do the work twice. Look there for what happened, then answer this request from the admin."
+    )
 
 
 def run_of(key: IdempotencyKey) -> PhasedRun:

@@ -3,15 +3,20 @@
 A scope must be the same for the retry as for the first request, and nobody else's. It is read after authentication.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 from django.contrib.auth import get_user_model
+from django.contrib.sessions.backends.signed_cookies import SessionStore as SignedCookies
 from django.http import HttpRequest
 from django.utils.crypto import salted_hmac
 
 from idempotency import problems
 from idempotency.sql import RETIRED_SCOPE
+
+logger = logging.getLogger("idempotency")
 
 Scope = Callable[[HttpRequest], str]
 
@@ -27,34 +32,71 @@ def user(request: HttpRequest) -> str:
 def session(request: HttpRequest) -> str:
     """Return the scope of the session: a random id kept in it, which survives a new session key; nothing without a session.
 
-    The id is derived from the first session key, so that two first requests agree on it.
+    The id is derived from the first session key, so that two first requests agree on it. On return it is saved: the retry
+    finds it after a 500, and after a login meanwhile. Nothing with signed_cookies, where two sessions may be the same cookie.
+    Raises UpdateError when the session is deleted at this moment.
     """
     store = getattr(request, "session", None)
     if store is None:
         return ""
+    if isinstance(store, SignedCookies):
+        logger.warning(
+            "No scope: with signed_cookies, sessions with the same content cannot be told apart. Keep them in a database or a "
+            "cache, sign the visitor in, or give the view another scope=."
+        )
+        return ""
     if "idempotency_scope" not in store:
         if store.session_key is None:  # Asked after loading: the key of a session that is gone is gone as well.
             return ""
-        store["idempotency_scope"] = salted_hmac("idempotency.scope", store.session_key, algorithm="sha256").hexdigest()
+        # In a store of its own: whatever else this request changes in the session is saved with its answer, or not at all.
+        saved = type(store)(store.session_key)
+        if "idempotency_scope" not in saved:
+            if saved.session_key is None:
+                return ""
+            saved["idempotency_scope"] = salted_hmac("idempotency.scope", saved.session_key, algorithm="sha256").hexdigest()
+            saved.save()
+        modified = store.modified
+        store["idempotency_scope"] = saved["idempotency_scope"]
+        store.modified = modified
     return f"session:{store['idempotency_scope']}"
 
 
 def user_or_session(request: HttpRequest) -> str:
-    """Return the scope of the user, else of the session: the default."""
+    """Return the scope of the user, else of the session: the default.
+
+    Nothing for somebody signed in who is no user of Django's: the session may be another's.
+    """
+    who = getattr(request, "user", None)
+    if user_of(request) is None and getattr(who, "is_authenticated", False):
+        logger.warning(
+            "No scope: request.user is signed in and is no saved %s but a %s. Give the view a scope= that names the account, "
+            "such as one made by idempotency.scopes.attribute.",
+            get_user_model().__name__,
+            who.__class__.__name__,  # not of the lazy object around it
+        )
+        return ""
     return user(request) or session(request)
 
 
 def attribute(path: str) -> Scope:
-    """Return a scope that reads an attribute of the request, such as "tenant.pk" or "auth.account_id".
+    """Return a scope that reads an identifier from the request, such as "tenant.pk" or "auth.account_id".
 
-    One that is missing, None or empty leaves the request without a scope, and it is refused.
+    It is a string, an integer or a UUID, and is kept as it stands: no credential. One that is missing, None or empty leaves
+    the request without a scope, and it is refused. TypeError: it is anything else, whose text may change, or be another's too.
     """
 
     def scope(request: HttpRequest) -> str:
         value: Any = request
         for name in path.split("."):
             value = getattr(value, name, None)
-        return "" if value in (None, "") else f"{path}:{value}"
+        if value is None or value == "":
+            return ""
+        if isinstance(value, bool) or not isinstance(value, str | int | UUID):
+            raise TypeError(
+                f"scopes.attribute({path!r}) found a {type(value).__name__}, which is no identifier. Name a string, an integer "
+                f"or a UUID in it, such as {path + '.pk'!r}, or give scope= a function that returns one."
+            )
+        return f"{path}:{value}"
 
     return scope
 

@@ -16,13 +16,14 @@ from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, Idempo
 HISTORY_LIMIT = 50
 
 TABLE = IdempotencyKey._meta.db_table
-#: What is read of a key by its id, with its age. The rest is large, or for people: the model loads it when it is asked for.
+#: What is read of a key by its id, with its age and its place. The rest is large, or for people: the model loads it when it
+#: is asked for.
 READ = tuple(
     field.attname
     for field in IdempotencyKey._meta.concrete_fields
     if field.name not in {"request_body", "request_content_type", "request_headers", "remote_addr", "last_error", "history"}
 )
-#: What a claim returns of the key that it claimed, with its age: all that the claim has not written itself.
+#: What a claim returns of the key that it claimed, with its age and its place: all that the claim has not written itself.
 CLAIMED = ("id", "user_id", "attempts", "seed", "recovery_point")
 #: What a claim returns of a key that it met, with whether it is expired and what is left of its lock.
 MET = (
@@ -32,9 +33,15 @@ MET = (
 _COLUMNS = {field.attname: field.column for field in IdempotencyKey._meta.concrete_fields}
 
 
+#: Follow a fenced statement on PostgreSQL: the row is at its place (``ctid``) unless somebody moved it. Under SERIALIZABLE
+#: the index would be locked by the page, which all young keys share, and runs of different keys be set against each other.
+AT_PLACE = " AND k.ctid = %(place)s::tid RETURNING k.ctid"
+ANYWHERE = " RETURNING k.ctid"
+
+
 def parts(values: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, tuple[Any, ...], str]:
     """Return what a claim's row says: of the key it claimed, None if it claimed none; of the one it met; its verdict."""
-    claimed, met, verdict = values[: len(CLAIMED) + 1], values[len(CLAIMED) + 1 : -1], values[-1]
+    claimed, met, verdict = values[: len(CLAIMED) + 2], values[len(CLAIMED) + 2 : -1], values[-1]
     return (claimed if claimed[0] is not None else None), met, verdict
 
 
@@ -47,6 +54,7 @@ class _Dialect:
     append_event: str
     first_event: str
     known_point: str
+    place: str
 
 
 _POSTGRESQL = _Dialect(
@@ -62,6 +70,7 @@ _POSTGRESQL = _Dialect(
         "jsonb_build_array(jsonb_build_object('at', clock_timestamp(), 'event', %(event)s::text, 'detail', %(detail)s::text))"
     ),
     known_point="k.recovery_point = ANY(%(points)s)",
+    place="ctid",
 )
 _SQLITE_EVENT = "json_object('at', strftime('%%Y-%%m-%%dT%%H:%%M:%%fZ', 'now'), 'event', %(event)s, 'detail', %(detail)s)"
 _SQLITE = _Dialect(
@@ -75,6 +84,7 @@ _SQLITE = _Dialect(
     ),
     first_event=f"json_array({_SQLITE_EVENT})",
     known_point="k.recovery_point IN (SELECT value FROM json_each(%(points)s))",
+    place="NULL",
 )
 
 _NOT_STUCK = f"(k.stuck_at IS NULL OR k.stuck_code = '{UNKNOWN_RECOVERY_POINT}')"
@@ -82,7 +92,7 @@ _CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 #: A run that does not know that its own last COMMIT went through must not write over what it committed.
 _REACHED = "k.recovery_point = %(reached)s"
-_NOTHING_CLAIMED = ", ".join(["NULL"] * (len(CLAIMED) + 1))
+_NOTHING_CLAIMED = ", ".join(["NULL"] * (len(CLAIMED) + 2))
 _NOTHING_MET = ", ".join(["NULL"] * (len(MET) + 2))
 _OF_MET = ", ".join(f"met.{name}" for name in [*(_COLUMNS[name] for name in MET), "expired", "lock_seconds"])
 _FENCE = "k.id = %(id)s AND k.claim_token = %(token)s"
@@ -108,12 +118,13 @@ class Statements:
 
     def _read(self, prefix: str) -> str:
         age = self.dialect.seconds_since.format(f"{prefix}created_at")
-        return f"{self._columns(READ, prefix)}, {age} AS age_seconds"
+        return f"{self._columns(READ, prefix)}, {age} AS age_seconds, {self.dialect.place} AS place"
 
     @property
     def _claimed(self) -> str:
         # SQLite knows no alias in RETURNING.
-        return f"{self._columns(CLAIMED, '')}, {self.dialect.seconds_since.format('created_at')} AS age_seconds"
+        age = self.dialect.seconds_since.format("created_at")
+        return f"{self._columns(CLAIMED, '')}, {age} AS age_seconds, {self.dialect.place} AS place"
 
     @property
     def _met(self) -> str:
@@ -211,7 +222,7 @@ class Statements:
         return (
             f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at = {self.now}, "  # nosec B608  # see the docstring
             f"attempts = k.attempts + 1, completer_attempts = k.completer_attempts + 1, "
-            f"next_run_at = {self.dialect.later.format('%(delay)s')}, history = {self.dialect.append_event} "
+            f"next_run_at = {self.dialect.later.format('%(delay)s')}, {_CLEAR_STUCK}, history = {self.dialect.append_event} "
             f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} "
             f"AND (%(early)s OR k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._read('')}"
         )
@@ -237,8 +248,8 @@ class Statements:
 
     @cached_property
     def renew(self) -> str:
-        """Renew the lock, and nothing else."""
-        return f"UPDATE {TABLE} AS k SET locked_at = {self.now} WHERE {_FENCE}"  # nosec B608  # see the docstring
+        """Renew the lock, and nothing else. A run that was given up begins no call while a person looks at its key."""
+        return f"UPDATE {TABLE} AS k SET locked_at = {self.now} WHERE {_FENCE} AND {_REACHED} AND k.stuck_at IS NULL"  # nosec B608  # see the docstring
 
     @cached_property
     def finish(self) -> str:

@@ -1,8 +1,8 @@
 """Transactions on the connection of a key: their isolation level, their time limits, and what their failures mean."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -72,6 +72,17 @@ def durable_transaction(isolation: Isolation | None, *, using: str, lock_timeout
             yield
     finally:
         vars(connection).pop(_BEGIN_HOOK, None)
+
+
+@contextmanager
+def atomic_request(view: Callable[..., Any]) -> Iterator[None]:
+    """Run the block in a transaction on each database with ATOMIC_REQUESTS, unless the view is out of it by its own word."""
+    left_out = getattr(view, "_non_atomic_requests", ())
+    with ExitStack() as stack:
+        for alias, values in connections.settings.items():
+            if values.get("ATOMIC_REQUESTS") and alias not in left_out:
+                stack.enter_context(transaction.atomic(using=alias))
+        yield
 
 
 #: What ``atomic()`` calls, where a connection has it, to begin a transaction. Django's own backends use it for SQLite.
@@ -162,4 +173,4 @@ def connection_lost(error: BaseException, using: str) -> bool:
 
 def backoff_seconds(attempt: int) -> float:
     """Return how long to wait before try ``attempt`` (from 1), with full jitter so that rivals do not meet again."""
-    return random.uniform(0, min(0.002 * 2**attempt, 0.5))  # nosec B311  # spreads retries; no secret
+    return random.uniform(0, min(0.002 * 2**attempt, 1.0))  # nosec B311  # spreads retries; no secret

@@ -108,19 +108,27 @@ class Ledger:
 
     def at_rest(self) -> bool:
         """Tell whether completer, enqueuer and worker have nothing left to do."""
-        return not (
-            self.keys.unfinished().filter(stuck_at__isnull=True).exists()
-            or StagedJob.objects.filter(failed_at__isnull=True).exists()
-            or self._without_receipt().exists()
-            or self._unpaid().exists()
+        return not any(self._left())
+
+    def _left(self) -> list[int]:
+        waiting = (
+            self.keys.unfinished().filter(stuck_at__isnull=True),
+            StagedJob.objects.filter(failed_at__isnull=True),
+            self._without_receipt(),
+            self._unpaid(),
         )
+        return [rows.count() for rows in waiting]
 
     def wait_at_rest(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the rest; return whether it came."""
-        deadline = time.monotonic() + seconds
-        while not (rest := self.at_rest()) and time.monotonic() < deadline:
+        """Wait for the rest, until nothing has moved for ``seconds``: slow is not lost. Return whether it came."""
+        last, deadline = None, 0.0
+        while any(left := self._left()):
+            if left != last:
+                last, deadline = left, time.monotonic() + seconds
+            elif time.monotonic() > deadline:
+                return False
             time.sleep(POLL_SECONDS)
-        return rest
+        return True
 
     def backlog(self) -> int:
         """Return how many receipts are due, 0 while the database is not there; closes the connection of its thread."""

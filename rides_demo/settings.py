@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import dj_database_url
+import django
 from django.core.exceptions import ImproperlyConfigured
 
 from rides_demo.services import postgres_url, redis_url, sandbox_port
@@ -100,8 +101,11 @@ RQ_QUEUES = {"default": {"URL": REDIS_URL, "DEFAULT_TIMEOUT": 60}}
 # The enqueuer hands jobs over inside its transaction, before it deletes them.
 RQ = {"COMMIT_MODE": "auto"}
 
-EMAIL_BACKEND = "django.core.mail.backends.filebased.EmailBackend"
-EMAIL_FILE_PATH = RUN_FOLDER / "mail"
+_mail_backend, _mail_folder = "django.core.mail.backends.filebased.EmailBackend", RUN_FOLDER / "mail"
+if django.VERSION >= (6, 1):
+    MAILERS = {"default": {"BACKEND": _mail_backend, "OPTIONS": {"file_path": _mail_folder}}}
+else:
+    EMAIL_BACKEND, EMAIL_FILE_PATH = _mail_backend, _mail_folder
 DEFAULT_FROM_EMAIL = "receipts@rocketrides.example"
 
 IDEMPOTENCY = {

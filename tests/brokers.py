@@ -13,13 +13,16 @@ from django.conf import settings
 from django.db import connection, transaction
 from django_tasks_db.models import DBTaskResult
 
-from idempotency import enqueuer
+from idempotency import backends, enqueuer
 from idempotency.contrib import celery as celery_backend
 from idempotency.contrib import rq as rq_backend
 from idempotency.models import StagedJob
 from tests.celery_for_tests import app, broker_url
 from tests.managing import start
 from tests.waiting import eventually
+
+#: Each pass over a line that is held back lasts so long; one over a good line lasts as long as Redis syncs its disk.
+IMPATIENCE_SECONDS = 2
 
 _WORKER = """
 import django; django.setup()
@@ -56,7 +59,7 @@ class SlowLine:
                     if not (received := ready.recv(65536)):
                         return
                     if ready is server:
-                        assert self.open.wait(30)
+                        assert self.open.wait(60)
                     (client if ready is server else server).sendall(received)
 
 
@@ -88,7 +91,7 @@ class Broker:
 
     @contextmanager
     def through(self, url: str) -> Iterator[None]:
-        """Let the enqueuer reach Redis at ``url`` alone, with timeouts of half a second."""
+        """Let the enqueuer reach Redis at ``url`` alone, with timeouts of ``IMPATIENCE_SECONDS``."""
         raise NotImplementedError
 
     @contextmanager
@@ -102,7 +105,7 @@ class Broker:
                     while process.poll() is None and not ended.wait(0.05):
                         pass
                     process.terminate()
-                    process.communicate(timeout=20)
+                    process.communicate(timeout=60)
 
         supervisor = threading.Thread(target=supervise)
         supervisor.start()
@@ -113,14 +116,14 @@ class Broker:
             supervisor.join()
 
     def work(self, until: Callable[[], Any]) -> None:
-        """Let workers and the enqueuer run until ``until`` is true and nothing is left to do, at most 40 seconds."""
+        """Let workers and the enqueuer run until ``until`` is true and nothing is left to do, at most two minutes."""
 
         def done() -> bool:
             enqueuer.enqueue_once()
             return until() and self.idle() and not StagedJob.objects.exists()
 
         with self.working():
-            eventually(done, 40)
+            eventually(done, 120)
 
 
 class Rq(Broker):
@@ -142,7 +145,7 @@ class Rq(Broker):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(settings.RQ_QUEUES, "default", {"URL": url})
             for name in ("socket_timeout", "socket_connect_timeout"):
-                patch.setitem(rq_backend._BOUNDS, name, 0.5)
+                patch.setitem(rq_backend._BOUNDS, name, IMPATIENCE_SECONDS)
             rq_backend._queue.cache_clear()
             yield
         rq_backend._queue.cache_clear()
@@ -171,13 +174,13 @@ class Celery(Broker):
     @contextmanager
     def through(self, url: str) -> Iterator[None]:
         former, app.conf.broker_write_url = app.conf.broker_write_url, broker_url(url)
-        enqueuer._backend.cache_clear()
+        backends._built.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             for name in ("socket_timeout", "socket_connect_timeout"):
-                patch.setitem(celery_backend._BOUNDS["redis"], name, 0.5)
+                patch.setitem(celery_backend._BOUNDS["redis"], name, IMPATIENCE_SECONDS)
             yield
         app.conf.broker_write_url = former
-        enqueuer._backend.cache_clear()
+        backends._built.cache_clear()
 
 
 class Tasks(Broker):
@@ -203,7 +206,7 @@ class Tasks(Broker):
     def through(self, url: str) -> Iterator[None]:
         """Nothing goes through Redis; that the tasks' table does not answer is the work of ``tasks_table_locked``."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(enqueuer, "BROKER_TIMEOUT_SECONDS", 0.5)
+            patch.setattr(enqueuer, "BROKER_TIMEOUT_SECONDS", IMPATIENCE_SECONDS)
             yield
 
 
@@ -217,14 +220,14 @@ def tasks_table_locked() -> Iterator[None]:
             with transaction.atomic(), connection.cursor() as cursor:
                 cursor.execute(f"LOCK TABLE {DBTaskResult._meta.db_table} IN ACCESS EXCLUSIVE MODE")
                 locked.set()
-                leave.wait(30)
+                leave.wait(60)
         finally:
             connection.close()
 
     holder = threading.Thread(target=hold)
     holder.start()
     try:
-        assert locked.wait(10)
+        assert locked.wait(60)
         yield
     finally:
         leave.set()

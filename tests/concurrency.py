@@ -8,7 +8,8 @@ from typing import Any
 
 from django.db import connections
 
-WAIT_SECONDS = 20
+#: Longer than any state takes to come; a test that waits so long has failed.
+WAIT_SECONDS = 60
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from uuid import UUID
 
 from django.db import connection
 
+from idempotency.backends import BrokerUnavailable
 from idempotency.contrib.rq import RQBackend
-from idempotency.enqueuer import BrokerUnavailable
 from idempotency.models import StagedJob
 from rides_demo.models import AuditRecord
 
@@ -79,7 +79,7 @@ class SlowBackend(RQBackend):
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
         """Hand over, and answer late."""
         refusals = super().hand_over(queue, jobs)
-        threading.Event().wait(0.6)
+        threading.Event().wait(1.5)
         return refusals
 
 

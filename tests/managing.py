@@ -45,7 +45,7 @@ def start(
 
 
 def run(*arguments: str, **changes: str) -> "subprocess.CompletedProcess[str]":
-    """Run a management command to its end, at most a minute."""
+    """Run a management command to its end, at most two minutes."""
     with start(*arguments, **changes) as process:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=120)
     return subprocess.CompletedProcess(arguments, process.returncode, output, errors)

@@ -1,8 +1,10 @@
 """What the tests of Rocket Rides share: a Stripe sandbox over HTTP, riders with cards in it, and a client of the API."""
 
 import json
+import threading
 import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +51,15 @@ def sandbox(settings: Any) -> Iterator[Sandbox]:
     with Sandbox() as server:
         settings.STRIPE_API_BASE = server.url
         yield server
+
+
+@pytest.fixture
+def slowness(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let what is slow in a sandbox of this process last until the event is set."""
+    over = threading.Event()
+    monkeypatch.setattr("rides_demo.sandbox.time", SimpleNamespace(sleep=lambda seconds: over.wait(60)))
+    yield over
+    over.set()
 
 
 def _phone(name: str, source: str) -> Phone:

@@ -6,6 +6,7 @@ Django keep a pool of connections.
 
 import os
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 
 #: Short, because the paths of unix sockets are; the first process of a run chooses, the workers of pytest-xdist inherit it.
@@ -20,7 +21,14 @@ if "DATABASE_URL" not in os.environ:
     os.environ["RIDES_TEST_POSTGRES"] = "embedded"
 
 from rides_demo.settings import *  # noqa: E402, F403
-from rides_demo.settings import DATABASES, INSTALLED_APPS, LOGGING  # noqa: E402
+from rides_demo.settings import BASE_DIR, DATABASES, INSTALLED_APPS, LOGGING  # noqa: E402
+
+
+def _pooler(section: str) -> str:
+    """Return what the how-to guide of poolers puts into settings."""
+    page = (BASE_DIR / "docs" / "how-to" / "use-a-pooler.md").read_text()
+    return page.partition(f"## {section}")[2].partition("```python\n")[2].partition("```")[0]
+
 
 INSTALLED_APPS = [*INSTALLED_APPS, "django_tasks_db", "tests"]
 TASKS = {"default": {"BACKEND": "django_tasks_db.DatabaseBackend"}}
@@ -32,10 +40,12 @@ if "sqlite" in DATABASES["default"]["ENGINE"]:
     TEST_FOLDER.mkdir(parents=True, exist_ok=True)
     DATABASES["default"]["TEST"] = {"NAME": str(TEST_FOLDER / "test.sqlite3")}
 elif os.environ.get("RIDES_TEST_PGBOUNCER") == "1":
-    # PgBouncer knows no prepared statements in this mode before 1.21; a cursor in the server would need a session.
-    DATABASES["default"]["DISABLE_SERVER_SIDE_CURSORS"] = True
-    DATABASES["default"]["OPTIONS"]["prepare_threshold"] = None
+    exec(_pooler("PgBouncer"))
 if os.environ.get("RIDES_TEST_POOL") == "1":
-    DATABASES["default"]["OPTIONS"]["pool"] = {"min_size": 1, "max_size": 80}
+    exec(_pooler("Django's pool"))
+    DATABASES["default"]["OPTIONS"]["pool"]["max_size"] = 80  # As many threads as a test has.
+# A second database, for the tests of sharding: pytest-django makes it in a run that has some of them; processes get its name.
+DATABASES["shard_b"] = deepcopy(DATABASES["default"])
+DATABASES["shard_b"]["NAME"] = os.environ.get("RIDES_TEST_SHARD_B", f"{DATABASES['default']['NAME']}_b")
 # Only what the tests look at.
 LOGGING["root"]["level"] = "WARNING"

@@ -5,9 +5,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.conf.urls.i18n import i18n_patterns
 from django.db import connection
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.urls import path
+from django.utils import translation
+from pytest_django import Settings
 
 from idempotency import interventions
 from idempotency.abandonment import settle
@@ -52,6 +56,21 @@ def test_its_response_finishes_the_key(abandoned: Any, sender: Sender) -> None:
     assert len(refunds) == 1
     key.refresh_from_db()
     assert (key.stuck_at, key.locked_at) == (None, None)
+
+
+def test_it_is_found_below_i18n_patterns(sender: Sender, settings: Settings) -> None:
+    @idempotent(recovery_points=[], on_abandon=lambda key: HttpResponse(status=410))
+    def view(request: HttpRequest) -> HttpResponseBase:
+        return HttpResponse(status=503)
+
+    settings.LANGUAGES = [("en", "English"), ("de", "German")]
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, "django.middleware.locale.LocaleMiddleware"]
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": i18n_patterns(path("view/", view))})
+    sender.send("/de/view/")
+    translation.activate("en")
+    assert settle(IdempotencyKey.objects.get().pk, using="default") is True
+    assert sender.send("/de/view/").status_code == 410
+    translation.activate(settings.LANGUAGE_CODE)
 
 
 def test_without_one_a_person_hears_of_it(abandoned: Any, sender: Sender) -> None:

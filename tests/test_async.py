@@ -24,7 +24,7 @@ from tests.conformance.views import make_older
 from tests.models import Entry
 from tests.serving import Sender
 
-WAIT_SECONDS = 20
+WAIT_SECONDS = 60
 Serve = Callable[..., None]
 
 

@@ -10,9 +10,10 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
+from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable
 from idempotency.contrib.celery import CeleryBackend, OnceTask
 from idempotency.contrib.tasks import TasksBackend
-from idempotency.enqueuer import MAX_ATTEMPTS, BrokerUnavailable, EnqueuePass, enqueue_once
+from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
@@ -26,11 +27,16 @@ from tests.waiting import eventually
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
 
+def follow_up_after(seconds, monkeypatch):
+    """Let a job that was handed over be looked for, and offered again, after so long."""
+    for backend in (CeleryBackend, TasksBackend):
+        monkeypatch.setattr(backend, "follow_up_seconds", seconds)
+
+
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__.lower())
 def queue(request, broker, settings, monkeypatch):
     """Return the queue, empty, with the enqueuer handing over to it."""
-    for backend in (CeleryBackend, TasksBackend):
-        monkeypatch.setattr(backend, "follow_up_seconds", 2)
+    follow_up_after(2, monkeypatch)
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": request.param.backend}}
     return request.param(broker)
 
@@ -72,13 +78,15 @@ def due_now():
 
 
 @pytest.mark.parametrize("queue", [Celery, Tasks], indirect=True)
-def test_a_job_that_the_queue_lost_is_handed_over_again_and_the_row_stays_until_it_took_effect(queue, user):
+def test_a_job_that_the_queue_lost_is_handed_over_again_and_the_row_stays_until_it_took_effect(queue, user, monkeypatch):
+    follow_up_after(3600, monkeypatch)
     stage("record", user.pk)
     for _ in range(2):
         due_now()
         assert enqueue_once() == EnqueuePass(handed_over=1)
         assert enqueue_once() == EnqueuePass(), "not at once"
         queue.lose()
+    follow_up_after(2, monkeypatch)
     due_now()
     queue.work(until=effects)
     assert effects() == 1
@@ -129,7 +137,7 @@ def test_a_delivery_that_meets_another_one_comes_back(queue, user):
         try:
             with process_once(STAGED_JOBS, str(job.pk)):
                 entered.set()
-                assert leave.wait(60)
+                assert leave.wait(120)
                 raise RuntimeError("on purpose")
         finally:
             connection.close()
@@ -137,15 +145,15 @@ def test_a_delivery_that_meets_another_one_comes_back(queue, user):
     with ThreadPoolExecutor(1) as pool, queue.working():
         other = pool.submit(other_delivery)
         try:
-            assert entered.wait(10)
+            assert entered.wait(60)
             for _ in range(2):  # It was refused, and came back.
-                eventually(lambda: enqueue_once() and waits_for_a_lock(), 30)
-                eventually(lambda: not waits_for_a_lock(), 30)
+                eventually(lambda: enqueue_once() and waits_for_a_lock())
+                eventually(lambda: not waits_for_a_lock())
         finally:
             leave.set()
         assert isinstance(other.exception(), RuntimeError)
-        eventually(lambda: enqueue_once() and effects(), 30)
-        eventually(queue.idle, 30)
+        eventually(lambda: enqueue_once() and effects())
+        eventually(queue.idle)
     assert effects() == 1
     assert ProcessedMessage.objects.count() == 1
 

@@ -19,7 +19,7 @@ from rest_framework.views import APIView
 
 from idempotency import scopes
 from idempotency.decorators import idempotent
-from idempotency.models import IdempotencyKey
+from idempotency.models import IdempotencyKey, ProcessedMessage
 from tests.frameworks.kinds.base import Job
 from tests.managing import run
 from tests.test_policy import KINDS
@@ -30,7 +30,7 @@ RIGHT = {"*": "idempotency.contrib.rq.RQBackend", "mail": "tests.jobs_for_tests.
 def found(settings, **values):
     """Return the ids of what the checks say about these settings; no database is there to be asked."""
     settings.IDEMPOTENCY = values
-    return [message.id for message in run_checks() if message.id.startswith("idempotency.")]
+    return [message.id for message in run_checks(databases=[]) if (message.id or "").startswith("idempotency.")]
 
 
 def test_the_defaults_and_right_settings_pass(settings):
@@ -54,7 +54,7 @@ def test_a_setting_that_cannot_be_right_is_an_error(settings, values):
 
 def test_settings_that_are_no_dict_are_an_error(settings):
     settings.IDEMPOTENCY = ["RETENTION_HOURS"]
-    assert "idempotency.E001" in [message.id for message in run_checks()]
+    assert "idempotency.E001" in [message.id for message in run_checks(databases=[])]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_settings_that_are_no_dict_are_an_error(settings):
 )
 def test_a_backend_that_is_none_is_an_error_that_names_it(settings, path):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"mail": path}}
-    [message] = [message for message in run_checks() if message.id == "idempotency.E003"]
+    [message] = [message for message in run_checks(databases=[]) if message.id == "idempotency.E003"]
     assert repr(path) in message.msg
     assert "'mail'" in message.msg
 
@@ -83,7 +83,17 @@ def test_a_database_without_the_promises_is_an_error(settings, monkeypatch):
     dummy = connections.configure_settings({"default": {}, "elsewhere": {}})["elsewhere"]
     monkeypatch.setitem(connections.settings, "elsewhere", dummy)
     settings.DATABASE_ROUTERS = ["tests.test_checks.KeysElsewhere"]
-    assert found(settings) == ["idempotency.E002"]
+    assert found(settings) == ["idempotency.E002", "idempotency.E009"]
+
+
+class MessagesElsewhere:
+    def db_for_write(self, model, **hints):
+        return "shard_b" if model is ProcessedMessage else None
+
+
+def test_a_router_that_parts_what_commits_together_is_an_error(settings):
+    settings.DATABASE_ROUTERS = ["tests.test_checks.MessagesElsewhere"]
+    assert found(settings) == ["idempotency.E009"]
 
 
 def test_the_checks_ask_no_database():
@@ -185,6 +195,13 @@ def test_a_project_without_users_and_sessions_needs_a_scope(settings, scope):
     assert said(settings, idempotent(scope=scopes.attribute("tenant.pk"))(answer)) == []
 
 
+@pytest.mark.parametrize(("engine", "wanted"), [("signed_cookies", ["idempotency.E011"]), ("db", [])])
+def test_the_session_as_scope_needs_sessions_that_can_be_told_apart(settings, engine, wanted):
+    settings.SESSION_ENGINE = f"django.contrib.sessions.backends.{engine}"
+    assert said(settings, idempotent(scope=scopes.session)(answer)) == wanted
+    assert said(settings, idempotent(answer), idempotent(scope=scopes.user)(answer)) == [], "all may be signed in"
+
+
 def test_a_middleware_of_the_project_may_say_who_asks(settings):
     settings.MIDDLEWARE = ["rides_demo.middleware.Tokens"]
     assert said(settings, idempotent(answer)) == []
@@ -208,14 +225,14 @@ def test_methods_that_lose_their_transaction_are_a_warning(settings, monkeypatch
     assert said(settings, HalfProtected.as_view()) == []
     monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
     assert said(settings, HalfProtected.as_view(), idempotent(answer)) == ["idempotency.W008"]
-    [message] = [message for message in run_checks() if message.id == "idempotency.W008"]
+    [message] = [message for message in run_checks(databases=[]) if message.id == "idempotency.W008"]
     assert "POST of this view" in message.msg
 
 
 def deployed():
     """Return the ids of what ``check --deploy`` says besides."""
-    every = {message.id for message in run_checks(include_deployment_checks=True)}
-    return {name for name in every - {message.id for message in run_checks()} if name.startswith("idempotency.")}
+    every = {message.id for message in run_checks(include_deployment_checks=True, databases=[])}
+    return {name for name in every - {message.id for message in run_checks(databases=[])} if name.startswith("idempotency.")}
 
 
 def test_deployment_is_looked_at_when_asked(monkeypatch):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -20,9 +21,8 @@ import httpx
 import pytest
 
 from idempotency.client import AsyncIdempotentTransport, IdempotentTransport, Retries, make_async_client, make_client
-from rides_demo.services import free_port
 
-FAST = Retries(deadline_seconds=20, first_pause_seconds=0.001, longest_pause_seconds=0.002)
+FAST = Retries(deadline_seconds=60, first_pause_seconds=0.001, longest_pause_seconds=0.002)
 PROBLEM = {"Content-Type": "application/problem+json"}
 
 #: What the connection does instead of carrying an answer.
@@ -41,8 +41,10 @@ class Service(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
+    def __init__(self) -> None:
+        # Its port is its own from now on; it is a server from ``server_activate`` on.
+        super().__init__(("127.0.0.1", 0), Handler, bind_and_activate=False)
+        self.server_bind()
         self.url = f"http://127.0.0.1:{self.server_address[1]}/"
         self.script: list[Step] = []
         #: Method, headers and body of what came.
@@ -72,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(step, tuple):
             return self.answer(*step)
         if step == SILENCE:
-            service.over.wait(20)
+            service.over.wait(60)
         if step in (CUT_BEFORE, SILENCE):
             self.close_connection = True
             return None
@@ -97,9 +99,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(port: int = 0) -> Iterator[Service]:
+def serving(service: Service | None = None) -> Iterator[Service]:
     """Serve while the block runs."""
-    with Service(port) as server:
+    with service or Service() as server:
+        server.server_activate()
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         server.over.set()
@@ -206,12 +209,12 @@ class Noticing(httpx.HTTPTransport):
 
 
 def test_a_server_that_is_not_there_yet_is_waited_for() -> None:
-    port, transport = free_port(), Noticing()
+    service, transport = Service(), Noticing()
     with make_client(FAST, transport=transport) as client, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(client.post, f"http://127.0.0.1:{port}/")
-        assert transport.refused.wait(10)
-        with serving(port):
-            assert answer.result(20).status_code == 201
+        answer = pool.submit(client.post, service.url)
+        assert transport.refused.wait(60)
+        with serving(service):
+            assert answer.result(60).status_code == 201
 
 
 def test_retry_after_is_waited_for_in_seconds(service: Service, send: Send) -> None:
@@ -248,14 +251,33 @@ def test_whoever_is_told_to_come_back_after_the_deadline_gives_up_at_once(servic
     assert len(service.heard) == 1
 
 
+@pytest.fixture
+def only_pauses_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clock of the client stand still but in its pauses, each of which is as long as it may be, and over at once."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    async def sleep_async(seconds: float) -> None:
+        sleep(seconds)
+
+    clock = {"monotonic": lambda: now, "sleep": sleep, "time_ns": time.time_ns}
+    monkeypatch.setattr("idempotency.client.time", SimpleNamespace(**clock))
+    monkeypatch.setattr("idempotency.client.anyio", SimpleNamespace(sleep=sleep_async))
+    monkeypatch.setattr("idempotency.client.random", SimpleNamespace(uniform=lambda least, most: most))
+
+
+@pytest.mark.usefixtures("only_pauses_take_time")
 def test_after_the_deadline_the_last_error_is_raised_with_the_key_to_ask_with_later(service: Service, send: Send) -> None:
     service.script = [CUT_AFTER] * 10_000
 
     with pytest.raises(httpx.RemoteProtocolError) as caught:
-        send("POST", service.url, Retries(deadline_seconds=0.3, first_pause_seconds=0.02))
+        send("POST", service.url, Retries(deadline_seconds=100, first_pause_seconds=20, longest_pause_seconds=40))
 
     service.script = []
-    assert len(service.heard) > 1
+    assert len(service.heard) == 3, "at 0, 20 and 60 seconds; the next would come at 100"
     key = caught.value.request.headers["Idempotency-Key"]
     assert send("POST", service.url, headers={"Idempotency-Key": key}).content == b"done 0: "
 
@@ -373,6 +395,65 @@ def test_a_proxy_does_not_lead_around_the_retries(service: Service) -> None:
 
     with make_client(FAST, proxy=service.url) as client:
         assert client.post("http://example.invalid/").status_code == 201
+
+
+def test_a_mount_does_not_lead_around_the_retries(service: Service) -> None:
+    service.script = [(503, {}, b"")]
+    with make_client(FAST, mounts={"http://": httpx.HTTPTransport(), "https://": None}) as client:
+        assert client.post(service.url).status_code == 201
+
+    async def send() -> int:
+        async with make_async_client(FAST, mounts={"http://": httpx.AsyncHTTPTransport(), "https://": None}) as client:
+            return (await client.post(service.url)).status_code
+
+    service.script = [(503, {}, b"")]
+    assert asyncio.run(send()) == 201
+    first, again, other, other_again = service.keys()
+    assert (first, other) == (again, other_again)
+    assert first != other
+
+
+def test_an_imitation_of_httpx_answers_as_a_server_does() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        keys.append(request.headers["Idempotency-Key"])
+        if len(keys) % 2:
+            return httpx.Response(409, headers=PROBLEM, json={"retryable": True})
+        return httpx.Response(201, content=request.content)
+
+    async def send() -> bytes:
+        async with make_async_client(FAST, transport=httpx.MockTransport(answer)) as client:
+            return (await client.post("http://example.invalid/", content=b"book")).content
+
+    keys: list[str] = []
+    with make_client(FAST, transport=httpx.MockTransport(answer)) as client:
+        assert client.post("http://example.invalid/", content=b"book").content == b"book"
+    assert asyncio.run(send()) == b"book"
+    assert (len(keys), len(set(keys))) == (4, 2)
+
+
+class Logging(httpx.HTTPTransport):
+    """Reads each answer before it hands it on."""
+
+    def __init__(self) -> None:
+        super().__init__(trust_env=False)
+        self.log: list[bytes] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = super().handle_request(request)
+        self.log.append(response.read())
+        return response
+
+
+def test_a_transport_may_read_the_answer_itself(service: Service) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    service.script = [
+        (409, PROBLEM | headers, gzip.compress(b'{"retryable": true}', mtime=0)),
+        (201, headers, gzip.compress(b"much", mtime=0)),
+    ]
+
+    with make_client(FAST, transport=(transport := Logging())) as client:
+        assert client.post(service.url).content == b"much"
+    assert transport.log == [b'{"retryable": true}', b"much"]
 
 
 @pytest.mark.parametrize("url", ["ftp://example.invalid/", "/no-host"])

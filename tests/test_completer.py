@@ -1,21 +1,30 @@
 """The completer finishes what clients have left, as the user who sent it, and nothing else."""
 
 import json
+import sys
 from datetime import timedelta
+from functools import wraps
+from types import ModuleType
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from django.conf import settings as django_settings
+from django.conf.urls.i18n import i18n_patterns
 from django.contrib.auth.decorators import login_required
 from django.db import connection
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.urls import get_script_prefix, get_urlconf, path, reverse, set_script_prefix, set_urlconf
 from django.utils import translation
 from django.views.decorators.http import require_POST
 from pytest_django import Settings
+from rest_framework.throttling import BaseThrottle
+from rest_framework.views import APIView
 
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
+from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from idempotency.signals import key_stuck
@@ -51,6 +60,7 @@ class Shop:
                     "body": json.loads(request.body) if request.content_type == "application/json" else request.POST.dict(),
                     "query": request.GET.dict(),
                     "host": request.get_host(),
+                    "receipt": request.build_absolute_uri(reverse("view")),
                     "language": translation.get_language(),
                     "derived": key.derive("charge"),
                 }
@@ -72,11 +82,10 @@ def shop(serve: Any) -> Shop:
     return shop
 
 
-def abandon() -> None:
-    """Let each key be 301 seconds old and idle for 61."""
-    IdempotencyKey.objects.update(
-        created_at=Now() - timedelta(seconds=301), last_run_at=Now() - timedelta(seconds=61), next_run_at=None
-    )
+def abandon(times: int = 1) -> None:
+    """Let each key be 301 seconds old and idle for 61; or a second past limits that are so many times the default."""
+    old, idle = (Now() - timedelta(seconds=times * limit + 1) for limit in (300, 60))
+    IdempotencyKey.objects.update(created_at=old, last_run_at=idle, next_run_at=None)
 
 
 def test_a_key_whose_client_has_gone_is_finished_as_its_user(shop: Shop, sender: Sender, settings: Settings) -> None:
@@ -97,6 +106,103 @@ def test_a_key_whose_client_has_gone_is_finished_as_its_user(shop: Shop, sender:
     assert translation.get_language() == django_settings.LANGUAGE_CODE
 
 
+@pytest.mark.parametrize("mounted_at", ["", "/app", "/ü"])
+def test_the_view_sees_the_host_that_its_client_saw_and_the_path_that_the_site_is_mounted_at(
+    shop: Shop, sender: Sender, settings: Settings, mounted_at: str
+) -> None:
+    settings.USE_X_FORWARDED_HOST, settings.ALLOWED_HOSTS = True, ["rides.example"]
+    script_name = mounted_at.encode().decode("latin-1")
+    set_script_prefix(mounted_at)  # A server does, the client of the tests does not.
+    try:
+        sender.send(headers={"Host": "app:8000", "X-Forwarded-Host": "rides.example"}, SCRIPT_NAME=script_name)
+    finally:
+        set_script_prefix("/")
+    abandon()
+    complete_once()
+    by_client, by_completer = shop.seen
+    assert by_completer == by_client
+    assert by_completer["host"] == "rides.example"
+    assert unquote(by_completer["receipt"]) == f"http://rides.example{mounted_at}/view/"
+    assert get_script_prefix() == "/"
+
+
+def test_the_view_finds_addresses_in_the_urlconf_of_its_request(
+    shop: Shop, sender: Sender, settings: Settings, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shops = ModuleType("urls_of_the_shops")
+    shops.urlpatterns = [path("view/", shop.view, name="view")]
+    monkeypatch.setitem(sys.modules, shops.__name__, shops)
+    serve(other=shop.view)
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{__name__}.to_the_shops"]
+    sender.send()
+    set_urlconf(None)
+    abandon()
+    shop.broken = False
+    assert complete_once() == CompletePass(finished=1)
+    assert get_urlconf() is None
+
+
+def to_the_shops(get_response: Any) -> Any:
+    """A middleware that chooses the URLconf of a host."""
+
+    def choose(request: HttpRequest) -> HttpResponseBase:
+        request.urlconf = "urls_of_the_shops"
+        return get_response(request)
+
+    return choose
+
+
+def test_a_host_that_is_not_allowed_is_kept_as_it_came(sender: Sender, serve: Any, settings: Settings) -> None:
+    serve(view=idempotent(recovery_points=[])(lambda request: HttpResponse(status=503)))
+    settings.ALLOWED_HOSTS = ["rides.example"]
+    settings.MIDDLEWARE = [name for name in settings.MIDDLEWARE if not name.endswith(".CommonMiddleware")]  # it refuses
+    sender.send(headers={"Host": "elsewhere.example"})
+    assert IdempotencyKey.objects.get().request_headers["Host"] == "elsewhere.example"
+
+
+@pytest.fixture
+def in_two_languages(settings: Settings) -> Any:
+    """Return a function that puts views below i18n_patterns, as a site in English and German has them."""
+    settings.LANGUAGES = [("en", "English"), ("de", "German")]
+    settings.LANGUAGE_CODE = "en"
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, "django.middleware.locale.LocaleMiddleware"]
+
+    def put(view: Any, *, default_in_path: bool = True) -> None:
+        patterns = i18n_patterns(path("view/", view, name="view"), prefix_default_language=default_in_path)
+        settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
+
+    yield put
+    translation.activate("en")
+
+
+@pytest.mark.parametrize("default_in_path", [True, False])
+@pytest.mark.parametrize("language", ["en", "de"])
+def test_a_view_below_i18n_patterns_is_found_and_speaks_its_language(
+    language: str, default_in_path: bool, shop: Shop, sender: Sender, in_two_languages: Any
+) -> None:
+    in_two_languages(shop.view, default_in_path=default_in_path)
+    url = "/view/" if language == "en" and not default_in_path else f"/{language}/view/"
+    other = {"en": "de", "de": "en"}[language]
+    assert sender.send(url, headers={"Accept-Language": other}).status_code == 500
+    abandon()
+    shop.broken = False
+    translation.activate(other)  # A process of its own has none, and the admin that of the person.
+    assert complete_once() == CompletePass(finished=1)
+    by_client, by_completer = shop.seen
+    assert by_completer == by_client
+    assert by_client["language"] == language
+
+
+def test_a_path_that_looks_like_a_language_is_none_without_i18n_patterns(
+    shop: Shop, sender: Sender, settings: Settings, in_two_languages: Any
+) -> None:
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("de/view/", shop.view, name="view")]})
+    sender.send("/de/view/", headers={"Accept-Language": "en"})
+    abandon()
+    complete_once()
+    assert [run["language"] for run in shop.seen] == ["en", "en"]
+
+
 @pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "multipart"])
 def test_a_form_comes_back_as_it_was(shop: Shop, sender: Sender, content_type: str) -> None:
     extra = {"headers": {"Idempotency-Key": "key"}}
@@ -113,16 +219,21 @@ def test_a_form_comes_back_as_it_was(shop: Shop, sender: Sender, content_type: s
 @pytest.mark.parametrize(
     "state",
     [
-        {"created_at": Now() - timedelta(seconds=299)},
-        {"last_run_at": Now() - timedelta(seconds=59)},
-        {"next_run_at": Now() + timedelta(seconds=9)},
-        {"locked_at": Now() - timedelta(seconds=89), "claim_token": "8e03978e-40d5-43e8-bc93-6894a57f9324"},
+        # Half a minute before the limits of the test.
+        {"created_at": Now() - timedelta(seconds=2970)},
+        {"last_run_at": Now() - timedelta(seconds=570)},
+        {"next_run_at": Now() + timedelta(seconds=30)},
+        {"locked_at": Now() - timedelta(seconds=870), "claim_token": "8e03978e-40d5-43e8-bc93-6894a57f9324"},
         {"stuck_at": Now(), "stuck_code": "view_gave_up", "stuck_reason": "in doubt"},
     ],
 )
-def test_a_key_that_is_young_busy_or_a_persons_is_left_alone(shop: Shop, sender: Sender, state: dict[str, Any]) -> None:
+def test_a_key_that_is_young_busy_or_a_persons_is_left_alone(
+    shop: Shop, sender: Sender, settings: Settings, state: dict[str, Any]
+) -> None:
+    limits = {"COMPLETER_MIN_AGE_SECONDS": 3000, "COMPLETER_IDLE_SECONDS": 600, "LOCK_TIMEOUT_SECONDS": 900}
+    settings.IDEMPOTENCY = limits
     sender.send()
-    abandon()
+    abandon(times=10)
     shop.broken = False
     IdempotencyKey.objects.update(**state)
     assert complete_once() == CompletePass()
@@ -193,6 +304,134 @@ def test_a_view_that_lost_its_decorator_is_not_run(shop: Shop, sender: Sender, s
     serve(view=lambda request: ran.append(1) or HttpResponse("ran unprotected"))
     assert complete_once() == CompletePass(stuck=1)
     assert not ran
+
+
+def refused_outside(view: Any) -> Any:
+    """A decorator that has thought better of it since the client was let through."""
+
+    @wraps(view)
+    def decorated(request: HttpRequest) -> HttpResponseBase:
+        if hasattr(request, "_idempotency_claimed_key"):
+            return HttpResponse(status=403)
+        answer: HttpResponseBase = view(request)
+        return answer
+
+    return decorated
+
+
+def tenant_is_gone(request: HttpRequest, key: IdempotencyKey) -> None:
+    raise LookupError("the tenant is gone")
+
+
+def tenant_is_a_persons(request: HttpRequest, key: IdempotencyKey) -> None:
+    raise KeyStuck("Whose tenant is it?")
+
+
+def test_what_ends_before_the_views_decorator_releases_the_key_and_says_so(
+    shop: Shop, sender: Sender, serve: Any, settings: Settings
+) -> None:
+    serve(view=refused_outside(shop.view))
+    sender.send()
+    abandon()
+    assert complete_once() == CompletePass(failed=1)
+    key = IdempotencyKey.objects.get()
+    assert (key.locked_at, key.recovery_point, key.history[-1]["event"]) == (None, "entry_created", "error")
+    assert key.last_error.startswith("A decorator or the framework answered with status 403")
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": tenant_is_gone}
+    abandon()
+    assert complete_once() == CompletePass(failed=1)
+    key = IdempotencyKey.objects.get()
+    assert (key.locked_at, key.last_error) == (None, "LookupError: the tenant is gone")
+    assert len(shop.seen) == 1
+
+
+def test_a_throttle_of_the_framework_releases_the_key_and_says_so(sender: Sender, serve: Any) -> None:
+    class Once(BaseThrottle):
+        let_through = [True]
+
+        def allow_request(self, request: Any, view: Any) -> bool:
+            return bool(self.let_through and self.let_through.pop())
+
+    class View(APIView):
+        throttle_classes = [Once]
+        authentication_classes = []
+        permission_classes = []
+
+        @idempotent(recovery_points=[])
+        def post(self, request: Any) -> HttpResponseBase:
+            return HttpResponse(status=503)
+
+    serve(view=View.as_view())
+    sender.send()
+    abandon()
+    assert complete_once() == CompletePass(failed=1)
+    key = IdempotencyKey.objects.get()
+    assert key.locked_at is None
+    assert "status 429" in key.last_error
+
+
+def test_a_reason_to_ask_a_person_that_is_raised_before_the_view_makes_the_key_stuck(
+    shop: Shop, sender: Sender, settings: Settings
+) -> None:
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": tenant_is_a_persons}
+    sender.send()
+    abandon()
+    assert complete_once() == CompletePass(stuck=1)
+    key = IdempotencyKey.objects.get()
+    assert (key.stuck_code, key.stuck_reason, key.locked_at) == ("view_gave_up", "Whose tenant is it?", None)
+
+
+class CodeOfItsOwn(KeyStuck):
+    """A reason with a code that each test chooses, in the way that is forgotten about: without ``super().__init__``."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+@pytest.mark.parametrize(
+    ("code", "kept"),
+    [
+        ("x" * 60, "x" * 50),
+        ("", "view_gave_up"),
+        (None, "view_gave_up"),
+        ("a\0b\ud800", "ab"),
+        (" ", "view_gave_up"),
+        ("amount_differs", "amount_differs"),
+    ],
+)
+@pytest.mark.parametrize("by_completer", [False, True])
+def test_whatever_code_a_view_gives_its_key_reaches_a_person(
+    by_completer: bool, code: str, kept: str, sender: Sender, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CodeOfItsOwn, "code", code)
+    errors = [CodeOfItsOwn("5 against 500")] + [OSError("down")] * by_completer
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        raise errors.pop()
+
+    serve(view=view)
+    assert sender.send().status_code == (500 if by_completer else 409)
+    if by_completer:
+        abandon()
+        assert complete_once() == CompletePass(stuck=1)
+    key = IdempotencyKey.objects.stuck().get()
+    assert (key.stuck_code, key.stuck_reason, key.locked_at) == (kept, "5 against 500", None)
+    assert sender.send().status_code == 409
+
+
+def test_a_reason_of_a_subclass_is_told_whatever_it_is(sender: Sender, serve: Any) -> None:
+    class Differs(KeyStuck):
+        def __init__(self, **amounts: int) -> None:
+            self.reason = amounts
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        raise Differs(ours=5, theirs=500)
+
+    serve(view=view)
+    assert sender.send().status_code == 409
+    assert IdempotencyKey.objects.stuck().get().stuck_reason == "{'ours': 5, 'theirs': 500}"
 
 
 def test_a_point_of_another_deploy_is_marked_and_finished_by_code_that_knows_it(shop: Shop, sender: Sender) -> None:

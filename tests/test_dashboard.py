@@ -114,10 +114,10 @@ def test_a_heartbeat_is_one_row_that_is_written_now_and_then(django_assert_num_q
 @pytest.mark.django_db(transaction=True)
 def test_each_loop_gives_signs_of_life_until_it_is_told_to_stop() -> None:
     with start("idempotency_worker", "--enqueue-interval=0.1", "--complete-interval=0.1", "--reap-interval=0.1") as process:
-        eventually(lambda: set(ProcessHeartbeat.objects.values_list("name", flat=True)) == set(dashboard.LOOPS), 20)
+        eventually(lambda: set(ProcessHeartbeat.objects.values_list("name", flat=True)) == set(dashboard.LOOPS))
         assert {process.silent for process in staff().get(DASHBOARD).context["processes"]} == {False}
         process.terminate()
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     assert (process.returncode, ProcessHeartbeat.objects.count()) == (0, 0), errors
 
 

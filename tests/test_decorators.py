@@ -19,7 +19,7 @@ from django.urls import path
 from django.views.decorators.http import require_POST
 from pytest_django import Settings
 
-from idempotency import signals
+from idempotency import problems, signals
 from idempotency.decorators import idempotent
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
@@ -117,6 +117,40 @@ def test_atomic_requests_do_not_wrap_a_protected_view(
     assert sender.send("/other/").content == b"True"
     assert [sender.send().status_code for _ in range(2)] == [201, 201]
     assert work.runs == 1
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_atomic_requests_hold_for_what_is_not_protected(
+    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Else half a transfer would stay, of a request that ran as a whole before the view was decorated."""
+
+    def transfer(request: HttpRequest) -> HttpResponseBase:
+        Entry.objects.create(name="debit")
+        raise LookupError("no such account")
+
+    monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
+    serve(view=idempotent(required=False)(transfer))
+    assert sender.send(key=None, method=method).status_code == 500
+    assert not Entry.objects.exists()
+    serve(view=idempotent(required=False)(transaction.non_atomic_requests(transfer)))
+    assert sender.send(key=None, method=method).status_code == 500
+    assert Entry.objects.count() == 1
+
+
+def test_the_refusal_of_a_view_inside_is_not_stored_by_the_one_around_it(serve: Serve, sender: Sender) -> None:
+
+    @idempotent(recovery_points=["a"])
+    def outer(request: HttpRequest) -> HttpResponseBase:
+        if request.idempotency_key.attempts == 1:
+            return problems.key_in_use().response()
+        for _ in (key := request.idempotency_key).phases():
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    serve(view=outer)
+    assert [sender.send().status_code for _ in range(2)] == [409, 201]
 
 
 @both_kinds

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -13,9 +12,10 @@ from django.utils import timezone
 from rq import SimpleWorker
 
 from idempotency import enqueuer
+from idempotency.backends import BrokerUnavailable
 from idempotency.contrib import rq as rq_backend
 from idempotency.contrib.rq import RQBackend, run_once
-from idempotency.enqueuer import BrokerUnavailable, EnqueuePass, enqueue_once
+from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.jobs import stage_job
@@ -89,13 +89,13 @@ def test_a_job_that_commits_late_with_a_lower_id_is_not_lost(broker):
             with transaction.atomic():
                 late.append(stage_job("shop.jobs.late"))
                 staged.set()
-                assert commit.wait(20)
+                assert commit.wait(60)
         finally:
             connection.close()
 
     with ThreadPoolExecutor(1) as pool:
         request = pool.submit(slow_request)
-        assert staged.wait(10)
+        assert staged.wait(60)
         with transaction.atomic():
             early = stage_job("shop.jobs.early")
         assert late[0].pk < early.pk
@@ -111,7 +111,7 @@ def commit_while_handing_over(commit, request):
         result = call(sql, *args)
         if sql.startswith("SELECT") and "SKIP LOCKED" in sql and not commit.is_set():
             commit.set()
-            request.result(20)
+            request.result(60)
         return result
 
     with connection.execute_wrapper(execute):
@@ -125,7 +125,7 @@ def test_two_enqueuers_at_once_hand_no_job_over_twice(broker):
 
     def one(_):
         try:
-            together.wait(10)
+            together.wait(60)
             return enqueue_once(batch_size=50).handed_over
         finally:
             connection.close()
@@ -148,7 +148,7 @@ def test_an_enqueuer_that_is_killed_between_hand_over_and_delete_sends_nothing_t
         "    enqueue_once()\n"
     )
     with start(python=stalling) as process:
-        eventually(lambda: queued(broker), 20)
+        eventually(lambda: queued(broker))
         assert enqueue_once() == EnqueuePass(), "the row is locked while another enqueuer holds it"
         os.kill(process.pid, signal.SIGKILL)
     assert StagedJob.objects.count() == 1
@@ -179,10 +179,12 @@ def test_a_broker_that_hangs_fails_before_the_database_gives_up(settings, monkey
         settings.RQ_QUEUES = {"hangs": {"URL": f"redis://127.0.0.1:{silent.getsockname()[1]}"}}
         rq_backend._queue.cache_clear()
         stage(5, queue="hangs")
-        started = time.monotonic()
         with pytest.raises(BrokerUnavailable):
             enqueue_once()
-        assert time.monotonic() - started < 2, "one try, bounded by the timeout; the next pass is the next try"
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):  # one try, bounded by the timeout; the next pass is the next try
+            silent.accept()
     assert set(StagedJob.objects.values_list("attempts", flat=True)) == {0}
     bounds = rq_backend._BOUNDS
     assert bounds["socket_connect_timeout"] + 10 < enqueuer.IDLE_SECONDS
@@ -194,7 +196,7 @@ def test_a_slow_broker_does_not_get_the_same_jobs_again(broker, settings):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.jobs_for_tests.SlowBackend"}}
     stage(3)
     with connection.cursor() as cursor:
-        cursor.execute("SET idle_in_transaction_session_timeout = '200ms'")
+        cursor.execute("SET idle_in_transaction_session_timeout = '1s'")
     try:
         assert enqueue_once() == EnqueuePass(handed_over=3)
     finally:
@@ -281,14 +283,14 @@ def test_a_job_that_meets_its_own_first_delivery_comes_back(broker, monkeypatch)
         try:
             with process_once(STAGED_JOBS, str(job.pk)):
                 entered.set()
-                assert leave.wait(20)
+                assert leave.wait(60)
                 raise RuntimeError("on purpose")
         finally:
             connection.close()
 
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(other_delivery)
-        assert entered.wait(10)
+        assert entered.wait(60)
         former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         SimpleWorker(["default"], connection=broker).work(burst=True, max_jobs=2)
         for number, handler in former.items():

@@ -1,13 +1,14 @@
 """A call to a service that is not idempotent is made once per key, or a person hears of it."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.db import connection
 from django.db.models.functions import Now
-from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
 from idempotency.decorators import idempotent
 from idempotency.exceptions import CallNotRecorded
@@ -137,25 +138,194 @@ def test_a_call_that_took_no_effect_is_made_again(serve: Any, sender: Sender) ->
     assert len(service.sent) == 1
 
 
-def test_another_call_may_do_instead_of_one_that_was_put_off(serve: Any, sender: Sender) -> None:
-    service = SmsService()
+def test_another_service_is_called_instead_of_one_whose_refusal_is_recorded(serve: Any, sender: Sender) -> None:
+    first, second = SmsService(), SmsService()
+    crash = once(fail)
 
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponse:
         key = request.idempotency_key
         for _ in key.phases():
             with foreign_call(key, "first provider") as call:
-                call.retryable()
+                if call.due:
+                    call.record({"refused": True} if key.attempts == 1 else first.send())
             with foreign_call(key, "second provider") as call:
                 if call.due:
-                    call.record(service.send())
+                    call.record(second.send())
+            crash()
             with atomic_phase(key) as phase:
                 phase.set_response(HttpResponse("sent"))
         return key.response()
 
     serve(view=view)
-    assert [sender.send().status_code for _ in range(2)] == [200, 200]
-    assert len(service.sent) == 1
+    assert [sender.send().status_code for _ in range(2)] == [500, 200]
+    assert (len(first.sent), len(second.sent)) == (0, 1)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_no_other_call_settles_one_that_was_put_off(serve: Any, sender: Sender, other: bool) -> None:
+    """Else a payment that was put off would be lost behind the message that tells of it."""
+
+    def view(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        for _ in key.phases():
+            with suppress(Trouble), foreign_call(key, "payment") as call:
+                call.retryable()
+                fail()
+            if other:
+                with foreign_call(key, "message") as call:
+                    call.record()
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse("paid"))
+        return key.response()
+
+    serve(view=idempotent(recovery_points=[])(view))
+    assert sender.send().status_code == 500
+    assert IdempotencyKey.objects.get().last_error.startswith("CallNotRecorded")
+
+
+@pytest.mark.parametrize("begun_before", [False, True])
+def test_a_call_in_doubt_ends_no_phase_though_the_view_catches_what_it_raised(
+    serve: Any, sender: Sender, begun_before: bool
+) -> None:
+    def view(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        for _ in key.phases():
+            try:
+                with foreign_call(key, "payment"):
+                    fail()
+            except Exception:
+                if begun_before and key.attempts == 1:
+                    raise
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse("declined", status=402))
+        return key.response()
+
+    serve(view=idempotent(recovery_points=[])(view))
+    if begun_before:
+        assert sender.send().status_code == 500
+    assert problem(sender.send())["code"] == "key_stuck"
+    assert IdempotencyKey.objects.get().stuck_code == "call_in_doubt"
+
+
+def test_a_name_is_free_after_a_call_that_was_put_off_and_taken_after_one_that_has_its_result(
+    serve: Any, sender: Sender
+) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        for _ in key.phases():
+            if key.attempts == 1:
+                with foreign_call(key, "sms") as call:
+                    call.retryable()
+            with foreign_call(key, "sms") as call:
+                if call.due:
+                    call.record("sent")
+            if key.attempts == 1:
+                fail()
+            with pytest.raises(RuntimeError, match="made the call 'sms' before"), foreign_call(key, "sms"):
+                pass
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse("sent"))
+        return key.response()
+
+    serve(view=view)
+    assert sender.send().status_code == 500
+    assert ForeignCall.objects.get().result == "sent"
+    assert sender.send().status_code == 200
+
+
+def answered(request: HttpRequest) -> HttpResponse:
+    return HttpResponse(status=404)
+
+
+def raised(request: HttpRequest) -> HttpResponse:
+    raise Http404
+
+
+@pytest.mark.parametrize("early", [answered, raised])
+@pytest.mark.parametrize("later_run", [False, True])
+def test_an_early_answer_does_not_end_a_request_whose_call_was_made(
+    serve: Any, sender: Sender, early: Any, later_run: bool
+) -> None:
+    """The room was free when the card was charged, and is gone when the client comes again."""
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        if key.attempts == 1:
+            with foreign_call(key, "payment") as call:
+                call.record("paid")
+        if key.attempts == 1 and later_run:
+            fail()
+        response: HttpResponse = early(request)
+        return response
+
+    serve(view=view)
+    for _ in range(1 + later_run):
+        assert sender.send().status_code == 500
+    key = IdempotencyKey.objects.get()
+    assert (key.finished_at, key.locked_at, key.last_error[:20]) == (None, None, "ResponseNotCommitted")
+
+
+@pytest.mark.parametrize("early", [answered, raised])
+def test_an_early_answer_does_not_end_a_request_whose_call_is_in_doubt(serve: Any, sender: Sender, early: Any) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponse:
+        if request.idempotency_key.attempts == 1:
+            with foreign_call(request.idempotency_key, "message") as call:
+                call.record("sent")
+            with foreign_call(request.idempotency_key, "payment"):
+                fail()
+        response: HttpResponse = early(request)
+        return response
+
+    serve(view=view)
+    assert sender.send().status_code == 500
+    assert problem(sender.send())["code"] == "key_stuck"
+    assert IdempotencyKey.objects.get().stuck_code == "call_in_doubt"
+
+
+def deep() -> Any:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("result", [deep(), 10**5000, "lone \udc80", {"name": "\ud800"}], ids=["deep", "long", "lone", "inner"])
+def test_the_result_of_a_call_that_was_made_is_never_lost(serve: Any, sender: Sender, result: Any) -> None:
+    def block(call: MadeCall) -> None:
+        call.record(result)
+
+    serve(view=texting(block))
+    assert sender.send().status_code == 500
+    row = ForeignCall.objects.get()
+    assert row.recorded_at is not None
+    assert isinstance(row.result, str)
+    assert row.result
+
+
+@pytest.mark.postgres
+def test_a_result_is_written_on_a_new_connection_when_the_old_one_broke(serve: Any, sender: Sender) -> None:
+    """PostgreSQL was restarted while the service took its time."""
+
+    def block(call: MadeCall) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            (pid,) = cursor.fetchone()
+        with background(lambda: end_session(pid)) as ended:
+            ended.result(60)
+        call.record("paid")
+
+    serve(view=texting(block))
+    assert sender.send().status_code == 200
+    assert ForeignCall.objects.get().result == "paid"
+
+
+def end_session(pid: int) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
 
 
 def test_a_block_that_records_nothing_is_a_mistake(serve: Any, sender: Sender) -> None:

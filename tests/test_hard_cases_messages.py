@@ -67,7 +67,7 @@ def test_a_message_that_was_taken_is_not_lost_with_another_that_failed() -> None
         async with process_once("queue", "1"):
             await Entry.objects.acreate(name="1")
             entered.set()
-            await asyncio.wait_for(other_done.wait(), 20)
+            await asyncio.wait_for(other_done.wait(), 60)
             raise Trouble
 
     async def consumer() -> bool:
@@ -98,7 +98,7 @@ def test_messages_in_threads_of_their_own_know_nothing_of_each_other() -> None:
             try:
                 async with process_once("queue", name):
                     await Entry.objects.acreate(name=name)
-                    await asyncio.wait_for(all_entered.wait(), 20)
+                    await asyncio.wait_for(all_entered.wait(), 60)
                     if fails:
                         raise Trouble
             finally:
@@ -119,7 +119,7 @@ def test_a_wait_for_a_message_that_was_cancelled_takes_no_other_message_with_it(
     def first_delivery() -> None:
         with suppress(Trouble), process_once("queue", "1"):
             entered.set()
-            assert leave.wait(20)
+            assert leave.wait(60)
             raise Trouble
 
     async def consumer() -> None:
@@ -133,7 +133,7 @@ def test_a_wait_for_a_message_that_was_cancelled_takes_no_other_message_with_it(
         assert held.value
 
     with background(first_delivery):
-        assert entered.wait(10)
+        assert entered.wait(60)
         consume(consumer)
     assert Entry.objects.filter(name="2").exists()
 
@@ -275,7 +275,7 @@ def killed(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
         yield die
         process.stdin.close()
-        process.wait(30)
+        process.wait(60)
 
 
 def world() -> list[str]:

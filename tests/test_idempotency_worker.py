@@ -36,6 +36,13 @@ def check(folder, max_age="180"):
     return run("idempotency_worker", "--check", "--heartbeat", str(folder), "--max-age", max_age)
 
 
+def named(done):
+    """Return the loops that a check has found silent, with which it fails."""
+    silent = {name for name in LOOPS if f"{name} (" in done.stderr}
+    assert done.returncode == bool(silent), done.stderr
+    return silent
+
+
 def give_work():
     """Leave a job, a key to reap, and one that the completer has to give up, since no view answers its path."""
     StagedJobFactory()
@@ -55,14 +62,14 @@ def all_done():
 def test_it_does_the_work_of_all_three_and_says_so(broker, folder):
     give_work()
     with worker("--heartbeat", str(folder), "--concurrency", "2") as process:
-        eventually(all_done, 20)
+        eventually(all_done)
         assert {path.name for path in folder.iterdir()} == LOOPS
         healthy = check(folder)
         assert (healthy.returncode, healthy.stdout) == (0, "All loops are at work.\n")
         give_work()
-        eventually(all_done, 20)
+        eventually(all_done)
         process.terminate()
-        output, errors = process.communicate(timeout=10)
+        output, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "Traceback" not in errors
     assert {line.partition(":")[0] for line in output.splitlines()} == LOOPS
@@ -73,35 +80,36 @@ def test_it_does_the_work_of_all_three_and_says_so(broker, folder):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_ends_at_once_while_all_loops_wait(number, broker, folder):
     with start("idempotency_worker", "--heartbeat", str(folder)) as process:
-        eventually(lambda: folder.exists() and {path.name for path in folder.iterdir()} == LOOPS, 20)
+        eventually(lambda: folder.exists() and {path.name for path in folder.iterdir()} == LOOPS)
         process.send_signal(number)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_loop_that_fails_ends_no_other_and_the_check_names_it(broker, folder):
     def rename(old, new):
         with connection.cursor() as cursor:
-            cursor.execute(f"ALTER TABLE {old} RENAME TO {new}")
+            cursor.execute(f"ALTER TABLE idempotency_stagedjob RENAME COLUMN {old} TO {new}")
 
     StagedJobFactory()
-    rename("idempotency_stagedjob", "mislaid")
+    rename("queue", "mislaid")
+    mislaid = True
     try:
         with worker("--heartbeat", str(folder)) as process:
-            eventually(lambda: folder.exists() and {path.name for path in folder.iterdir()} == LOOPS, 20)
-            sick = eventually(lambda: (found := check(folder, "2")).returncode == 1 and found, 30)
+            eventually(lambda: folder.exists() and {path.name for path in folder.iterdir()} == LOOPS)
+            # Another loop may be silent for two seconds on a slow machine, but does not stay so.
+            eventually(lambda: named(check(folder, "2")) == {"enqueue_jobs"}, 120)
             ProcessedMessage.objects.create(source="s", message_id="1", processed_at=ago(days=31))
             abandoned_key()
             eventually(lambda: not ProcessedMessage.objects.exists() and IdempotencyKey.objects.stuck().exists())
-            rename("mislaid", "idempotency_stagedjob")
-            eventually(lambda: check(folder, "2").returncode == 0, 20)
+            rename("mislaid", "queue")
+            mislaid = False
+            eventually(lambda: check(folder, "2").returncode == 0, 120)
             eventually(lambda: not StagedJob.objects.exists())
             process.terminate()
-            _, errors = process.communicate(timeout=10)
+            _, errors = process.communicate(timeout=60)
     finally:
-        if "mislaid" in connection.introspection.table_names():
-            rename("mislaid", "idempotency_stagedjob")
-    assert sick.returncode == 1
-    assert "complete_keys" not in sick.stderr
+        if mislaid:
+            rename("mislaid", "queue")
     assert process.returncode == 0
     assert errors.count("enqueue_jobs: cannot go on") == errors.count("enqueue_jobs: goes on again") == 1
     assert errors.count("Traceback") == 2, "one error, and the database's own that caused it"
@@ -109,9 +117,9 @@ def test_a_loop_that_fails_ends_no_other_and_the_check_names_it(broker, folder):
 
 def test_without_a_database_all_three_stay_and_give_no_sign_of_life(broker, folder):
     with worker("--heartbeat", str(folder), DATABASE_URL="postgresql://postgres@127.0.0.1:1/rides") as process:
-        eventually(lambda: all(check(folder, "1").stderr.count(f"{name} (") for name in LOOPS), 30)
+        eventually(lambda: named(check(folder, "1")) == LOOPS, 120)
         process.terminate()
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert errors.count("cannot go on") == 3, "a line for each"
     assert "Traceback" not in errors

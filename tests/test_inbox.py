@@ -24,7 +24,7 @@ def deliver(user, *, until=None, started=None, fail=False):
             if first:
                 AuditRecordFactory(user=user)
                 if until:
-                    assert until.wait(20)
+                    assert until.wait(60)
                 if fail:
                     raise RuntimeError("on purpose")
             return first
@@ -39,8 +39,9 @@ def waits_for_a_lock():
 
 
 @pytest.fixture
-def first_delivery():
-    """Run a delivery that holds its transaction open until the test lets it go."""
+def first_delivery(monkeypatch):
+    """Run a delivery that holds its transaction open until the test lets it go; the second one is patient."""
+    monkeypatch.setattr(inbox, "WAIT_SECONDS", 60)
     user, started, until = UserFactory(), threading.Event(), threading.Event()
     with ThreadPoolExecutor(2) as pool:
         future = None
@@ -48,7 +49,7 @@ def first_delivery():
         def start(**options):
             nonlocal future
             future = pool.submit(deliver, user, until=until, started=started, **options)
-            assert started.wait(10)
+            assert started.wait(60)
             return user, pool, until, future
 
         yield start

@@ -1,5 +1,6 @@
 """What a person does to a key takes effect once, only on what the person saw, and fences off whoever comes late."""
 
+from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -10,7 +11,10 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonRespons
 
 from idempotency import interventions
 from idempotency.completer import CompletePass, complete_once
+from idempotency.decorators import idempotent
+from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey, StagedJob
+from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_finished, key_stuck
 from tests.concurrency import Gate, all_at_once, background
 from tests.conformance.views import another_client, make_older, two_phases
@@ -74,6 +78,58 @@ def test_a_stuck_key_is_completed_with_all_its_attempts_anew(shop: Shop, sender:
     answer = sender.send()
     assert (answer.status_code, answer["Idempotent-Replayed"]) == (201, "true")
     assert Entry.objects.get().name == "delivered"
+
+
+def past_the_retention() -> None:
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=80), last_run_at=Now() - timedelta(hours=79))
+
+
+def test_what_a_person_gives_back_past_the_retention_is_not_undone_by_the_reaper(sender: Sender, serve: Any) -> None:
+    refunds: list[int] = []
+
+    def refund(key: IdempotencyKey) -> HttpResponseBase:
+        refunds.append(1)
+        return HttpResponse(status=410)
+
+    @idempotent(recovery_points=[], on_abandon=refund)
+    def view(request: HttpRequest) -> HttpResponseBase:
+        raise KeyStuck("The account must be looked at.")
+
+    serve(view=view)
+    sender.send()
+    past_the_retention()
+    key = the_key()
+    assert interventions.hand_back(key.pk, key.claim_token, by="jane")
+    assert reap_once() == ReapPass()
+    assert complete_once() == CompletePass(stuck=1)
+    assert not refunds
+
+
+def test_what_a_person_gives_back_while_the_reaper_is_at_work_is_not_undone_either(sender: Sender, serve: Any) -> None:
+    settled: list[int] = []
+
+    def refund(key: IdempotencyKey) -> HttpResponseBase:
+        settled.append(key.pk)
+        for other in IdempotencyKey.objects.exclude(pk=key.pk):
+            assert interventions.hand_back(other.pk, other.claim_token, by="jane")
+        return HttpResponse(status=410)
+
+    serve(view=idempotent(recovery_points=[], on_abandon=refund)(lambda request: HttpResponse(status=503)))
+    for number in range(2):
+        sender.send(key=f"key-{number}")
+    past_the_retention()
+    assert reap_once() == ReapPass(settled=1)
+    assert len(settled) == 1
+
+
+def test_a_run_that_fails_past_the_retention_is_tried_again_for_as_long_anew(shop: Shop, sender: Sender) -> None:
+    sender.send()
+    past_the_retention()
+    assert reap_once() == ReapPass(stuck=1)
+    assert interventions.complete_now(the_key().pk, the_key().claim_token, by="jane") == "failed"
+    assert reap_once() == ReapPass()
+    IdempotencyKey.objects.update(handed_back_at=Now() - timedelta(hours=73))
+    assert reap_once() == ReapPass(stuck=1)
 
 
 def test_a_key_that_fails_again_is_the_completers_with_its_first_attempt_counted(shop: Shop, sender: Sender) -> None:
@@ -187,10 +243,29 @@ def test_a_run_that_is_answered_for_after_its_lock_expired_commits_nothing_more(
     assert Entry.objects.get().name == "ordered"
 
 
+@pytest.mark.postgres
+def test_that_nothing_was_done_cannot_be_answered_after_a_run_thought_dead_has_done_something(
+    serve: Any, sender: Sender
+) -> None:
+    gate = Gate()
+    serve(view=two_phases(lambda request: gate.wait_here(), lambda request: HttpResponse(status=503)))
+    with background(lambda: another_client(sender).send()):
+        gate.wait_until_reached()
+        make_older(91, "locked_at")
+        make_older(73 * 3600, "created_at")
+        assert reap_once() == ReapPass(stuck=1)
+        seen = the_key()
+        gate.open()
+    nothing_was_done = HttpResponse(status=409)
+    assert the_key().recovery_point == "between"
+    assert not interventions.answer(seen.pk, seen.claim_token, nothing_was_done, by="jane", at=seen.recovery_point)
+    assert interventions.complete_now(seen.pk, seen.claim_token, by="jane", at=seen.recovery_point) is None
+
+
 INTERVENTIONS = {
     "hand back": (interventions.hand_back, {}),
     "acknowledge": (interventions.acknowledge, {}),
-    "answer": (lambda pk, seen, by: interventions.answer(pk, seen, HttpResponse(status=410), by=by), {}),
+    "answer": (lambda pk, seen, **more: interventions.answer(pk, seen, HttpResponse(status=410), **more), {}),
     "release": (interventions.release_lock, {"locked_at": Now()}),
 }
 each_intervention = pytest.mark.parametrize(("intervene", "state"), INTERVENTIONS.values(), ids=INTERVENTIONS)
@@ -211,6 +286,14 @@ def test_what_was_run_since_a_person_looked_is_left_alone(intervene: Any, state:
     assert not intervene(key.pk, None, by="jane")
     assert IdempotencyKey.objects.values().get() == before
     assert intervene(key.pk, key.claim_token, by="jane")
+
+
+@each_intervention
+def test_what_has_moved_on_under_its_old_claim_is_left_alone(intervene: Any, state: dict[str, Any]) -> None:
+    key = stuck_key(state)
+    IdempotencyKey.objects.update(recovery_point="charged")
+    assert not intervene(key.pk, key.claim_token, by="jane", at="started")
+    assert intervene(key.pk, key.claim_token, by="jane", at="charged")
 
 
 def test_who_listens_is_told_why_a_key_that_cannot_be_run_is_stuck() -> None:

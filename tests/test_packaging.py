@@ -1,11 +1,13 @@
 """What is published is the app, all of it, and nothing else; in an empty project it works. ``make package`` sets this up."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email.parser import Parser
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -39,10 +41,45 @@ assert (second.status_code, second.content) == (201, b'{"run": 1}'), second.cont
 assert second.headers["Idempotent-Replayed"] == "true", second.headers
 """
 
+#: The module that an extra is for, and the apps that it wants installed.
+EXTRAS = {
+    "celery": ("idempotency.contrib.celery", []),
+    "client": ("idempotency.client", []),
+    "drf": ("idempotency.contrib.rest_framework", ["rest_framework"]),
+    "ninja": ("idempotency.contrib.ninja", []),
+    "prometheus": ("idempotency.contrib.prometheus", []),
+    "rq": ("idempotency.contrib.rq", ["django_rq"]),
+    "spectacular": ("idempotency.contrib.spectacular", ["drf_spectacular"]),
+    "tasks": ("idempotency.contrib.tasks", ["django_tasks_db"]),
+}
+IMPORTS = """
+import importlib, sys
+import django
+from django.conf import settings
+settings.configure(
+    SECRET_KEY="packaging", USE_TZ=True,
+    INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "idempotency", *sys.argv[2:]],
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
+    RQ_QUEUES={"default": {"HOST": "localhost"}},
+)
+django.setup()
+importlib.import_module(sys.argv[1])
+"""
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the sdist and of the wheel that was built from it, of the files that git knows."""
+
+BUILT = pytest.StashKey[Path]()
+
+
+@pytest.fixture(scope="session")
+def built(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the sdist and of the wheel built from it: once a run, also where other tests import this fixture."""
+    if BUILT not in pytestconfig.stash:
+        pytestconfig.stash[BUILT] = build(tmp_path_factory)
+    return pytestconfig.stash[BUILT]
+
+
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build both of the files that git knows, away from all else that lies in this folder."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines():
         if (ROOT / name).is_file():
@@ -69,6 +106,29 @@ def test_the_sdist_holds_the_app_and_neither_demo_nor_tests(built: Path) -> None
 
 def test_the_index_would_take_both(built: Path) -> None:
     run(TOOLS, "-m", "twine", "check", "--strict", one(built, "*.whl"), one(built, "*.tar.gz"), cwd=built)
+
+
+def test_the_wheel_says_which_versions_the_matrix_proves_and_which_extras_there_are(built: Path) -> None:
+    with zipfile.ZipFile(one(built, "*.whl")) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        said = Parser().parsestr(archive.read(name).decode())
+    cells = re.search(r"^CELLS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert cells
+    proved = set()
+    for python, django, release in re.findall(r"\bpy3(\d+)-django(\d)(\d)\b", cells[1]):
+        proved |= {f"Programming Language :: Python :: 3.{python}", f"Framework :: Django :: {django}.{release}"}
+    classifiers = said.get_all("Classifier")
+    assert {line for line in classifiers if re.search(r":: (Python|Django) :: \d+\.", line)} == proved
+    assert set(said.get_all("Provides-Extra")) == set(EXTRAS)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_brings_all_that_its_module_imports(built: Path, tmp_path: Path, extra: str) -> None:
+    site, (module, apps) = tmp_path / "site", EXTRAS[extra]
+    wheel = f"django-idempotency[{extra}] @ {one(built, '*.whl').as_uri()}"
+    run(TOOLS, "-m", "pip", "install", "--quiet", "--target", site, wheel, "psycopg[binary]", "Django~=5.2.0", cwd=tmp_path)
+    # Without the packages of the environment that the tests run in.
+    run(TOOLS, "-S", "-W", "error", "-c", IMPORTS, module, *apps, cwd=tmp_path, PYTHONPATH=str(site))
 
 
 def test_a_new_project_answers_the_retry_of_a_payment_with_the_first_answer(built: Path, tmp_path: Path) -> None:
@@ -102,9 +162,9 @@ def one(folder: Path, pattern: str) -> Path:
     return found
 
 
-def run(*command: str | Path, cwd: Path) -> str:
+def run(*command: str | Path, cwd: Path, **more: str) -> str:
     outside = {"DJANGO_SETTINGS_MODULE", "PYTHONPATH", "DATABASE_URL"}
-    environment = {name: value for name, value in os.environ.items() if name not in outside}
+    environment = {name: value for name, value in os.environ.items() if name not in outside} | more
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

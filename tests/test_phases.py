@@ -1,6 +1,7 @@
 """Phases commit with their recovery point or not at all; a late run changes nothing."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -264,12 +265,17 @@ def test_http404_at_started_is_stored(serve: Any, sender: Sender) -> None:
     assert IdempotencyKey.objects.get().response_code == 404
 
 
-@pytest.mark.parametrize("status", [200, 302, 404])
-def test_a_response_that_no_phase_stored_is_refused(serve: Any, sender: Sender, status: int) -> None:
+def raise_404() -> HttpResponseBase:
+    raise Http404
+
+
+@pytest.mark.parametrize("answer", [*(partial(HttpResponse, status=status) for status in (200, 302, 404)), raise_404])
+def test_a_response_that_no_phase_stored_is_refused(serve: Any, sender: Sender, answer: Any) -> None:
     def commit_then_answer(key: IdempotencyKey) -> HttpResponseBase:
         with atomic_phase(key) as phase:
             phase.set_recovery_point("one")
-        return HttpResponse(status=status)
+        response: HttpResponseBase = answer()
+        return response
 
     serve(view=one_phase(commit_then_answer))
     assert sender.send().status_code == 500

@@ -104,6 +104,8 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broke
     unfinished = keys.unfinished().filter(stuck_at=None)
 
     def left():
+        # A job that a queue may lose is offered again after waits that double; this test does not wait for the long ones.
+        StagedJob.objects.filter(run_at__gt=ago(seconds=-15)).update(run_at=ago(seconds=-15))
         return {
             "staged": StagedJob.objects.count(),
             "in the queue": not queue.idle(broker),
@@ -118,7 +120,9 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broke
             threading.Event().wait(chance.uniform(0.1, 1.5))
             processes.kill(chance.choice(list(processes.by_name)))
         try:
-            processes.until(lambda: not any(left().values()), 90)
+            while any(left().values()):  # However slow the machine: as long as there is progress.
+                before = len(entries())
+                processes.until(lambda before=before: len(entries()) > before or not any(left().values()), 90)
         except AssertionError:
             pytest.fail(f"What is left: {left()}, with {len(entries())} effects")
 
@@ -145,11 +149,11 @@ def test_a_broker_that_is_away_for_a_while_loses_no_job_and_fails_none(queue, sh
     with Redis(short_folder / "redis") as server, ExitStack() as stack:
         processes = Processes(stack, tmp_path, queue, "enqueuer", "worker", REDIS_URL=server.url)
         stage(names[:200])
-        eventually(lambda: len(entries()) > 20, 20)
+        eventually(lambda: len(entries()) > 20)
         server.stop()
         stage(names[200:])
         log = tmp_path / "enqueuer.log"
-        eventually(lambda: "cannot go on" in log.read_text(), 10)
+        eventually(lambda: "cannot go on" in log.read_text())
         threading.Event().wait(10)
         assert StagedJob.objects.filter(attempts=0, failed_at=None).count() >= 100
         server.start()

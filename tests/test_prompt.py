@@ -21,10 +21,11 @@ def attempts(settings, monkeypatch):
     """Turn the attempts on, into a function of this process; the threads end with the test."""
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.jobs_for_tests.take"}, "HAND_OVER_AFTER_COMMIT": True}
     monkeypatch.setattr(prompt, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(prompt, "PAUSE_SECONDS", 600)
     monkeypatch.setattr(prompt, "_paused_until", 0.0)
     yield settings
     for mover in prompt._movers.values():
-        mover.join(20)
+        mover.join(60)
         assert not mover.is_alive()
 
 

@@ -11,6 +11,7 @@ from django.db.models import ProtectedError
 from django.db.models.signals import pre_delete
 from django.utils import timezone
 
+from idempotency import reaper
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_stuck
@@ -70,8 +71,23 @@ def test_more_keys_than_a_batch_all_go():
 def test_it_stops_after_the_batch_when_asked_to():
     expired_keys(5)
     answers = iter([False, True])
-    assert reap_once(batch_size=2, stop=lambda: next(answers)) == ReapPass(deleted=2)
+    assert reap_once(batch_size=2, stop=lambda: next(answers, True)) == ReapPass(deleted=2)
     assert IdempotencyKey.objects.count() == 3
+
+
+def test_a_rest_ends_when_it_is_asked_to_stop(monkeypatch):
+    monkeypatch.setattr(reaper, "RESTS_FOR_A_BATCH", 1e9)
+    expired_keys(3)
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return len(asked) > 5  # by then it rests after the first batch
+
+    IdempotencyKeyFactory(created_at=ago(hours=73))
+    assert reap_once(batch_size=1, stop=stop) == ReapPass(deleted=1)
+    assert IdempotencyKey.objects.count() == 3
+    assert not IdempotencyKey.objects.stuck().exists()
 
 
 def test_what_points_at_a_deleted_key_keeps_living():
@@ -189,7 +205,7 @@ def test_several_reapers_share_the_work():
 
     def one(_):
         try:
-            together.wait(10)
+            together.wait(60)
             return reap_once(batch_size=20).deleted
         finally:
             connection.close()
@@ -211,13 +227,13 @@ def test_a_key_that_somebody_works_on_is_passed_over_not_waited_for():
             with transaction.atomic():
                 IdempotencyKey.objects.select_for_update().get(pk=held.pk)
                 locked.set()
-                assert leave.wait(20)
+                assert leave.wait(60)
         finally:
             connection.close()
 
     with ThreadPoolExecutor(1) as pool:
         holder = pool.submit(hold)
-        assert locked.wait(10)
+        assert locked.wait(60)
         assert reap_once() == ReapPass(deleted=1)
         leave.set()
         holder.result()

@@ -53,6 +53,26 @@ def test_a_redacted_parameter_is_nowhere_in_the_table(sent: dict[str, Any], kind
     assert work.runs == 1
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"data": {"prüfziffer": NUMBER}},
+        {"data": f"prüfziffer={NUMBER}&a=\udcff".encode("utf-8", "surrogateescape"), "content_type": FORM},
+        {"data": f"pr%C3%BCfziffer={NUMBER}", "content_type": FORM},
+        {"data": f"pr%FCfziffer={NUMBER}", "content_type": f"{FORM}; charset=latin-1"},
+        {"data": {"prüfziffer": NUMBER}, "content_type": JSON},
+        {"path": f"/view/?pr%C3%BCfziffer={NUMBER}"},
+        {"path": f"/view/?pr%FCfziffer={NUMBER}"},
+        {"path": "/view/", "QUERY_STRING": f"prüfziffer={NUMBER}"},
+    ],
+)
+def test_a_parameter_whose_name_is_not_ascii_is_redacted_too(sent: dict[str, Any], serve: Serve, sender: Sender) -> None:
+    serve(view=idempotent(redact=["prüfziffer"])(lambda request: HttpResponse(status=201)))
+    assert sender.client.post(**{"path": "/view/", **sent}, headers={"Idempotency-Key": "key"}).status_code == 201
+    assert NUMBER not in everything_stored()
+    assert IdempotencyKey.objects.get().request_headers["redacted"] == "true"
+
+
 @both_kinds
 def test_the_fingerprint_covers_what_is_redacted(kind: Kind, serve: Serve, sender: Sender) -> None:
     serve(view=kind(Counted(), redact=["pin"]))
@@ -119,6 +139,21 @@ def test_the_completer_hands_over_what_it_cannot_run_as_it_was(
     assert IdempotencyKey.objects.get().stuck_code == code
 
 
+def test_an_empty_body_is_kept_in_any_case_and_run_by_the_completer(serve: Serve, sender: Sender) -> None:
+    def work(request: HttpRequest) -> HttpResponse:
+        if not runs:
+            runs.append(1)
+            raise RuntimeError("out of luck")
+        return HttpResponse(request.body)
+
+    runs: list[int] = []
+    serve(view=phased(work, store_body=False))
+    assert sender.send(method="DELETE", body=b"", content_type="").status_code == 500
+    make_older(400, "created_at", "last_run_at")
+    assert complete_once().finished == 1
+    assert sender.send(method="DELETE", body=b"", content_type="")["Idempotent-Replayed"] == "true"
+
+
 def test_what_has_nothing_to_redact_is_kept_as_it_came_and_run_by_the_completer(serve: Serve, sender: Sender) -> None:
     runs: list[int] = []
 
@@ -144,6 +179,7 @@ def test_what_has_nothing_to_redact_is_kept_as_it_came_and_run_by_the_completer(
         (b'[{"c": {"d": 1}}]', "application/vnd.shop+json", b'[{"c": "[redacted]"}]'),
         (b'{"a": 1}', JSON, b'{"a": 1}'),
         (b"c=1&a=%E4&c=2", f"{FORM}; charset=latin-1", b"c=%5Bredacted%5D&a=%E4&c=%5Bredacted%5D"),
+        (b"c=1&%FC=\xff+%C3%A4", FORM, b"c=%5Bredacted%5D&%FC=%FF+%C3%A4"),
         (b"", "text/plain", b""),
         (b"anything", "text/plain", None),
         (b"{", JSON, None),

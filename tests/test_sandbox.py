@@ -1,5 +1,7 @@
 """The Stripe sandbox keeps Stripe's contract, as the official client sees it."""
 
+# ruff: noqa: F811 (a fixture is imported, and named by the tests that use it)
+
 import http.server
 import json
 import subprocess
@@ -16,6 +18,7 @@ import stripe
 
 from rides_demo.sandbox import Sandbox
 from rides_demo.services import free_port
+from tests.rides_fixtures import slowness  # noqa: F401
 from tests.waiting import eventually
 
 SECRET = "whsec_test"
@@ -50,7 +53,7 @@ def sandbox():
         yield server
 
 
-def client_of(sandbox: Sandbox, api_key: str = "sk_test_one", timeout: float = 10) -> stripe.StripeClient:
+def client_of(sandbox: Sandbox, api_key: str = "sk_test_one", timeout: float = 60) -> stripe.StripeClient:
     session = requests.Session()
     session.trust_env = False
     return stripe.StripeClient(
@@ -153,15 +156,17 @@ def test_what_was_refused_before_the_execution_began_spends_no_key(client, custo
     assert not replayed(charge(client, customer, "k"))
 
 
-def test_a_key_in_flight_is_refused_until_the_first_has_its_answer(client, customer, sandbox):
-    put_faults(sandbox, {"fault": "slow", "seconds": 1, "count": 1})
+def test_a_key_in_flight_is_refused_until_the_first_has_its_answer(client, customer, sandbox, slowness):
+    put_faults(sandbox, {"fault": "slow", "count": 1})
     with ThreadPoolExecutor() as pool:
         first = pool.submit(charge, client, customer, "k")
         eventually(lambda: any(execution["key"] == "k" for execution in state(sandbox)["keys"]))
         with pytest.raises(stripe.APIError) as refused:
             charge(client_of(sandbox), customer, "k")
         assert (refused.value.http_status, refused.value.error.code) == (409, "idempotency_key_in_use")
-        assert charge(client, customer, "other").id != first.result().id
+        other = charge(client, customer, "other")
+        slowness.set()
+        assert other.id != first.result().id
     assert charge(client, customer, "k").id == first.result().id
 
 
@@ -193,10 +198,11 @@ def test_a_cut_connection_leaves_the_charge_made_or_not(client, customer, sandbo
     assert len(state(sandbox)["charges"]) == 1
 
 
-def test_a_charge_whose_client_gave_up_waiting_is_made_all_the_same(customer, sandbox):
-    put_faults(sandbox, {"fault": "slow", "seconds": 0.5, "count": 1})
+def test_a_charge_whose_client_gave_up_waiting_is_made_all_the_same(customer, sandbox, slowness):
+    put_faults(sandbox, {"fault": "slow", "count": 1})
     with pytest.raises(stripe.APIConnectionError):
         charge(client_of(sandbox, timeout=0.2), customer, "k")
+    slowness.set()
     eventually(lambda: state(sandbox)["charges"])
 
 

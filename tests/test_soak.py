@@ -324,7 +324,7 @@ def test_a_short_soak_under_every_fault_ends_with_right_books(tmp_path):
     kept = {name: value for name, value in os.environ.items() if name not in ("DATABASE_URL", "REDIS_URL")}
     command = manage("soak", "--minutes", "0.3", "--seed", "5", "--concurrency", "8", "--json", str(report))
     done = subprocess.run(
-        command, env=kept | {"DJANGO_SETTINGS_MODULE": "rides_demo.settings"}, capture_output=True, text=True, timeout=300
+        command, env=kept | {"DJANGO_SETTINGS_MODULE": "rides_demo.settings"}, capture_output=True, text=True, timeout=900
     )
 
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

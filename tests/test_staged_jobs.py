@@ -8,6 +8,7 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.utils import timezone
 
+from idempotency import backends
 from idempotency.enqueuer import Backlog, EnqueuePass, backlog, enqueue_once
 from idempotency.models import StagedJob
 from rides_demo.models import AuditRecord
@@ -91,14 +92,12 @@ def test_a_function_is_a_backend(settings):
 
 def test_a_slow_broker_keeps_what_it_took_and_the_rest_waits_unburnt(settings, monkeypatch):
     """Otherwise the transaction would outlive the database's patience, and all would go out again."""
-    from idempotency import enqueuer
-
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.jobs_for_tests.take"}}
-    monkeypatch.setattr(enqueuer, "BATCH_SECONDS", 0)
+    monkeypatch.setattr(backends, "BATCH_SECONDS", 0)
     user = UserFactory()
     for _ in range(3):
         StagedJobFactory(job_args=[user.pk])
-    with pytest.raises(enqueuer.BrokerUnavailable, match=r"The broker took \d of 3 jobs"):
+    with pytest.raises(backends.BrokerUnavailable, match=r"The broker took \d of 3 jobs"):
         enqueue_once()
     assert AuditRecord.objects.count() + StagedJob.objects.count() == 3
     assert set(StagedJob.objects.values_list("attempts", flat=True)) == {0}

@@ -6,12 +6,10 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.utils import timezone
-from django_tasks import task, task_backends
-from django_tasks.exceptions import InvalidTaskError
 from django_tasks_db.models import DBTaskResult
 
 from idempotency.contrib.rq import run_once
-from idempotency.contrib.tasks import run_staged
+from idempotency.contrib.tasks import InvalidTask, run_staged, task, task_backends
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import NoOpenTransaction
 from idempotency.models import StagedJob
@@ -88,9 +86,9 @@ def test_the_worker_runs_a_function_that_is_a_task():
 
 
 def test_what_cannot_be_staged_is_refused():
-    with pytest.raises(InvalidTaskError, match="priority"):
+    with pytest.raises(InvalidTask, match="priority"):
         record.using(priority=5)
-    with pytest.raises(InvalidTaskError, match="gets no context"):
+    with pytest.raises(InvalidTask, match="gets no context"):
         task(takes_context=True)(takes_context)
     with pytest.raises(TypeError, match="JSON"), transaction.atomic():
         record.enqueue(object())
@@ -120,5 +118,5 @@ def test_it_is_the_default_backend_from_the_start_of_the_process():
         "from tests.test_tasks import record; print(type(record.get_backend()).__name__)"
     )
     with start(python=code) as process:
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=60)
     assert (output, errors) == ("StagedBackend\n", "")

@@ -8,7 +8,7 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 
-def eventually(condition: Callable[[], Found], seconds: float = 10) -> Found:
+def eventually(condition: Callable[[], Found], seconds: float = 30) -> Found:
     """Return what ``condition`` returns as soon as it is true; fail when it is not within ``seconds``."""
     deadline = time.monotonic() + seconds
     pause = threading.Event()

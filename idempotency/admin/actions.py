@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
 
 from django import forms
 from django.contrib import messages
@@ -20,13 +19,15 @@ from idempotency.models import IdempotencyKey
 #: A level of the messages framework and a sentence for the person; what the admin log keeps, "" if nothing was done.
 Result = tuple[int, str, str]
 
-_TOO_LATE = "Nothing was done: the key has moved since you looked at it. This is how it stands now."
+TOO_LATE = "Nothing was done: the key has moved since you looked at it. This is how it stands now."
 
 
 class PressForm(forms.Form):
-    """What every button sends: the claim that the person saw."""
+    """What every button sends: the claim, the recovery point and the foreign calls that the person saw."""
 
     seen = forms.UUIDField(required=False, widget=forms.HiddenInput)
+    at = forms.CharField(strip=False, widget=forms.HiddenInput)
+    calls = forms.CharField(widget=forms.HiddenInput)
 
 
 class NoteForm(PressForm):
@@ -82,9 +83,9 @@ class Button:
 
 
 def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    match interventions.complete_now(key.pk, _seen(sent), by=by, using=using):
+    match interventions.complete_now(key.pk, sent["seen"], by=by, at=sent["at"], using=using):
         case None:
-            return messages.WARNING, _TOO_LATE, ""
+            return messages.WARNING, TOO_LATE, ""
         case "finished":
             return messages.SUCCESS, "The request was completed: its response is stored.", "Completed."
         case "stuck":
@@ -96,28 +97,23 @@ def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) ->
 
 
 def _release(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    if not interventions.release_lock(key.pk, _seen(sent), by=by, using=using):
-        return messages.WARNING, _TOO_LATE, ""
+    if not interventions.release_lock(key.pk, sent["seen"], by=by, at=sent["at"], using=using):
+        return messages.WARNING, TOO_LATE, ""
     return messages.SUCCESS, "The lock is released: the run that held it can commit nothing any more.", "Released the lock."
 
 
 def _answer(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
     response = sent["response"]
-    if not interventions.answer(key.pk, _seen(sent), response, by=by, using=using):
-        return messages.WARNING, _TOO_LATE, ""
+    if not interventions.answer(key.pk, sent["seen"], response, by=by, at=sent["at"], calls=sent["calls"], using=using):
+        return messages.WARNING, TOO_LATE, ""
     text = f"Answered with status {response.status_code}."
     return messages.SUCCESS, f"{text} Each retry of the client gets this response.", text
 
 
 def _acknowledge(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    if not interventions.acknowledge(key.pk, _seen(sent), by=by, note=sent["note"], using=using):
-        return messages.WARNING, _TOO_LATE, ""
+    if not interventions.acknowledge(key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using):
+        return messages.WARNING, TOO_LATE, ""
     return messages.SUCCESS, "The key is off the list of stuck keys. It has no response, and stays.", "Acknowledged."
-
-
-def _seen(sent: dict[str, Any]) -> UUID | None:
-    seen: UUID | None = sent["seen"]
-    return seen
 
 
 BUTTONS = {
@@ -159,6 +155,11 @@ BUTTONS = {
         press=_release,
     ),
 }
+
+
+def looked_at(key: IdempotencyKey, using: str) -> dict[str, str]:
+    """Return what a page shows of the key that a button must not find changed; it goes with the button's link."""
+    return {"seen": str(key.claim_token or ""), "at": key.recovery_point, "calls": interventions.calls_of(key.pk, using=using)}
 
 
 def offered(key: IdempotencyKey, state: str, may: Callable[[str], bool]) -> dict[str, Button]:

@@ -19,8 +19,8 @@ STUCK_CODES = {
     "call_in_doubt": StuckCode(
         "A call to a service that knows no idempotency keys was begun, and nobody knows whether it took effect.",
         "Look at that service. If it took effect, answer the key with what the client should know; if not, answer "
-        "it with an error such as 409, and the client may send a new request. Completing would stop at the same "
-        "place.",
+        "it with an error such as 409, and the client may send a new request. Should its result have come in late, which this "
+        "page shows, complete the key; else completing would stop at the same place.",
     ),
     "downstream_key_expired": StuckCode(
         "The key for another service is past its validity there: calling again could do the work twice.",

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from typing import Any
+from urllib.parse import urlencode
 from uuid import UUID
 
 from django.contrib import admin, messages
@@ -20,7 +21,7 @@ from django.utils.timesince import timesince
 
 from idempotency import interventions
 from idempotency.admin import dashboard, key_page
-from idempotency.admin.actions import BUTTONS, offered, username
+from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, offered, username
 from idempotency.admin.codes import STUCK_CODES
 from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, first_line, masked, preformatted, pretty
 from idempotency.admin.states import AgeFilter, RecoveryPointFilter, StateFilter, StuckCodeFilter, next_step, state_of
@@ -28,8 +29,12 @@ from idempotency.models import IdempotencyKey
 
 _BIGGEST_ID = 2**63 - 1
 _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history", "seed")
+_PRESSED = ("pk", "claim_token", "recovery_point", "request_method", "request_path")
 _REQUEST_PARTS = ("request_headers_shown", "request_shown")
-_TIMES = ("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "acknowledged_at", "next_run_at")
+_TIMES = (
+    *("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "acknowledged_at", "handed_back_at"),
+    "next_run_at",
+)
 
 
 @admin.register(IdempotencyKey)
@@ -156,6 +161,7 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
             "next_step": next_step(key, key.read_at, has_view=key.declared is not None),
             "stuck_code": STUCK_CODES.get(key.stuck_code),
             "buttons": offered(key, state, partial(self.holds, request)),
+            "looked_at": urlencode(looked_at(key, self._alias(key))),  # before the calls below are read, which may be newer
             **key_page.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
         return super().render_change_form(request, context, *args, **kwargs)
@@ -184,7 +190,12 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
         if key is None:
             raise Http404
         page = reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change", args=(pk,))
-        form = button.form(request.POST or None, initial={"seen": key.claim_token})
+        # As it was on the page with the button, not as it is by now.
+        looked = {name: request.GET.get(name) for name in ("seen", "at", "calls")}
+        if request.method == "GET" and looked != looked_at(key, self._alias(key)):
+            self.message_user(request, TOO_LATE, messages.WARNING)
+            return HttpResponseRedirect(page)
+        form = button.form(request.POST or None, initial=looked)
         if request.method == "POST" and form.is_valid():
             level, text, logged = button.press(key, form.cleaned_data, username(request), self._alias(key))
             if logged:
@@ -214,11 +225,11 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
         self._each(request, chosen, interventions.acknowledge, "Acknowledged.")
 
     def _each(self, request: HttpRequest, chosen: QuerySet[Any], intervene: Any, logged: str) -> None:
-        keys: list[IdempotencyKey] = list(chosen.only("pk", "claim_token", "request_method", "request_path")[: MAX_CHOSEN + 1])
+        keys: list[IdempotencyKey] = list(chosen.only(*_PRESSED)[: MAX_CHOSEN + 1])
         done = 0
         for key in keys[:MAX_CHOSEN]:
             seen: UUID | None = key.claim_token
-            if intervene(key.pk, seen, by=username(request), using=self._alias(key)):
+            if intervene(key.pk, seen, by=username(request), at=key.recovery_point, using=self._alias(key)):
                 self.log_change(request, key, logged)
                 done += 1
         left = len(keys) - done

@@ -76,7 +76,11 @@ def pretty(value: Any) -> str:
     """Return a JSON value with its lines indented; text as it is."""
     if value is None or isinstance(value, str):
         return value or ""
-    return json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        return json.dumps(value, indent=2, ensure_ascii=False)
+    except RecursionError:
+        # From Python 3.12 on it reads deeper than it indents.
+        return json.dumps(value, ensure_ascii=False)
 
 
 def preformatted(text: str) -> SafeString:

@@ -16,10 +16,14 @@ from celery.exceptions import Ignore, Reject, Retry
 from django.db import InterfaceError, OperationalError
 from kombu.exceptions import OperationalError as BrokerError
 
-from idempotency.enqueuer import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
+from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once
+from idempotency.jobs import shard_of
 from idempotency.models import StagedJob
+
+#: Names the database that a job was staged in, in a project with several: its inbox row belongs there.
+SHARD_HEADER = "idempotency_shard"
 
 #: No call to the broker without an end, and no tries of its own: the next pass is the next try.
 _BOUNDS = {
@@ -55,7 +59,7 @@ class OnceTask(Task):  # type: ignore[misc]
         if self.request.id is None:
             return super().__call__(*args, **kwargs)
         try:
-            with process_once(STAGED_JOBS, self.request.id) as first:
+            with process_once(STAGED_JOBS, self.request.id, using=self.request.get(SHARD_HEADER)) as first:
                 return self.run(*args, **kwargs) if first else None
         except MessageInProgress as error:
             # Not retry(): that would use up the tries that the task has for its own failures.
@@ -102,6 +106,7 @@ class CeleryBackend(OneByOne):
                 retry=False,
                 ignore_result=True,
                 add_to_parent=False,
+                headers={SHARD_HEADER: shard} if (shard := shard_of(job)) else None,
                 **({} if queue == "default" else {"queue": queue}),
             )
         except BrokerError as error:

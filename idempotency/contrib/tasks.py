@@ -12,9 +12,9 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import InterfaceError, OperationalError
 from django.utils import timezone
 
-from idempotency.enqueuer import BrokerUnavailable, OneByOne
+from idempotency.backends import BrokerUnavailable, OneByOne
 from idempotency.inbox import STAGED_JOBS, process_once
-from idempotency.jobs import JobArgs, call_job, stage_job
+from idempotency.jobs import JobArgs, call_job, shard_of, stage_job
 from idempotency.models import StagedJob
 
 if TYPE_CHECKING or not find_spec("django.tasks"):
@@ -36,8 +36,7 @@ class TasksBackend(OneByOne):
     The jobs go to the task backend "default"; if that one is a ``StagedBackend``, to the one that its OPTIONS name.
     """
 
-    #: Django Tasks know no second try, and a task whose worker was killed stays behind as running. Ten tries, over about eight
-    #: hours.
+    #: Django Tasks know no second try, and a task whose worker was killed stays behind as running. Ten tries, within 8.5 hours.
     follow_up_seconds: float | None = 30
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:
@@ -47,7 +46,7 @@ class TasksBackend(OneByOne):
             alias = backend.hands_to
         wrapper = run_staged.using(backend=alias, queue_name=queue)
         try:
-            wrapper.enqueue(job.job_name, job.job_args, str(job.pk))
+            wrapper.enqueue(job.job_name, job.job_args, str(job.pk), *filter(None, [shard_of(job)]))
         except (OperationalError, InterfaceError) as error:
             raise BrokerUnavailable(f"The database of the tasks takes none at the moment: {error}") from error
 
@@ -111,8 +110,8 @@ class StagedBackend(BaseTaskBackend):
 
 # Below StagedBackend: the decorator asks for the default backend, which may be that one.
 @task
-def run_staged(job_name: str, job_args: JobArgs, job_id: str) -> None:
+def run_staged(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> None:
     """Run a staged job in the worker, through the inbox: a second delivery of it does nothing."""
-    with process_once(STAGED_JOBS, job_id) as first:
+    with process_once(STAGED_JOBS, job_id, using=using) as first:
         if first:
             call_job(job_name, job_args)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, close_old_connections, connections
 
-from idempotency.enqueuer import BrokerUnavailable
+from idempotency.backends import BrokerUnavailable
 from idempotency.heartbeats import Heartbeat
 
 logger = logging.getLogger("idempotency")

@@ -7,7 +7,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from idempotency.models import time_ordered_uuid
-from idempotency.scopes import user_or_session
+from idempotency.scopes import session, user
 
 register = template.Library()
 
@@ -21,6 +21,6 @@ def idempotency_key(context: template.Context, name: str = "idempotency_key") ->
     template is rendered with a request: it is what tells this visitor's keys from a stranger's.
     """
     request: Any = getattr(context, "request", None)
-    if hasattr(request, "session") and not user_or_session(request):
+    if hasattr(request, "session") and not (user(request) or session(request)):
         request.session.create()
     return format_html('<input type="hidden" name="{}" value="{}">', name, time_ordered_uuid())

@@ -91,7 +91,8 @@ def may_be_held(place: Place, *, in_transactions: bool) -> bool:
 def _somebody_waits() -> bool:
     """Tell whether a session of this database waits for a lock of another."""
     for connection in connections.all(initialized_only=True):
-        if connection.vendor == "postgresql":
+        # Where this thread is not connected, nobody waits for what it holds.
+        if connection.vendor == "postgresql" and connection.connection is not None:
             with connection.cursor() as cursor:
                 cursor.execute(
                     "SELECT EXISTS (SELECT 1 FROM pg_stat_activity WHERE datname = current_database() "

@@ -34,7 +34,7 @@ class Table:
         return self.model._meta.label
 
     @property
-    def fields(self) -> list[models.Field[Any, Any]]:
+    def fields(self) -> "list[models.Field[Any, Any]]":
         """The fields with a column of their own."""
         return [field for field in self.model._meta.local_concrete_fields if not getattr(field, "generated", False)]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 from django.db import transaction
@@ -48,17 +49,26 @@ def test_29_duplicate_in_flight_is_told_when_to_come_back(kind: Kind, gate: Gate
 
 @pytest.mark.parametrize(("seconds_ago", "at_most"), [(0, 90), (88, 2), (88.9, 1), (89.5, 1)])
 def test_29_retry_after_is_at_most_what_is_left_of_the_lock(
-    seconds_ago: float, at_most: int, gate: Gate, serve: Serve, sender: Sender
+    seconds_ago: float, at_most: int, serve: Serve, sender: Sender
 ) -> None:
-    serve(view=two_phases(lambda request: None, create, call=gate.stop_here))
-    running = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
-    make_older(seconds_ago, "locked_at")
-    duplicate = sender.send()
-    gate.open()
+    gates: list[Gate] = []
+    serve(view=two_phases(lambda request: None, create, call=lambda: gates[-1].stop_here()))
+
+    def met() -> Any:
+        gates.append(Gate())
+        key = f"key-{len(gates)}"
+        running = in_background(lambda: another_client(sender).send(key=key))
+        gates[-1].wait_for_visitor()
+        make_older(seconds_ago, "locked_at")
+        answer = sender.send(key=key)
+        gates[-1].open()
+        assert running.result(PATIENCE_SECONDS).status_code == 201
+        # A moment is left of the lock: a duplicate that takes longer to come takes over, as it should.
+        return answer.status_code != 201 and answer
+
+    duplicate = eventually(met)
     assert (duplicate.status_code, problem(duplicate)["code"]) == (409, "key_in_use")
     assert 1 <= int(duplicate["Retry-After"]) <= at_most
-    assert running.result(PATIENCE_SECONDS).status_code == 201
 
 
 def test_31_takeover_resumes_and_the_late_one_changes_nothing(gate: Gate, serve: Serve, sender: Sender) -> None:
@@ -84,11 +94,12 @@ def _create_second(request: HttpRequest) -> HttpResponse:
     return HttpResponse(f"{entry.pk}", status=201)
 
 
-def test_31_no_takeover_before_the_lock_timeout(gate: Gate, serve: Serve, sender: Sender) -> None:
+def test_31_no_takeover_before_the_lock_timeout(gate: Gate, serve: Serve, sender: Sender, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": 3600}
     serve(view=two_phases(lambda request: None, second := Counted(), call=gate.stop_here))
     running = in_background(another_client(sender).send)
     gate.wait_for_visitor()
-    make_older(85, "locked_at")
+    make_older(3600 - 60, "locked_at")
     assert sender.send().status_code == 409
     gate.open()
     assert running.result(PATIENCE_SECONDS).status_code == 201
@@ -159,7 +170,7 @@ def test_31_late_one_is_sent_round_again_while_the_winner_runs(serve: Serve, sen
 def test_31_silent_transaction_of_a_plain_view_is_ended_by_the_database(
     gate: Gate, serve: Serve, sender: Sender, settings: Settings
 ) -> None:
-    settings.IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": 1}
+    settings.IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": 3}
 
     def work(request: HttpRequest) -> HttpResponse:
         gate.stop_here()
@@ -168,8 +179,8 @@ def test_31_silent_transaction_of_a_plain_view_is_ended_by_the_database(
     serve(view=plain(work))
     silent = in_background(another_client(sender).send)
     gate.wait_for_visitor()
-    assert sender.send().status_code == 409
-    took_over = eventually(lambda: (response := sender.send()).status_code != 409 and response)
+    # 503 is a run that was silent for too long itself.
+    took_over = eventually(lambda: (response := sender.send()).status_code not in (409, 503) and response)
     gate.open()
     late = silent.result(PATIENCE_SECONDS)
     assert took_over.status_code == 201

@@ -37,7 +37,7 @@ def dying_process(sender: Sender) -> Iterator["subprocess.Popen[str]"]:
     with process:
         yield process
         process.stdin.close()
-        process.wait(30)
+        process.wait(60)
 
 
 @pytest.mark.parametrize("kind", ["plain", "phased"])

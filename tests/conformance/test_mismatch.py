@@ -10,7 +10,7 @@ from django.http import HttpRequest, HttpResponse
 from django.test.client import MULTIPART_CONTENT, encode_multipart
 from pytest_django import Settings
 
-from tests.conformance.threads import Gate, in_background
+from tests.conformance.threads import PATIENCE_SECONDS, Gate, in_background
 from tests.conformance.views import Counted, another_client, both_kinds, create, phased, plain
 from tests.serving import Sender, View, problem
 
@@ -90,7 +90,7 @@ def test_26_mismatch_is_seen_across_kinds(running_kind: Kind, asking_kind: Kind,
     gate.wait_for_visitor()
     asking = in_background(lambda: another_client(sender).send("/asking/"))
     try:
-        refused = asking.result(5)
+        refused = asking.result(PATIENCE_SECONDS)
     finally:
         gate.open()
     assert (refused.status_code, problem(refused)["code"]) == (422, "key_reused")

@@ -10,7 +10,7 @@ from django.db import connections
 Result = TypeVar("Result")
 
 #: Longer than any state takes to come; a test that waits so long has failed.
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 60
 
 
 def in_background(function: Callable[[], Result]) -> "Future[Result]":

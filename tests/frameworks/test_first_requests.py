@@ -120,8 +120,9 @@ def test_15_raised_refusal_is_rolled_back_and_its_answer_stored(
     work = service.serve(refusing(refusal))
     first, second = service.send(), service.send()
     assert not Entry.objects.exists()
-    if service.phased:  # Something was committed before: such a key is resumed, not spent.
-        assert [first.status_code, second.status_code, work.runs] == [status, status, 2]
+    if service.phased:  # Something was committed before: the request goes on, so its client must not take it for refused.
+        assert [first.status_code, second.status_code, work.runs] == [500, 500, 2]
+        assert IdempotencyKey.objects.get().last_error.startswith("ResponseNotCommitted")
         return
     assert (first.status_code, second.status_code) == (status, status)
     assert (second.content, second["Content-Type"]) == (first.content, first["Content-Type"])

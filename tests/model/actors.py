@@ -10,7 +10,7 @@ from django.test import Client
 
 #: An actor that has not stopped within this time waits for another one: it is left alone, and found further on later.
 SETTLE_SECONDS = 0.5
-END_SECONDS = 30
+END_SECONDS = 120
 
 _here = threading.local()
 

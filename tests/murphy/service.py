@@ -19,7 +19,8 @@ from tests.waiting import eventually
 logger = logging.getLogger("tests.murphy")
 logger.setLevel(logging.INFO)
 
-LOCK_TIMEOUT_SECONDS = 6
+#: A stall of some seconds is no silence; no test waits for its end, see ``let_locks_expire``.
+LOCK_TIMEOUT_SECONDS = 30
 #: Long enough to strike while Stripe works, short of the timeout of the Stripe client, which is a fifth of the lock's.
 SLOW_SECONDS = LOCK_TIMEOUT_SECONDS / 10
 ENVIRONMENT = {
@@ -58,7 +59,7 @@ class Service:
         self.processes = self._supervisor.processes
         self.url, self.second_url = self._supervisor.url, f"http://127.0.0.1:{free_port()}"
         # No proxy of the environment: everything is on this machine.
-        self._http = httpx.Client(timeout=10, trust_env=False)
+        self._http = httpx.Client(timeout=30, trust_env=False)
         self._last: dict[str, int] = {}
         self._known: set[str] = set()
 
@@ -103,7 +104,7 @@ class Service:
             except httpx.TransportError:
                 return False
 
-        eventually(healthy, 20)
+        eventually(healthy)
 
     def serve(self, application: str) -> None:
         """Deploy other code to the first web server."""
@@ -138,6 +139,11 @@ class Service:
         """Return the ids of the jobs that wait for the enqueuer."""
         return [str(row["id"]) for row in self.rows("SELECT id FROM idempotency_stagedjob")]
 
+    def let_locks_expire(self) -> None:
+        """Let so much time have passed for each lock that a retry takes over."""
+        older = "UPDATE idempotency_idempotencykey SET locked_at = locked_at - %s * interval '1 second' RETURNING id"
+        self.rows(older, [LOCK_TIMEOUT_SECONDS + 1])
+
     def mails(self, ride: int) -> int:
         """Return how many receipts for ``ride`` were sent."""
         text = f"Subject: Receipt for your ride {ride}\n"
@@ -159,6 +165,10 @@ class Service:
     def wait_until_stripe_works(self) -> None:
         """Wait for a charge in flight: the ride is committed, and a web server waits for Stripe."""
         eventually(lambda: [key for key in self.stripe_keys() if not key["status"]])
+
+    def wait_until_stripe_is_done(self) -> None:
+        """Wait until no charge is in flight: Stripe would refuse its key."""
+        eventually(lambda: all(key["status"] for key in self.stripe_keys()))
 
     def _stripe(self, path: str = "_state", post: Any = None) -> Any:
         method = "GET" if post is None else "POST"

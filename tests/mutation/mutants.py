@@ -4,15 +4,18 @@ Cosmic Ray makes those of Python's operators. It neither leaves a statement out 
 """
 
 import ast
-import marshal
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import ndiff
+from difflib import SequenceMatcher
+from typing import Any
 
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
-MODULES = ("idempotency/claims.py", "idempotency/keys.py", "idempotency/phases.py")
+from tests.mutation.warm import signature
+
+MODULES = ("idempotency/keys.py", "idempotency/phases.py", "idempotency/claims.py")
 SQL_MODULE = "idempotency/sql.py"
 #: Left out of Cosmic Ray's: what it makes of ``X | None`` in annotations and of the bare ``*`` of a signature.
 OPERATORS = (
@@ -92,32 +95,44 @@ SQL = (
     ("(classid << 32 | objid) = %(lock)s", "objid = %(lock)s & 4294967295"),
     ("    AND objid <> %(mark_request)s::bigint & 4294967295\n", "    AND %(mark_request)s IS NOT NULL\n"),
     ("FROM lock JOIN mark USING (pid)", "FROM mark"),
+    ('ANYWHERE = " RETURNING', 'ANYWHERE = " AND false RETURNING'),
+    (" AND k.ctid = %(place)s::tid RETURNING", " AND false AND %(place)s::tid IS NOT NULL RETURNING"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One bug: the text of a module with it, and the name by which SURVIVORS.md knows it."""
+    """One bug: the text of a module with it, the name by which SURVIVORS.md knows it, and the lines that a test must run."""
 
     module: str
     text: str
     name: str
+    function: str
+    lines: range
 
 
 def mutants(module: str, text: str) -> Iterator[Mutant]:
     """Return every mutant of a module, each once."""
-    met = {_compiled(text)}
+    met, names = {_compiled(text)}, Counter[str]()
+    file = module.rpartition("/")[2]
     for changed in _of_sql(text) if module == SQL_MODULE else _of_python(text):
         compiled = _compiled(changed)
-        if compiled is not None and compiled not in met:
-            met.add(compiled)
-            yield Mutant(module, changed, f"{module.rpartition('/')[2]}: {_difference(text, changed)}")
+        if compiled is None or compiled in met:
+            continue
+        met.add(compiled)
+        first, before, after = _difference(text, changed)
+        if before.startswith("@dataclass") and after.startswith("@dataclass"):
+            continue  # frozen and slots hold programmers back, and change nothing that runs.
+        function, lines = _place(text, first)
+        name = f"{file}: {function}: {before} -> {after}"
+        names[name] += 1
+        yield Mutant(module, changed, name + (f" ({names[name]})" if names[name] > 1 else ""), function, lines)
 
 
-def _compiled(text: str) -> bytes | None:
-    """Return what Python makes of a module, None for no Python: two texts may be one mutant."""
+def _compiled(text: str) -> Any:
+    """Return what Python makes of a module, line numbers left out, None for no Python: two texts may be one mutant, or none."""
     try:
-        return marshal.dumps(compile(text, "mutant", "exec", dont_inherit=True, optimize=0))
+        return signature(compile(text, "mutant", "exec", dont_inherit=True, optimize=0))
     except SyntaxError:
         return None
 
@@ -154,8 +169,37 @@ def _of_sql(text: str) -> Iterator[str]:
         yield text.replace(found, instead)
 
 
-def _difference(text: str, changed: str) -> str:
-    """Return the lines that differ as one line: ``what stood there -> what stands there``."""
-    lines = list(ndiff(text.splitlines(), changed.splitlines()))
-    before, after = (" ".join(line[2:].strip() for line in lines if line.startswith(sign)) for sign in ("- ", "+ "))
-    return f"{before} -> {after}"
+def _difference(text: str, changed: str) -> tuple[int, str, str]:
+    """Return the number of the first line that differs, what stood there, and what stands there now, as one line each."""
+    lines, others = text.splitlines(), changed.splitlines()
+    blocks = [block for block in SequenceMatcher(None, lines, others, autojunk=False).get_opcodes() if block[0] != "equal"]
+    before = " ".join(line.strip() for _, start, end, _, _ in blocks for line in lines[start:end])
+    after = " ".join(line.strip() for _, _, _, start, end in blocks for line in others[start:end])
+    return blocks[0][1] + 1, _without_comment(before), _without_comment(after)
+
+
+def _without_comment(line: str) -> str:
+    return line.strip().partition("  # ")[0]
+
+
+def _place(text: str, number: int) -> tuple[str, range]:
+    """Return the name of what is around a line, and the lines of its statement: of a ``def`` its body, else its head.
+
+    No lines: it runs when the module is imported.
+    """
+    around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and number in _lines(node)]
+    name = ".".join(node.name for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    if not any(isinstance(node, ast.FunctionDef) for node in around):
+        return name or "the module", range(0)
+    lines = _lines(innermost := around[-1])
+    body = min((node.lineno for node in ast.walk(innermost) if isinstance(node, ast.stmt) and node is not innermost), default=0)
+    if body and isinstance(innermost, ast.FunctionDef):
+        lines = range(body, lines.stop)
+    elif body:
+        lines = range(lines.start, body)
+    return name, lines
+
+
+def _lines(node: ast.stmt) -> range:
+    decorators = [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
+    return range(min([node.lineno, *decorators]), (node.end_lineno or node.lineno) + 1)

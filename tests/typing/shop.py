@@ -2,20 +2,18 @@
 
 from typing import Any, reveal_type
 
+from django.contrib.auth.decorators import login_required
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
+from django.views.decorators.csrf import csrf_exempt
+from django.views.decorators.http import require_POST
 
-from idempotency.decorators import idempotent
+from idempotency.decorators import ProtectedRequest, idempotent
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
-
-
-class KeyedRequest(HttpRequest):
-    """What a protected view is given."""
-
-    idempotency_key: IdempotencyKey
 
 
 @idempotent
@@ -45,8 +43,8 @@ class Refunds(View):
 
 
 @idempotent(recovery_points=["charged"])
-def phased(request: KeyedRequest) -> HttpResponseBase:
-    key = request.idempotency_key
+def phased(request: ProtectedRequest) -> HttpResponseBase:
+    key = reveal_type(request.idempotency_key)  # R: "idempotency.models.IdempotencyKey"
     for point in key.phases():
         reveal_type(point)  # R: "str"
         with foreign_call(key, "charge") as call:
@@ -58,7 +56,7 @@ def phased(request: KeyedRequest) -> HttpResponseBase:
 
 
 @idempotent(recovery_points=["charged"])
-async def phased_async(request: KeyedRequest) -> HttpResponseBase:
+async def phased_async(request: ProtectedRequest) -> HttpResponseBase:
     key = request.idempotency_key
     async for point in key.aphases():
         reveal_type(point)  # R: "str"
@@ -66,6 +64,22 @@ async def phased_async(request: KeyedRequest) -> HttpResponseBase:
             reveal_type(phase)  # R: "idempotency.phases.AtomicPhase"
             phase.set_recovery_point("charged")
     return key.response()
+
+
+@csrf_exempt
+@require_POST
+@login_required
+@idempotent(required=False)
+def below_others(request: HttpRequest, number: int) -> JsonResponse:
+    return JsonResponse({"number": number})
+
+
+urlpatterns = [
+    path("bare/<int:number>/", bare),
+    path("phased/", login_required(require_POST(phased))),
+    path("asynchronous/", asynchronous),
+    path("payments/<int:number>/", Payments.as_view()),
+]
 
 
 def consume(message: dict[str, Any]) -> None:
@@ -80,6 +94,8 @@ async def consume_async(message: dict[str, Any]) -> None:
 
 def mistakes(request: HttpRequest, key: IdempotencyKey) -> None:
     reveal_type(bare(request, 1))  # R: "django.http.response.JsonResponse"
+    reveal_type(below_others(request, 1))  # R: "django.http.response.JsonResponse"
+    below_others(request)  # E: call-arg
     reveal_type(with_options(request, name="a"))  # R: "django.http.response.HttpResponse"
     _ = reveal_type(asynchronous(request))  # R: "typing.Coroutine[Any, Any, django.http.response.HttpResponse]"
     reveal_type(Payments().post(request, 1))  # R: "django.http.response.HttpResponse"

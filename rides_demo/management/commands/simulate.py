@@ -63,7 +63,10 @@ class Command(BaseCommand):
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
         parser.add_argument("--run-dir", type=Path, default=settings.RUN_FOLDER, help="folder of the service, with its pids")
         parser.add_argument(
-            "--drain-seconds", type=_positive, default=60, help="wait so long for completer, enqueuer and worker"
+            "--drain-seconds",
+            type=_positive,
+            default=60,
+            help="wait until nothing has moved for so long",
         )
 
     def handle(self, *args: object, **options: Any) -> None:
@@ -89,7 +92,7 @@ class Command(BaseCommand):
             booked_seconds = time.monotonic() - started
             connections.close_all()  # the database may have been restarted
             if not ledger.wait_at_rest(options["drain_seconds"]):
-                console.print(f"Not all was done within {options['drain_seconds']} seconds after the last booking.")
+                console.print(f"Not all was done after the last booking: nothing moved for {options['drain_seconds']} seconds.")
             simulation.replay(options["concurrency"])
             books = ledger.check(simulation.booked(), simulation.tally.wrong)
             ledger.check_log(books, simulation.outcomes, simulation.tally.counts["fault stripe 500_begun"])

@@ -1,0 +1,137 @@
+"""A request that was claimed and left: built again from what its row keeps, and put to the view that its path leads to.
+
+The view itself is called, not the middleware chain, so that no header, token or URL leads here from outside.
+"""
+
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from inspect import isawaitable
+from io import BytesIO
+from typing import Any
+from urllib.parse import unquote
+
+from asgiref.sync import async_to_sync, sync_to_async
+from django.conf import settings
+from django.conf.urls.i18n import is_language_prefix_patterns_used
+from django.contrib.auth import get_user_model
+from django.contrib.auth.models import AnonymousUser
+from django.core.handlers.wsgi import WSGIRequest
+from django.http import HttpRequest, HttpResponseBase
+from django.urls import Resolver404, get_script_prefix, get_urlconf, set_script_prefix, set_urlconf
+from django.utils import timezone, translation
+from django.utils.module_loading import import_string
+
+from idempotency import conf
+from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
+from idempotency.http import REDACTED_MARK, SCRIPT_NAME
+from idempotency.models import IdempotencyKey
+from idempotency.options import URLCONF, match_of, options_of
+
+
+class CannotRun(Exception):
+    """This request cannot be run again as it was; ``code`` is the stuck code."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason
+
+
+def run_again(key: IdempotencyKey) -> HttpResponseBase:
+    """Call the view of a claimed key, and return its answer. Raises what the view raises.
+
+    The view leaves the key finished, stuck or released, unless something before @idempotent has answered or raised.
+    """
+    request = _request(key)
+    try:
+        match = match_of(key)
+    except Resolver404:
+        raise CannotRun("view_missing", f"No view answers {request.path_info} any more.") from None
+    if options_of(match.func, key.request_method) is None:
+        # An undecorated view would run its effects without the key.
+        raise CannotRun(
+            "view_missing", f"The view that answers {request.path_info} is not protected with @idempotent any more."
+        )
+    request.resolver_match = match
+    if urlconf := key.request_headers.get(URLCONF):
+        request.urlconf = urlconf
+    setattr(request, CLAIMED_KEY_ATTRIBUTE, key)
+    with _addresses_of(request):
+        if (prepare := conf.get().PREPARE_REQUEST) is not None:
+            (import_string(prepare) if isinstance(prepare, str) else prepare)(request, key)
+        with translation.override(_language_of(request)), timezone.override(None):
+            response = match.func(request, *match.args, **match.kwargs)
+            return async_to_sync(_awaited)(response) if isawaitable(response) else response
+
+
+def _language_of(request: HttpRequest) -> str:
+    """Return the language that LocaleMiddleware chose for the client."""
+    in_path, default_in_path = is_language_prefix_patterns_used(getattr(request, "urlconf", settings.ROOT_URLCONF))
+    if in_path and not default_in_path and not translation.get_language_from_path(request.path_info):
+        return settings.LANGUAGE_CODE
+    return translation.get_language_from_request(request, check_path=in_path)
+
+
+@contextmanager
+def _addresses_of(request: HttpRequest) -> Iterator[None]:
+    """Let reverse() return what it did for the client: under the path that the site is mounted at, in the request's URLconf."""
+    prefix, urlconf = get_script_prefix(), get_urlconf()
+    set_script_prefix(request.META["SCRIPT_NAME"])
+    set_urlconf(getattr(request, "urlconf", None))
+    try:
+        yield
+    finally:
+        set_script_prefix(prefix)
+        set_urlconf(urlconf)
+
+
+async def _awaited(response: Awaitable[HttpResponseBase]) -> HttpResponseBase:
+    return await response
+
+
+def _request(key: IdempotencyKey) -> HttpRequest:
+    """Build the request again. Raises CannotRun if that is not possible."""
+    if REDACTED_MARK in key.request_headers:
+        raise CannotRun("body_redacted", "Parts of the request were redacted, so it cannot be run again without its client.")
+    if key.request_body is None:
+        raise CannotRun("body_not_kept", "The body of the request was not kept, so it cannot be run again without its client.")
+    body = bytes(key.request_body)
+    path, _, query = key.request_path.partition("?")
+    headers = dict(key.request_headers)
+    host = headers.pop("Host", "")
+    headers.pop(URLCONF, None)
+    environ = {
+        "REQUEST_METHOD": key.request_method,
+        "SCRIPT_NAME": headers.pop(SCRIPT_NAME, "").encode().decode("latin-1"),  # as WSGI has it
+        "PATH_INFO": unquote(path, "latin-1"),
+        "QUERY_STRING": query,
+        "CONTENT_TYPE": key.request_content_type,
+        "CONTENT_LENGTH": str(len(body)),
+        "REMOTE_ADDR": key.remote_addr,
+        "SERVER_NAME": host.rpartition(":")[0] or host or "localhost",
+        "SERVER_PORT": "443" if headers.get("scheme") == "https" else "80",
+        "SERVER_PROTOCOL": "HTTP/1.1",
+        "wsgi.url_scheme": headers.pop("scheme", "http"),
+        "wsgi.input": BytesIO(body),
+    }
+    if host:
+        environ["HTTP_HOST"] = host
+    environ |= {f"HTTP_{name.upper().replace('-', '_')}": value for name, value in headers.items()}
+    request = WSGIRequest(environ)
+    # As if it had been read: a run that meets a serialization failure is made again, and the stream can be read only once.
+    request._body = body
+    # Cross-site forgery is a matter of the request that came in; it passed, or there would be no key.
+    request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
+    request.user = _user(key)
+    # Django REST framework takes this user without asking an authenticator, as in its own force_authenticate().
+    request._force_auth_user = request.user  # type: ignore[attr-defined]
+    request.auser = sync_to_async(lambda: request.user)
+    return request
+
+
+def _user(key: IdempotencyKey) -> Any:
+    if key.user_id is None:
+        return AnonymousUser()
+    user = get_user_model()._default_manager.filter(pk=key.user_id).first()
+    if user is None or not getattr(user, "is_active", True):
+        raise CannotRun("user_missing", f"The user {key.user_id}, who sent the request, is gone or not active any more.")
+    return user

@@ -1,0 +1,89 @@
+"""Keys that the completer leaves in peace: what this code does not know after a deploy, what a person has just given back."""
+
+from typing import Any
+
+import pytest
+from pytest_django import Settings
+
+from idempotency import interventions
+from idempotency.completer import CompletePass, complete_once
+from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey
+from idempotency.signals import key_claimed
+from tests.serving import Sender
+from tests.test_completer import Shop, abandon, shop  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def left(shop: Shop, sender: Sender) -> IdempotencyKey:  # noqa: F811
+    """Return a key that a deploy has left, and the completer has met once."""
+    sender.send()
+    IdempotencyKey.objects.update(recovery_point="of_another_release")
+    abandon()
+    assert complete_once() == CompletePass(stuck=1)
+    key = IdempotencyKey.objects.get()
+    assert key.stuck_code == UNKNOWN_RECOVERY_POINT
+    return key
+
+
+def test_nothing_comes_between_a_person_and_the_key(left: IdempotencyKey) -> None:
+    assert interventions.acknowledge(left.pk, left.claim_token, by="jane")
+    before = IdempotencyKey.objects.values().get()
+    for _ in range(3):
+        IdempotencyKey.objects.update(next_run_at=None)
+        assert complete_once() == CompletePass()
+    assert IdempotencyKey.objects.values().get() == before | {"next_run_at": None}
+    assert not IdempotencyKey.objects.stuck().exists(), "what was acknowledged stays off the list"
+
+
+def test_it_goes_on_once_the_code_knows_the_point(left: IdempotencyKey, shop: Shop) -> None:  # noqa: F811
+    IdempotencyKey.objects.update(recovery_point="entry_created")
+    abandon()
+    shop.broken = False
+    assert complete_once() == CompletePass(finished=1)
+
+
+def test_when_it_fails_under_the_new_code_it_is_tried_and_given_up_on_as_any_other(
+    left: IdempotencyKey,
+    shop: Shop,  # noqa: F811
+    settings: Settings,
+) -> None:
+    settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 2}
+    IdempotencyKey.objects.update(recovery_point="entry_created")
+    for expected in (CompletePass(failed=1), CompletePass(stuck=1)):
+        abandon()
+        assert complete_once() == expected
+    assert IdempotencyKey.objects.get().stuck_code == "attempts_exhausted"
+
+
+def test_a_view_that_is_gone_meanwhile_changes_nothing(left: IdempotencyKey, serve: Any) -> None:
+    serve(elsewhere=lambda request: None)
+    abandon()
+    assert complete_once() == CompletePass()
+    assert IdempotencyKey.objects.get().stuck_code == UNKNOWN_RECOVERY_POINT
+
+
+def test_a_key_that_a_person_hands_back_in_the_middle_of_a_pass_has_its_attempts_again(
+    shop: Shop,  # noqa: F811
+    sender: Sender,
+    settings: Settings,
+) -> None:
+    """The pass had read that they were used up."""
+    settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 2}
+    for name in ("first", "second"):
+        sender.send(key=name)
+    abandon()
+    second = IdempotencyKey.objects.get(idempotency_key="second")
+    IdempotencyKey.objects.filter(pk=second.pk).update(completer_attempts=2)
+
+    def hand_back(key: IdempotencyKey, **kwargs: Any) -> None:
+        if key.idempotency_key == "first":
+            assert interventions.hand_back(second.pk, second.claim_token, by="jane")
+
+    shop.broken = False
+    key_claimed.connect(hand_back)
+    try:
+        assert complete_once() == CompletePass(finished=2)
+    finally:
+        key_claimed.disconnect(hand_back)
