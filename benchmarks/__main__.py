@@ -1,106 +1,105 @@
-"""``python -m benchmarks [--quick] [--json FILE]``: measure on a PostgreSQL of its own, print;
-exit 1 when a target is missed.
+"""``python -m benchmarks [--quick] [--json FILE] [--only PART ...]``: measure all on servers of its own, print what was found;
+exit 1 when a target of ``benchmarks/targets.py`` is missed or was not measured.
 
-Times are compared with the bare view of the same run, for machines differ. Counts are the same on every machine.
+Each part runs in a process of its own: one that fails says so in the results, and the others go on. What is compared was
+measured in the same run, in turns, for machines differ, and one differs from itself an hour ago.
 """
 
 import argparse
 import json
 import os
+import platform
+import subprocess
 import sys
 import tempfile
+import time
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.targets import AT_MOST
-from rides_demo.services import Postgres, postgres_url
+from benchmarks.ground import stop_in_order
+from benchmarks.targets import TARGETS, missed
 
-ROUNDS, QUICK_ROUNDS = 100, 20
+#: The modules; ``measure(quick)`` of each returns its figures.
+PARTS = ("systems", "jobs", "reaper", "sizes", "distance")
+PATIENCE_SECONDS = 900
+ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
     """Measure, print, and exit with the verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Fewer rounds.")
+    parser.add_argument("--quick", action="store_true", help="Smaller tables, fewer rounds: to see that it works.")
     parser.add_argument("--json", type=Path, help="Where the figures go.")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="Some of the parts; the targets of others are missed."
+    )
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        server = Postgres(Path(folder) / "postgres", max_connections=50)
-        server.start()
-        try:
-            os.environ |= {
-                "DATABASE_URL": postgres_url(Path(folder) / "postgres"),
-                "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
-                "RIDES_RUN_FOLDER": folder,
-            }
-            found = measured(QUICK_ROUNDS if options.quick else ROUNDS)
-        finally:
-            server.stop()
+    stop_in_order()
+    if options.part:
+        options.json.write_text(json.dumps(import_module(f"benchmarks.{options.part}").measure(options.quick)))
+        return
+    results = measured(options.only, options.quick)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print_table(found)
-    missed = missed_targets(found)
-    print(*missed, sep="\n")
-    print(f"bench: FAILED {len(missed)}" if missed else "bench: ok")
-    sys.exit(bool(missed))
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    sys.exit(verdict(results))
 
 
-def measured(rounds: int) -> dict[str, Any]:
-    """Return every figure, and the load of the machine beside them."""
-    import logging
+def measured(parts: tuple[str, ...], quick: bool) -> dict[str, Any]:
+    """Return the figures of each part, and the machine beside them."""
+    results: dict[str, Any] = {"quick": quick, "machine": machine(), "seconds": {}}
+    for part in parts:
+        start = time.monotonic()
+        print(f"{part}: begins", flush=True)
+        results[part] = _measured_apart(part, quick)
+        results["seconds"][part] = round(time.monotonic() - start)
+        print(f"{part}: {results[part].get('error', 'measured')}, {results['seconds'][part]} s", flush=True)
+    results["machine"]["load_after"] = round(os.getloadavg()[0], 1)
+    return results
 
-    import django
 
-    django.setup()
-    logging.disable(logging.CRITICAL)
-    from django.core.management import call_command
-    from django.db import connection
-
-    from benchmarks import counts, in_process
-
-    call_command("migrate", verbosity=0)
-    counts.create_table()
-    before = os.getloadavg()[0]
-    in_process.measure(1)
-    times = in_process.measure(rounds)
-    counted = {}
-    for name, (view, make, _) in in_process.cases().items():
-        request = make()
-        cost = counts.count(lambda view=view, request=request: view(request))
-        counted[name] = {
-            "statements": len(cost.statements),
-            "commits": cost.commits,
-            "wal_bytes": cost.wal_bytes,
-            "rows_written": cost.rows_written,
-        }
-    connection.close()
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on."""
+    versions = {name: metadata.version(name) for name in ("django", "psycopg", "redis", "gunicorn")}
     return {
-        "load": [round(before, 1), round(os.getloadavg()[0], 1)],
         "cores": os.cpu_count(),
-        "times": times,
-        "counts": counted,
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_before": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        **versions,
     }
 
 
-def print_table(found: dict[str, Any]) -> None:
-    """Print what was measured."""
-    print(f"load of the machine {found['load']}, {found['cores']} cores")
-    for name, row in found["times"].items():
-        cost = found["counts"][name]
-        print(
-            f"{name:15} {row['median_us']:6} us ({row['q1_us']}-{row['q3_us']})  ratio {row['ratio']:5.2f}  "
-            f"statements {cost['statements']:2}  commits {cost['commits']}  WAL {cost['wal_bytes']:5} bytes"
-        )
+def _measured_apart(part: str, quick: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        answer = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", "benchmarks", "--part", part, "--json", answer, *(["--quick"] if quick else [])]
+        process = subprocess.Popen(command, cwd=ROOT)
+        try:
+            status = process.wait(PATIENCE_SECONDS)
+        except BaseException as error:
+            process.terminate()
+            process.wait(30)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return {"error": f"no end within {PATIENCE_SECONDS} s"}
+        if status or not answer.exists():
+            return {"error": f"ended with status {status}; the reason is above"}
+        figures: dict[str, Any] = json.loads(answer.read_text())
+        return figures
 
 
-def missed_targets(found: dict[str, Any]) -> list[str]:
-    """Return a line for each target that was missed, or not measured."""
-    ratios = {name: row["ratio"] for name, row in found["times"].items()}
-    return [
-        f"{name}: {ratios.get(name, 'not measured')}, target at most {limit}"
-        for name, limit in AT_MOST.items()
-        if not ratios.get(name, limit + 1) <= limit
-    ]
+def verdict(results: dict[str, Any]) -> int:
+    """Print each target with its figure, then the verdict; return the exit status."""
+    for target in TARGETS:
+        figure = target.measured(results)
+        shown = "-" if figure is None else f"{figure:g}"
+        bound = "at least" if target.at_least else "at most"
+        print(f"{'ok    ' if target.met(results) else 'MISSED'} {target.name:72} {shown:>8}  {bound} {target.limit:g}")
+    failures = missed(results)
+    print(f"bench: FAILED {len(failures)}" if failures else "bench: ok")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -1,58 +1,82 @@
-"""Measure with one client in process: our views and the bare one, in interleaved rounds."""
+"""One client in process: each system against the bare view of its own process, in interleaved rounds.
 
-import time
-from collections.abc import Callable
+A round goes from process to process; in each, from kind to kind of request. The ratio is taken in each round, of medians, so
+that a load which comes and goes meets both sides of it; what is reported is the median of these ratios, and their quartiles.
+"""
+
+from collections.abc import Sequence
 from statistics import median, quantiles
+from typing import Any
 
-from django.http import HttpRequest
+from benchmarks.contestant import Contestant, Failed
 
-from benchmarks import views
-from idempotency import claims, http
-from idempotency.options import Options
-
-#: Requests of one case in a round.
-IN_A_ROUND = 20
-Case = tuple[views.View, Callable[[], HttpRequest], int]
+ROUNDS, QUICK_ROUNDS = 60, 10
+#: Requests of one kind in a round.
+IN_A_ROUND = 15
 
 
-def cases() -> dict[str, Case]:
-    """Return each view, the request it gets, and the status that it must answer with."""
-    for view, key in ((views.plain, "fixed-plain"), (views.ride, "fixed-ride")):
-        view(views.request(key))
-    hold("held")
-    return {
-        "bare": (views.bare, views.request, 201),
-        "plain first": (views.plain, views.request, 201),
-        "plain replay": (views.plain, lambda: views.request("fixed-plain"), 201),
-        "plain mismatch": (views.plain, lambda: views.request("fixed-plain", "{}"), 422),
-        "phased replay": (views.ride, lambda: views.request("fixed-ride"), 201),
-        "phased conflict": (views.ride, lambda: views.request("held"), 409),
-        "ride": (views.ride, views.request, 201),
-    }
+def measure(names: Sequence[str], quick: bool) -> dict[str, Any]:
+    """Return for each system its version and its kinds of request, or its error."""
+    systems = {name: Contestant(name) for name in names}
+    try:
+        return _compete(systems, QUICK_ROUNDS if quick else ROUNDS)
+    finally:
+        for system in systems.values():
+            system.stop()
 
 
-def hold(key: str) -> None:
-    """Claim a key of the ride as a run does that is still under way."""
-    options: Options = views.ride.idempotency
-    described = http.describe(views.request(key), views.caller(views.request()), key, options)
-    claims.claim_phased(described, options.every_point()[:-1], using="default")
+def _compete(systems: dict[str, Contestant], rounds: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    taken: dict[str, list[dict[str, list[float]]]] = {name: [] for name in systems}
+    for number in range(-1, rounds):  # The first round warms up: connections, prepared statements.
+        for name, system in systems.items():
+            if "error" in found.get(name, {}):
+                continue
+            try:
+                if number < 0:
+                    found[name] = system.ask("versions")
+                    system.ask("round", 20)
+                else:
+                    taken[name].append(system.ask("round", IN_A_ROUND))
+            except Failed as error:
+                found.setdefault(name, {})["error"] = str(error)
+                print(f"in process: {name} cannot run: {error}", flush=True)
+        if number >= 0 and (number + 1) % 10 == 0:
+            print(f"in process: round {number + 1} of {rounds}", flush=True)
+    for name, of_rounds in taken.items():
+        if "error" not in found[name]:
+            found[name]["cases"] = summary(of_rounds)
+    return found | {"beside": beside(found)}
 
 
-def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """Return for each case the median and the quartiles in microseconds, and the ratio of its median to the bare view's."""
-    taken: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        for name, (view, make, status) in cases().items():
-            for request in [make() for _ in range(IN_A_ROUND)]:
-                start = time.perf_counter()
-                response = view(request)
-                taken.setdefault(name, []).append(1e6 * (time.perf_counter() - start))
-                if response.status_code != status:
-                    raise RuntimeError(f"{name}: {response.status_code} instead of {status}: {response.content!r}")
-    bare = median(taken["bare"])
-    return {name: _summary(values, bare) for name, values in taken.items()}
+def beside(found: dict[str, Any]) -> dict[str, float]:
+    """Return what holds on any machine: our ratios over those of a peer in the same run, and DBOS's ride over ours."""
+
+    def ratio(system: str, kind: str) -> float:
+        return float(found[system]["cases"][kind]["ratio"])
+
+    said = {}
+    if "cases" in found["ours"] and "cases" in found.get("idemkit", {}):
+        for kind, of_idemkit in (("plain first",) * 2, ("plain replay",) * 2, ("ride replay", "plain replay")):
+            said[f"{kind} over idemkit's"] = round(ratio("ours", kind) / ratio("idemkit", of_idemkit), 2)
+    if "cases" in found["ours"] and "cases" in found.get("dbos", {}):
+        said["DBOS's ride over ours"] = round(ratio("dbos", "ride first") / ratio("ours", "ride first"), 2)
+    return said
 
 
-def _summary(values: list[float], bare: float) -> dict[str, float]:
-    lower, middle, upper = quantiles(values, n=4)
-    return {"median_us": round(middle), "q1_us": round(lower), "q3_us": round(upper), "ratio": round(middle / bare, 2)}
+def summary(rounds: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """Return for each kind of request its microseconds and its ratio to the bare view: medians, and quartiles."""
+    found = {}
+    for kind in rounds[0]:
+        lower, middle, upper = quantiles([each for of_round in rounds for each in of_round[kind]], n=4)
+        ratios = [median(of_round[kind]) / median(of_round["bare"]) for of_round in rounds]
+        ratio_lower, ratio, ratio_upper = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        found[kind] = {
+            "median_us": round(middle),
+            "q1_us": round(lower),
+            "q3_us": round(upper),
+            "ratio": round(ratio, 2),
+            "ratio_q1": round(ratio_lower, 2),
+            "ratio_q3": round(ratio_upper, 2),
+        }
+    return found

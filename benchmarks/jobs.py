@@ -9,7 +9,6 @@ queue, with the hand-over after COMMIT and with the enqueuer's loop. Prints a ta
 import argparse
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,14 +19,19 @@ from statistics import median
 from typing import Any
 from uuid import uuid4
 
+from benchmarks.ground import stop_in_order
+from benchmarks.targets import OF_DIRECT_AT_LEAST, TWO_TO_ONE_AT_LEAST
+from rides_demo.processes import Process
 from rides_demo.services import Postgres, Redis, postgres_url, redis_url
 
 #: One enqueuer over the client alone; two enqueuers over one.
-TARGETS = {"of_direct": 0.9, "two_to_one": 1.4}
+TARGETS = {"of_direct": OF_DIRECT_AT_LEAST, "two_to_one": TWO_TO_ONE_AT_LEAST}
+JOBS, ROUNDS = 10_000, 5
+QUICK_JOBS, QUICK_ROUNDS = 2_000, 1
 BACKENDS = {"rq": "idempotency.contrib.rq.RQBackend", "celery": "idempotency.contrib.celery.CeleryBackend"}
 NAME = "benchmarks.jobs.job"
 BATCH = 1000
-PROMPT_SAMPLES, LOOP_SAMPLES = 200, 20
+PROMPT_SAMPLES, LOOP_SAMPLES, QUICK_LOOP_SAMPLES = 200, 15, 5
 
 
 def job(**args: Any) -> None:
@@ -57,39 +61,50 @@ def arguments(number: int) -> dict[str, Any]:
     return {"ride_id": number, "amount_cents": 2000, "label": "receipt"}
 
 
-def direct(queue: str, count: int, start: Any, times: Any) -> None:
-    """Enqueue ``count`` jobs with the client alone; each has the id that our jobs have too."""
+def direct(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
+    """Enqueue ``count`` jobs with the client alone: the same jobs as ours, with their ids and retries."""
     app = set_up(queue)
     if queue == "rq":
         from django_rq.queues import get_queue
         from rq import Queue
 
+        from idempotency.contrib.rq import RQBackend, run_once
+
         target = get_queue("default")
-        target.connection.ping()
-        start.wait()
-        begin = time.monotonic()
-        for first in range(0, count, BATCH):
-            batch = [
-                Queue.prepare_data(NAME, kwargs=arguments(number), job_id=str(uuid4()))
-                for number in range(first, min(first + BATCH, count))
-            ]
+
+        def enqueue(numbers: range) -> None:
+            """Enqueue one batch."""
+            batch = []
+            for number in numbers:
+                pk = str(uuid4())
+                call = [NAME, arguments(number), pk]
+                batch.append(Queue.prepare_data(run_once, args=call, job_id=pk, description=NAME, retry=RQBackend.retry))
             target.enqueue_many(batch)
     else:
         producer = app.amqp.Producer(app.connection_for_write(), auto_declare=False)
-        producer.connection.ensure_connection()
-        start.wait()
-        begin = time.monotonic()
-        for number in range(count):
-            app.send_task(NAME, kwargs=arguments(number), task_id=str(uuid4()), producer=producer, ignore_result=True)
+
+        def enqueue(numbers: range) -> None:
+            """Send one batch, job by job."""
+            for number in numbers:
+                app.send_task(NAME, kwargs=arguments(number), task_id=str(uuid4()), producer=producer, ignore_result=True)
+
+    enqueue(range(1))
+    start.wait()
+    begin = time.monotonic()
+    for first in range(0, count, BATCH):
+        enqueue(range(first, min(first + BATCH, count)))
     times.put((begin, time.monotonic()))
 
 
-def enqueuer(queue: str, count: int, start: Any, times: Any) -> None:
-    """Run one pass of the enqueuer; others may be at it. It connects to the database before, to the broker in it."""
+def enqueuer(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
+    """Run one pass of the enqueuer; others may be at it."""
     set_up(queue)
     from idempotency.enqueuer import enqueue_once
+    from idempotency.models import StagedJob
 
-    enqueue_once()
+    with turn:  # Each moves a job of its own before.
+        StagedJob.objects.create(job_name=NAME, job_args=arguments(0))
+        enqueue_once()
     start.wait()
     begin = time.monotonic()
     enqueue_once(batch_size=BATCH)
@@ -105,18 +120,18 @@ def rate(work: Any, queue: str, count: int, processes: int) -> float:
     from idempotency.models import StagedJob
 
     spawn = multiprocessing.get_context("spawn")
-    start, times = spawn.Barrier(processes + 1), spawn.SimpleQueue()
+    start, times, turn = spawn.Barrier(processes + 1), spawn.SimpleQueue(), spawn.Lock()
     with redis.Redis.from_url(settings.REDIS_URL) as broker:
-        broker.flushdb()
-        with connection.cursor() as cursor:
-            cursor.execute(f"TRUNCATE {StagedJob._meta.db_table}")
-        running = [spawn.Process(target=work, args=(queue, count, start, times)) for _ in range(processes)]
+        running = [spawn.Process(target=work, args=(queue, count, start, times, turn)) for _ in range(processes)]
         for process in running:
             process.start()
         while start.n_waiting < processes:
             if any(process.exitcode for process in running):
                 raise RuntimeError(f"A process of the benchmark died: {work.__name__} of {queue}.")
             time.sleep(0.01)
+        broker.flushdb()
+        with connection.cursor() as cursor:
+            cursor.execute(f"TRUNCATE {StagedJob._meta.db_table}")
         if work is enqueuer:
             StagedJob.objects.bulk_create(
                 (StagedJob(job_name=NAME, job_args=arguments(number)) for number in range(count)), batch_size=2000
@@ -155,19 +170,15 @@ def latency(samples: int) -> list[float]:
     return found
 
 
-@contextmanager
-def loop() -> Iterator[None]:
-    """Run ``manage.py enqueue_jobs --loop`` as it is meant to be run."""
-    process = subprocess.Popen([sys.executable, "manage.py", "enqueue_jobs", "--loop"], stdout=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(20)
+def loop() -> Process:
+    """Return ``manage.py enqueue_jobs --loop`` as it is meant to be run."""
+    return Process("enqueue_jobs", [sys.executable, "manage.py", "enqueue_jobs", "--loop"], output=lambda line: None)
 
 
-def measure(jobs: int = 5_000, rounds: int = 5) -> dict[str, Any]:
+def measure(quick: bool = False, *, jobs: int | None = None, rounds: int | None = None) -> dict[str, Any]:
     """Return the figures: jobs a second of each way and their ratios, medians of the rounds; milliseconds of latency."""
+    jobs = jobs or (QUICK_JOBS if quick else JOBS)
+    rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, _services(Path(folder)):
         set_up("rq", HAND_OVER_AFTER_COMMIT=True)
         from django.conf import settings
@@ -188,9 +199,12 @@ def measure(jobs: int = 5_000, rounds: int = 5) -> dict[str, Any]:
                 "of_direct": round(median(one / alone for one, alone in zip(rates["one"], rates["direct"], strict=True)), 2),
                 "two_to_one": round(median(two / one for two, one in zip(rates["two"], rates["one"], strict=True)), 2),
             }
+            print(f"jobs: {queue} measured", flush=True)
         figures["latency_ms"] = {"after_commit": _percentiles(latency(PROMPT_SAMPLES))}
         with override_settings(IDEMPOTENCY={**settings.IDEMPOTENCY, "HAND_OVER_AFTER_COMMIT": False}), loop():
-            figures["latency_ms"]["loop"] = _percentiles(latency(LOOP_SAMPLES)[1:])  # The first waits for the process.
+            figures["latency_ms"]["loop"] = _percentiles(
+                latency(QUICK_LOOP_SAMPLES if quick else LOOP_SAMPLES)[1:]
+            )  # The first waits for the process.
         connections.close_all()
     return figures
 
@@ -230,10 +244,11 @@ def missed(figures: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Measure, print, and exit with the verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=5_000, help="Jobs in each run (default: %(default)s).")
-    parser.add_argument("--rounds", type=int, default=5, help="Rounds; the medians count (default: %(default)s).")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="Jobs in each run (default: %(default)s).")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="Rounds; the medians count (default: %(default)s).")
     options = parser.parse_args()
-    figures = measure(options.jobs, options.rounds)
+    stop_in_order()
+    figures = measure(jobs=options.jobs, rounds=options.rounds)
     print(f"{'jobs a second':14} {'client alone':>14} {'one enqueuer':>14} {'two':>10} {'one/client':>11} {'two/one':>8}")
     for queue in BACKENDS:
         row = figures[queue]

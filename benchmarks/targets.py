@@ -1,14 +1,142 @@
 """The targets of ``make bench``, in one place.
 
-A limit that cannot be met is changed here, with a comment that says what bounds it, the profile that shows it,
-and how near it came.
+A limit that cannot be met is changed here, with a comment that says what bounds it, the profile that shows it, and how near it
+came. Ratios are to the bare view of the same run.
 """
 
-#: Medians of one client in process over the bare view of the same run.
-AT_MOST = {
-    "plain first": 1.5,
-    "plain replay": 0.75,
-    "phased replay": 0.4,
-    "phased conflict": 0.5,
-    "ride": 3.8,
-}
+from dataclasses import dataclass
+from typing import Any
+
+SIZE_AT_MOST = 1.25
+REAPER_AT_MOST = 2.0
+#: 0.9 was wanted. Of the client's own rate RQ came to 0.69 to 0.80, Celery to 0.77 to 0.86, in four runs: what is left above
+#: the client's work is reading the rows into model instances and deleting them; with Celery on Redis each row is updated
+#: instead, and kept until its job took effect.
+OF_DIRECT_AT_LEAST = 0.6
+TWO_TO_ONE_AT_LEAST = 1.4
+
+
+@dataclass(frozen=True)
+class Target:
+    """A limit of one figure.
+
+    ``path`` leads to it through the results; a dict on the way chooses rows of a list by their values. Where it chooses
+    several, the worst counts.
+    """
+
+    name: str
+    path: tuple[str | dict[str, Any], ...]
+    limit: float
+    at_least: bool = False
+
+    def measured(self, results: dict[str, Any]) -> float | None:
+        """Return the figure, None if it was not measured."""
+        found: list[Any] = [results]
+        for step in self.path:
+            if isinstance(step, dict):
+                rows = [row for each in found for row in each]
+                found = [row for row in rows if all(row[name] == value for name, value in step.items())]
+            else:
+                found = [each[step] for each in found if isinstance(each, dict) and each.get(step) is not None]
+        return (min if self.at_least else max)(found, default=None)
+
+    def met(self, results: dict[str, Any]) -> bool:
+        """Whether the figure was measured and is within its limit."""
+        figure = self.measured(results)
+        return figure is not None and (figure >= self.limit if self.at_least else figure <= self.limit)
+
+
+def _ratio(kind: str) -> tuple[str, ...]:
+    return ("systems", "in_process", "ours", "cases", kind, "ratio")
+
+
+def _beside(figure: str) -> tuple[str, ...]:
+    return ("systems", "in_process", "beside", figure)
+
+
+def _cost(kind: str, what: str) -> tuple[str, ...]:
+    return ("systems", "costs", "ours", "cases", kind, what)
+
+
+def _http(kind: str, what: str) -> tuple[str, ...]:
+    return ("systems", "over_http", "ours", "clients", "16", kind, what)
+
+
+def _serializable(what: str) -> tuple[str, ...]:
+    return ("systems", "over_http", "ours", "serializable", what)
+
+
+TARGETS = (
+    # Wanted were 1.5, 0.75, 0.4, 0.5, 0.5 and 3.8, on a machine where idemkit takes 3.5 times the bare view, and 1.2 for a
+    # replay. On the machine of benchmarks/results.json idemkit takes 6.2 and 2.5: a statement costs more there beside a
+    # COMMIT, for everybody, and no ratio to the bare view holds on another machine. So these limits only catch what gets
+    # worse; what we claim stands below them, beside the best safe peer of the same run. What bounds a plain view: 5 round
+    # trips beside 3, and processor time. Of its 660 us in Python (bare: 210) psycopg's and Django's cursors take more than
+    # half, for two statements; of its 440 us in PostgreSQL (bare: 170) the claim takes three quarters.
+    Target("plain view, first request", _ratio("plain first"), 3.5),
+    Target("plain view, replay", _ratio("plain replay"), 1.5),
+    Target("phased view, replay", _ratio("ride replay"), 1.1),
+    Target("plain view, conflict (409)", _ratio("plain conflict"), 1.5),
+    Target("phased view, conflict (409)", _ratio("ride conflict"), 1.1),
+    Target("four-phase ride", _ratio("ride first"), 9),
+    # 1.5 / 3.5 = 0.43 was wanted of the first, and 0.4 / 1.2 = 0.33 of the last; 0.47 to 0.52 and 0.34 to 0.36 were reached.
+    Target("plain view, first request, over idemkit's", _beside("plain first over idemkit's"), 0.55),
+    Target("plain view, replay, over idemkit's", _beside("plain replay over idemkit's"), 0.63),
+    Target("phased view, replay, over idemkit's", _beside("ride replay over idemkit's"), 0.4),
+    Target("DBOS against our ride: times as long", _beside("DBOS's ride over ours"), 6, at_least=True),
+    # The work, BEGIN and COMMIT among them.
+    Target("plain view, first request: statements", _cost("plain first", "statements"), 5),
+    Target("plain view, replay: statements", _cost("plain replay", "statements"), 3),
+    Target("phased view, replay: statements", _cost("ride replay", "statements"), 1),
+    Target("plain view, replay: bytes of WAL", _cost("plain replay", "wal_bytes"), 0),
+    Target("phased view, replay: bytes of WAL", _cost("ride replay", "wal_bytes"), 0),
+    Target("plain view, first request: commits", _cost("plain first", "commits"), 1),
+    Target("four-phase ride: commits", _cost("ride first", "commits"), 4),
+    Target("plain view: HOT share of key updates", _cost("plain first", "hot_share"), 1, at_least=True),
+    # All but the last: a finish takes the key out of the partial index on unfinished keys, by which the completer finds its
+    # work.
+    Target("four-phase ride: HOT share of key updates", _cost("ride first", "hot_share"), 0.66, at_least=True),
+    Target(
+        "replays of one key a second, 8 clients over 1",
+        ("systems", "over_http", "ours", "one_key", "growth"),
+        1.5,
+        at_least=True,
+    ),
+    Target("16 HTTP clients, plain view: conflicts (409)", _http("plain first", "conflicts"), 0),
+    Target(
+        # 0.6 was wanted, 0.45 reached, by idemkit 0.27: clients, gunicorn and PostgreSQL share two cores, which are all busy.
+        # No lock is waited for.
+        "16 HTTP clients, plain view: answers a second over the bare view's",
+        _http("plain first", "of_bare"),
+        0.4,
+        at_least=True,
+    ),
+    Target("16 HTTP clients, the ride, SERIALIZABLE: conflicts (409)", _serializable("conflicts"), 0),
+    Target("16 HTTP clients, the ride, SERIALIZABLE: share of phases run twice", _serializable("run_again_share"), 0.05),
+    *[
+        Target(f"{case}: a large table over 10 thousand keys", ("sizes", "rows", {"case": case}, "ratio"), SIZE_AT_MOST)
+        for case in ("plain claim", "phased claim", "plain replay", "phased replay")
+    ],
+    *[
+        target
+        for queue, name in (("rq", "RQ"), ("celery", "Celery"))
+        for target in (
+            Target(
+                f"{name}: one enqueuer over the client alone", ("jobs", queue, "of_direct"), OF_DIRECT_AT_LEAST, at_least=True
+            ),
+            Target(f"{name}: two enqueuers over one", ("jobs", queue, "two_to_one"), TWO_TO_ONE_AT_LEAST, at_least=True),
+        )
+    ],
+    Target("p99 of a claim while keys are reaped, over before", ("reaper", "ratio"), REAPER_AT_MOST),
+)
+
+
+def missed(results: dict[str, Any]) -> list[str]:
+    """Return a line for each target that was missed, or not measured."""
+    lines = []
+    for target in TARGETS:
+        if not target.met(results):
+            figure = target.measured(results)
+            bound = "at least" if target.at_least else "at most"
+            lines.append(f"{target.name}: {'not measured' if figure is None else figure}, target {bound} {target.limit:g}")
+    return lines

@@ -1,0 +1,188 @@
+"""One system in a process of its own, which does what it is told: measure a round, or run one kind of request so many times.
+
+A process each, because some have threads of their own, and one that is broken breaks nothing else. Each measures the bare view
+too, in the same rounds: the ratio is to that of its own process.
+"""
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+from uuid import uuid4
+
+#: The modules in ``benchmarks.peers``.
+PEERS = ("idemkit", "django_idempotency_key", "djangorestframework_idempotency_key", "drf_idempotencykey", "dbos")
+#: A round, or a start with its migrations, takes seconds.
+PATIENCE_SECONDS = 120
+
+
+class Failed(Exception):
+    """It cannot run; the message is its own."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of request: the view, what makes the request, the status that it must be answered with."""
+
+    view: Callable[[Any], Any]
+    make: Callable[[], Any]
+    status: int
+
+
+class Contestant:
+    """The process, as the one that started it sees it."""
+
+    def __init__(self, name: str) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.name = name
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=serve, args=(name, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, *command: Any) -> Any:
+        """Send a command and return the answer; raise Failed with what went wrong there."""
+        try:
+            self._pipe.send(command)
+            if not self._pipe.poll(PATIENCE_SECONDS):
+                raise Failed(f"no answer to {command[0]!r} within {PATIENCE_SECONDS} s")
+            kind, answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise Failed(f"its process ended: {error!r}") from None
+        if kind == "error":
+            raise Failed(answer)
+        return answer
+
+    def stop(self) -> None:
+        """Let it end; end it when it does not."""
+        try:
+            self.ask("stop")
+        except Failed:
+            self._process.terminate()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def load(name: str) -> ModuleType:
+    """Return the module of a system, ready to serve in this process; Django is."""
+    module = import_module("benchmarks.ours" if name == "ours" else f"benchmarks.peers.{name}")
+    getattr(module, "prepare", lambda: None)()
+    return module
+
+
+def serve(name: str, pipe: Connection) -> None:
+    """Answer commands until told to stop."""
+    import logging
+
+    import django
+
+    django.setup()
+    logging.disable(logging.CRITICAL)
+    system: ModuleType | None = None
+    with ExitStack() as kept:
+        while True:
+            command, *arguments = pipe.recv()
+            if command == "stop":
+                break
+            try:
+                if system is None:
+                    system = load(name)
+                answer = COMMANDS[command](system, kept, *arguments)
+            except BaseException as error:  # Whatever it is, it goes into the table.
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                text = f"{type(error).__name__}: {error}"[:500]
+                pipe.send(("error", f"{text} ({where.filename.rpartition('site-packages/')[2]}:{where.lineno})"))
+            else:
+                pipe.send(("answer", answer))
+    getattr(system, "close", lambda: None)()
+    from django.db import connections
+
+    connections.close_all()
+    pipe.send(("answer", None))
+
+
+@contextmanager
+def cases(system: ModuleType) -> Iterator[dict[str, Case]]:
+    """Yield each kind of request that there is for the system, with keys of their own."""
+    from benchmarks import views
+
+    found = {"bare": Case(views.bare, views.request, 201)}
+    if bare := getattr(system, "BARE", None):
+        found["bare in its framework"] = Case(bare, views.request, 201)
+    with ExitStack() as held:
+        for name, view in system.VIEWS.items():
+            known = str(uuid4())
+            answered(view, views.request(known), 201)
+            found[f"{name} first"] = Case(view, views.request, 201)
+            found[f"{name} replay"] = Case(view, lambda known=known: views.request(known), 201)
+            if mismatch := getattr(system, "MISMATCH", None):
+                found[f"{name} mismatch"] = Case(view, lambda known=known: views.request(known, "{}"), mismatch)
+            if hold := getattr(system, "HELD", {}).get(name):
+                key = str(uuid4())
+                held.enter_context(hold(key))
+                found[f"{name} conflict"] = Case(view, lambda key=key: views.request(key), getattr(system, "CONFLICT", 409))
+        yield found
+
+
+def answered(view: Callable[[Any], Any], request: Any, status: int) -> float:
+    """Send the request; return the microseconds it took, or raise when the answer has another status."""
+    start = time.perf_counter()
+    response = view(request)
+    taken = 1e6 * (time.perf_counter() - start)
+    if response.status_code != status:
+        raise RuntimeError(f"answered {response.status_code} instead of {status}: {response.content[:200]!r}")
+    return taken
+
+
+def _versions(system: ModuleType, kept: ExitStack) -> dict[str, str]:
+    from idempotency import __version__
+
+    ours = system.DISTRIBUTION == "django-idempotency"
+    return {"distribution": system.DISTRIBUTION, "version": __version__ if ours else metadata.version(system.DISTRIBUTION)}
+
+
+def _round(system: ModuleType, kept: ExitStack, count: int) -> dict[str, list[float]]:
+    """Send ``count`` requests of each kind, kind by kind; return the microseconds of each."""
+    with cases(system) as known:
+        taken = {}
+        for name, case in known.items():
+            requests = [case.make() for _ in range(count)]
+            taken[name] = [answered(case.view, request, case.status) for request in requests]
+    return taken
+
+
+def _kinds(system: ModuleType, kept: ExitStack) -> list[str]:
+    with cases(system) as known:
+        return list(known)
+
+
+def _get_set(system: ModuleType, kept: ExitStack, kind: str, count: int) -> None:
+    """Hold what is needed for requests of one kind, and send some, so that "go" counts nothing of a first time."""
+    kept.close()
+    case = kept.enter_context(cases(system))[kind]
+    for _ in range(20):
+        answered(case.view, case.make(), case.status)
+    system.get_set = (case, [case.make() for _ in range(count)])
+
+
+def _go(system: ModuleType, kept: ExitStack) -> None:
+    case, requests = system.get_set
+    for request in requests:
+        answered(case.view, request, case.status)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "versions": _versions,
+    "round": _round,
+    "kinds": _kinds,
+    "get set": _get_set,
+    "go": _go,
+}

@@ -1,0 +1,239 @@
+"""What does a request cost when the database is a network away? 1 ms of way there and back, and nothing else is slower.
+
+``python -m benchmarks.distance [--quick] [--json FILE]`` starts a PostgreSQL of its own and puts a proxy before it that holds
+back what comes, 0.5 ms each way, however much it is. Each kind of request is made directly and through the proxy in turn.
+Prints a table of the medians, their ratio to the bare view at the same distance, and the round trips, which are the same on
+every machine: each statement is one, BEGIN and COMMIT too.
+"""
+
+import argparse
+import json
+import logging
+import os
+import queue
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from rides_demo.services import Postgres, postgres_url
+
+#: One way; the way back is as long.
+ONE_WAY_SECONDS = 0.0005
+ROUNDS, QUICK_ROUNDS = 40, 10
+#: Requests of one kind in a round, directly and through the proxy.
+IN_A_ROUND = 10
+PORT = 5432
+START_SECONDS = 30
+CHUNK_BYTES = 65536
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="Fewer rounds.")
+    parser.add_argument("--json", type=Path, help="Where the figures go.")
+    options = parser.parse_args()
+    found = measure(options.quick)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print_table(found)
+    print("distance: ok")
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Return the round trip in microseconds, and for each kind of request its times, its ratio to the bare view, and its trips.
+
+    It starts processes and a server of its own: the caller needs no Django.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure_here, QUICK_ROUNDS if quick else ROUNDS).result()
+
+
+def measure_here(rounds: int) -> dict[str, Any]:
+    """Measure in this process, on a server in a temporary folder and a proxy beside it."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        os.environ |= {
+            "DATABASE_URL": postgres_url(Path(folder) / "postgres"),
+            "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
+            "RIDES_RUN_FOLDER": folder,
+        }
+        with Postgres(Path(folder) / "postgres", max_connections=20) as server, proxy(Path(folder), server.sockets) as far:
+            import django
+
+            django.setup()
+            logging.disable(logging.CRITICAL)
+            return in_turn(far, rounds)
+
+
+def in_turn(far: Path, rounds: int) -> dict[str, Any]:
+    """Make each kind of request directly and through the proxy in turn; return the figures."""
+    from django.core.management import call_command
+    from django.db import connections
+    from django.test.utils import CaptureQueriesContext
+
+    from benchmarks.counts import create_table
+
+    call_command("migrate", verbosity=0)
+    create_table()
+    # Two connections under the one alias that all the views use.
+    ways = {"direct": connections["default"], "far": connections.create_connection("default")}
+    ways["far"].settings_dict = {**ways["far"].settings_dict, "HOST": str(far), "PORT": str(PORT)}
+    trips = {}
+    taken: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds + 1):
+        for name, (call, make, status) in cases().items():
+            for _ in range(IN_A_ROUND):
+                for way, connection in ways.items():
+                    connections["default"] = connection
+                    request = make()
+                    start = time.perf_counter()
+                    answer = call(request)
+                    microseconds = 1e6 * (time.perf_counter() - start)
+                    if answer.status_code != status:
+                        raise RuntimeError(f"{name}: {answer.status_code} instead of {status}: {answer.content!r}")
+                    if number:  # The first round only warms up.
+                        taken.setdefault((name, way), []).append(microseconds)
+        if number % 10 == 0:
+            print(f"distance: round {number} of {rounds}", flush=True)
+    for name, (call, make, _) in cases().items():
+        with CaptureQueriesContext(connections["default"]) as statements:
+            call(make())
+        trips[name] = len(statements)
+    for connection in ways.values():
+        connection.close()
+    middle = {key: median(values) for key, values in taken.items()}
+    rows = []
+    for name, count in trips.items():
+        lower, _, upper = quantiles(taken[name, "far"], n=4)
+        rows.append(
+            {
+                "case": name,
+                "median_us": round(middle[name, "far"]),
+                "q1_us": round(lower),
+                "q3_us": round(upper),
+                "ratio": round(middle[name, "far"] / middle["bare", "far"], 2),
+                "direct_us": round(middle[name, "direct"]),
+                "direct_ratio": round(middle[name, "direct"] / middle["bare", "direct"], 2),
+                "round_trips": count,
+            }
+        )
+    return {"round_trip_us": round(middle["one statement", "far"] - middle["one statement", "direct"]), "rows": rows}
+
+
+def cases() -> dict[str, tuple[Callable[[Any], Any], Callable[[], Any], int]]:
+    """Return each kind of request: the view, what makes the request, and the status that it must be answered with."""
+    from django.db import connection
+    from django.http import HttpResponse
+
+    from benchmarks import views
+    from idempotency.decorators import idempotent
+    from idempotency.phases import atomic_phase
+
+    def ask(request: Any) -> Any:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+        return HttpResponse()
+
+    @idempotent(recovery_points=[], scope=views.caller)
+    def one_phase(request: Any) -> Any:
+        for _ in request.idempotency_key.phases():
+            with atomic_phase(request.idempotency_key) as phase:
+                phase.set_response(views.answer())
+        return request.idempotency_key.response()
+
+    def again() -> Any:
+        return views.request("again")
+
+    views.plain(again())
+    return {
+        "one statement": (ask, views.request, 200),
+        "bare": (views.bare, views.request, 201),
+        "plain first": (views.plain, views.request, 201),
+        "plain replay": (views.plain, again, 201),
+        "phased first": (one_phase, views.request, 201),
+        "phased replay": (one_phase, again, 201),
+        "ride": (views.ride, views.request, 201),
+    }
+
+
+def print_table(found: dict[str, Any]) -> None:
+    """Print what was measured."""
+    print(f"a round trip takes {found['round_trip_us']} us more")
+    for row in found["rows"]:
+        spread = f"({row['q1_us']}-{row['q3_us']})"
+        print(
+            f"{row['case']:15} {row['median_us']:6} us {spread:15} ratio {row['ratio']:5.2f}  "
+            f"round trips {row['round_trips']:3}  without distance {row['direct_us']:6} us, ratio {row['direct_ratio']:5.2f}"
+        )
+
+
+@contextmanager
+def proxy(folder: Path, to: Path) -> Iterator[Path]:
+    """Run the proxy in a process of its own; yield the folder of its socket, which nobody else can reach."""
+    sockets = folder / "far"
+    sockets.mkdir(mode=0o700)
+    process = get_context("spawn").Process(target=serve, args=(sockets, to), daemon=True)
+    process.start()
+    deadline = time.monotonic() + START_SECONDS
+    try:
+        while not _socket(sockets).exists():
+            if not process.is_alive() or time.monotonic() > deadline:
+                raise RuntimeError("The proxy did not start.")
+            time.sleep(0.01)
+        yield sockets
+    finally:
+        process.terminate()
+        process.join()
+
+
+def serve(sockets: Path, to: Path) -> None:
+    """Pass each connection on, both ways late."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(_socket(sockets)))
+        listener.listen()
+        while True:
+            client, _ = listener.accept()
+            server = socket.socket(socket.AF_UNIX)
+            server.connect(str(_socket(to)))
+            for source, target in ((client, server), (server, client)):
+                late: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+                threading.Thread(target=_receive, args=(source, late), daemon=True).start()
+                threading.Thread(target=_send, args=(target, late), daemon=True).start()
+
+
+def _socket(folder: Path) -> Path:
+    return folder / f".s.PGSQL.{PORT}"
+
+
+def _receive(source: socket.socket, late: "queue.SimpleQueue[tuple[float, bytes]]") -> None:
+    data = b"x"
+    while data:
+        data = b""
+        with suppress(OSError):
+            data = source.recv(CHUNK_BYTES)
+        late.put((time.monotonic() + ONE_WAY_SECONDS, data))
+
+
+def _send(target: socket.socket, late: "queue.SimpleQueue[tuple[float, bytes]]") -> None:
+    with suppress(OSError):
+        while True:
+            due, data = late.get()
+            # Each chunk has a time of its own: what comes while another one is on its way does not wait for that.
+            while (left := due - time.monotonic()) > 0:
+                time.sleep(left)
+            if not data:
+                target.shutdown(socket.SHUT_WR)
+                return
+            target.sendall(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""DBOS: the ride as a workflow of three exactly-once transactions and a step, the key of the client as the workflow's id.
+
+Its system tables are in the same database as the work, as its documentation allows for PostgreSQL; transactions at its default
+level, SERIALIZABLE, as our phases. What a repeated id is called with is not compared.
+"""
+
+import os
+
+import sqlalchemy
+from dbos import DBOS, DBOSConfig, SetWorkflowID, SQLAlchemyDatasource
+from django.http import HttpRequest, HttpResponse, JsonResponse
+
+from benchmarks import views
+
+DISTRIBUTION = "dbos"
+
+_datasource = SQLAlchemyDatasource.create(os.environ["DATABASE_URL"])
+_INSERT = sqlalchemy.text("INSERT INTO bench_row (name) VALUES ('x') RETURNING id")
+
+
+@_datasource.transaction()
+def _work() -> int:
+    return int(_datasource.sql_session().execute(_INSERT).scalar_one())
+
+
+@DBOS.step()
+def _charge() -> None:
+    views.charge()
+
+
+@DBOS.workflow()
+def _ride() -> int:
+    _work()
+    _charge()
+    _work()
+    return _work()
+
+
+def _view(request: HttpRequest) -> HttpResponse:
+    with SetWorkflowID(request.headers["Idempotency-Key"]):
+        return JsonResponse({"id": _ride()}, status=201)
+
+
+def prepare() -> None:
+    """Launch it in this process."""
+    config: DBOSConfig = {"name": "bench", "system_database_url": os.environ["DATABASE_URL"], "log_level": "ERROR"}
+    DBOS(config=config)
+    DBOS.launch()
+
+
+def close() -> None:
+    """Stop its threads."""
+    DBOS.destroy()
+
+
+VIEWS = {"ride": _view}
