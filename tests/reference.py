@@ -1,0 +1,292 @@
+"""The parts of the reference that are made from the code: ``python -m tests.reference`` writes them into the pages.
+
+A page has a pair of comments around each such part, and what is around them is written by hand. The result is committed, so
+that the pages can be read where the code is read; ``tests/test_reference.py`` holds them to the code.
+"""
+
+import argparse
+import ast
+import inspect
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+PAGES = Path(__file__).parents[1] / "docs" / "reference"
+#: How long a line of prose may be there.
+LINE = 130
+
+#: The unit of a setting, by how its name ends; of those that have none, what kind of value it is.
+UNITS = {
+    "_SECONDS": "seconds",
+    "_HOURS": "hours",
+    "_BYTES": "bytes",
+    "_LENGTH": "characters",
+    "_ATTEMPTS": "runs",
+    "_RETRIES": "further tries",
+    "_REQUESTS": "requests",
+    "_STATUS": "HTTP status",
+    "_STATUSES": "HTTP statuses",
+}
+KINDS = {
+    bool: "True or False",
+    "HEADER_NAMES": "names of headers",
+    "REPLAYED_HEADER": "name of a header",
+    "PHASE_ISOLATION": "isolation level",
+    "PLAIN_ISOLATION": "isolation level",
+    "PROBLEM_TYPE_BASE": "start of a URI",
+    "ENQUEUERS": "queue name to dotted path",
+    "KEY_VALIDATOR": "callable or dotted path",
+    "ERROR_RENDERER": "callable or dotted path",
+    "PREPARE_REQUEST": "callable or dotted path",
+}
+#: Fields whose name does not say all, and that say nothing else in the code.
+NOTES = {
+    "IdempotencyKey.user": "Who sent it; null without a signed-in user. No constraint in the database.",
+    "IdempotencyKey.created_at": "The first claim.",
+    "IdempotencyKey.finished_at": "When its response was stored; the retention counts from here.",
+    "IdempotencyKey.stuck_at": "When the machine gave it up.",
+    "IdempotencyKey.completer_attempts": "Runs by the completer since it was begun or handed back.",
+    "IdempotencyKey.request_headers": "Those that a second run needs; no credentials, no cookies.",
+    "IdempotencyKey.request_fingerprint": "Its version and a hash of method, path, query and body.",
+    "IdempotencyKey.seed": "Random bytes, from which `derive()` makes keys for other systems.",
+    "IdempotencyKey.recovery_point": "The last committed phase: `started` first, `finished` last.",
+    "IdempotencyKey.last_error": "Of the last run that failed.",
+    "StagedJob.id": "Ordered by time; the id that the broker knows the job by.",
+    "StagedJob.last_error": "Of the last hand-over that was refused.",
+    "StagedJob.idempotency_key": "The request that staged it.",
+    "ForeignCall.key": "The request that made it.",
+    "ForeignCall.name": "What the view calls it.",
+    "ForeignCall.result": "What `record()` was given.",
+    "ProcessedMessage.source": "Who numbers the messages.",
+    "ProcessedMessage.message_id": "Their number there.",
+}
+#: What Django gives every command.
+COMMON_OPTIONS = {
+    *("-h", "--help", "--version", "-v", "--verbosity", "--settings", "--pythonpath", "--traceback", "--no-color"),
+    *("--force-color", "--skip-checks"),
+}
+
+
+def settings_table() -> str:
+    """Each setting with its default, its unit and its meaning. Raises KeyError when the code says nothing of one."""
+    from idempotency.conf import Settings
+
+    comments = _comments(Settings)
+    rows = [
+        (f"`{field.name}`", f"`{written(getattr(Settings(), field.name))}`", unit_of(field), comments[field.name])
+        for field in fields(Settings)
+    ]
+    return _table(("name", "default", "unit or kind", "meaning"), rows)
+
+
+def unit_of(field: Any) -> str:
+    """Return the unit of a setting, or what kind of value it is. Raises KeyError for one that nobody has thought of."""
+    by_name = next((unit for end, unit in UNITS.items() if field.name.endswith(end)), None)
+    return by_name or KINDS.get(field.type) or KINDS[field.name]  # type: ignore[call-overload]
+
+
+def written(value: object) -> str:
+    """Return a default as a project would write it."""
+    return repr(sorted(value)) if isinstance(value, frozenset) else repr(value)
+
+
+def models_tables() -> str:
+    """The fields of each model."""
+    from idempotency import models
+
+    made = (
+        models.IdempotencyKey,
+        models.StagedJob,
+        models.ForeignCall,
+        models.ProcessedMessage,
+        models.ProcessHeartbeat,
+    )
+    return "\n\n".join(_model(model) for model in made)
+
+
+def _model(model: Any) -> str:
+    meta = model._meta
+    rows = [
+        (f"`{field.name}`", _kind_of(field), _note_of(model, field))
+        for field in meta.concrete_fields
+        if not (field.primary_key and field.name == "id" and field.get_internal_type() == "BigAutoField")
+    ]
+    parts = [f"## {model.__name__}", _first(model.__doc__), _table(("field", "kind", "note"), rows)]
+    if rules := [_rule(constraint) for constraint in meta.constraints]:
+        parts.append(_wrapped("Constraints: " + "; ".join(rules) + "."))
+    if indexes := [f"`{index.name}`" for index in meta.indexes]:
+        parts.append(_wrapped("Indexes: " + ", ".join(indexes) + "."))
+    if permissions := [f"`{name}`" for name, _ in meta.permissions]:
+        parts.append(_wrapped("Permissions besides Django's own: " + ", ".join(permissions) + "."))
+    return "\n\n".join(parts)
+
+
+def _kind_of(field: Any) -> str:
+    kind = field.get_internal_type()
+    length = f", at most {field.max_length} characters" if getattr(field, "max_length", None) and "Char" in kind else ""
+    name = {
+        "CharField": "text",
+        "TextField": "text",
+        "DateTimeField": "time",
+        "UUIDField": "UUID",
+        "JSONField": "JSON",
+        "BinaryField": "bytes",
+        "PositiveIntegerField": "whole number",
+        "PositiveSmallIntegerField": "whole number",
+    }.get(kind)
+    if name is None:
+        name = f"to {field.related_model.__name__ if field.related_model._meta.app_label == 'idempotency' else 'the user'}"
+    return name + length + (", may be null" if field.null else "")
+
+
+def _note_of(model: Any, field: Any) -> str:
+    return str(field.help_text) or NOTES.get(f"{model.__name__}.{field.name}", "")
+
+
+def _rule(constraint: Any) -> str:
+    columns = getattr(constraint, "fields", None)
+    return f"`{constraint.name}`" + (f" ({', '.join(columns)} unique together)" if columns else "")
+
+
+def commands_tables() -> str:
+    """What ``--help`` says of each command, but for what Django gives to all."""
+    from django.core.management import load_command_class
+
+    folder = Path(__file__).parents[1] / "idempotency" / "management" / "commands"
+    found = (path.stem for path in sorted(folder.glob("*.py")) if path.stem != "__init__")
+    return "\n\n".join(_command(name, load_command_class("idempotency", name)) for name in found)
+
+
+def _command(name: str, command: Any) -> str:
+    parser = command.create_parser("manage.py", name)
+    parts = [f"## {name}", _wrapped(command.help)]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            about = {choice.dest: choice.help for choice in action._choices_actions}
+            for word, inner in action.choices.items():
+                parts.append(f"`staged_jobs {word}`: {about[word]}")
+                parts.append(_table(("option", "meaning"), list(_options(inner))))
+    options = list(_options(parser))
+    if options:
+        parts.append(_table(("option", "meaning"), options))
+    return "\n\n".join(parts)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) or COMMON_OPTIONS & {*action.option_strings}:
+            continue
+        name = ", ".join(action.option_strings) or f"{action.metavar} ..."
+        value = f" {action.metavar or 'ALIAS'}" if action.option_strings and action.nargs != 0 else ""
+        yield f"`{name}{value}`", (action.help or "") % {"default": action.default}
+
+
+def errors_table() -> str:
+    """The exceptions, with what their docstrings say to who meets them."""
+    from idempotency import exceptions
+
+    found = [
+        kind
+        for _, kind in inspect.getmembers(exceptions, inspect.isclass)
+        if issubclass(kind, exceptions.IdempotencyError) and kind is not exceptions.IdempotencyError
+    ]
+    found.sort(key=lambda kind: inspect.getsourcelines(kind)[1])
+    return _table(("exception", "what it says"), [(f"`{kind.__name__}`", _first(kind.__doc__)) for kind in found])
+
+
+def metrics_table() -> str:
+    """Every metric, with its help text."""
+    from prometheus_client import Counter, Histogram
+
+    from idempotency.contrib import prometheus
+
+    counted = [made for made in vars(prometheus).values() if isinstance(made, Counter | Histogram)]
+    rows = [
+        (
+            _metric(family.name + ("_total" if family.type == "counter" else ""), made._labelnames),
+            family.type,
+            made._documentation,
+        )
+        for made in counted
+        for family in made.describe()
+    ]
+    rows += [
+        (_metric(family.name, family._labelnames), family.type, family.documentation)
+        for family in prometheus.DatabaseCollector().collect()
+    ]
+    return _table(("metric", "kind", "meaning"), rows)
+
+
+def _metric(name: str, labels: Iterable[str]) -> str:
+    return f"`{name}" + (f"{{{', '.join(labels)}}}" if labels else "") + "`"
+
+
+#: The parts, by their name in the pages.
+PARTS: dict[str, Callable[[], str]] = {
+    "settings": settings_table,
+    "models": models_tables,
+    "commands": commands_tables,
+    "exceptions": errors_table,
+    "metrics": metrics_table,
+}
+_PART = re.compile(r"(<!-- made from the code: (\w+) -->\n).*?(<!-- end of it -->)", re.S)
+
+
+def filled(page: str) -> str:
+    """Return a page with its parts made anew."""
+    return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n\n{part[3]}", page)
+
+
+def _comments(kind: type) -> dict[str, str]:
+    """Return the ``#:`` comments above the fields of a dataclass."""
+    lines, _ = inspect.getsourcelines(kind)
+    tree = ast.parse("".join(lines))
+    found = {}
+    for node in tree.body[0].body:  # type: ignore[attr-defined]
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        at, said = node.lineno - 2, []
+        while lines[at].strip().startswith("#:"):
+            said.insert(0, lines[at].strip()[2:].strip())
+            at -= 1
+        if said:
+            found[node.target.id] = _marked(" ".join(said))  # type: ignore[union-attr]
+    return found
+
+
+def _first(docstring: str | None) -> str:
+    """Return the first paragraph of a docstring, on one line."""
+    return _marked(" ".join(inspect.cleandoc(docstring or "").split("\n\n")[0].split()))
+
+
+def _marked(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, LINE, break_long_words=False, break_on_hyphens=False)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def main() -> None:
+    """Write the pages."""
+    for page in sorted(PAGES.glob("*.md")):
+        page.write_text(filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    import django
+    from django.core.management import call_command
+
+    os.environ |= {"DJANGO_SETTINGS_MODULE": "rides_demo.settings", "DATABASE_URL": "sqlite://:memory:"}
+    django.setup()
+    call_command("migrate", verbosity=0)  # of a database in memory, which the metrics are asked of
+    main()
