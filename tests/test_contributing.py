@@ -1,0 +1,99 @@
+"""What ``CONTRIBUTING.md`` says is there: targets, tests, modules, cells."""
+
+import re
+from configparser import ConfigParser
+from itertools import product
+from pathlib import Path
+
+from benchmarks.sizes import SCALE_SIZES
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+SETUP = ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+
+
+def test_each_target_that_it_names_exists_and_the_other_way_round() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.M)
+    assert phony
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)", TEXT, re.M))
+    of_users = {"demo", "serve", "clean"}
+    assert named == {target for target in phony[1].split() if target not in of_users}
+
+
+def test_ci_runs_the_targets_that_it_says() -> None:
+    table = re.findall(r"^\| `make ([a-z-]+)`", TEXT, re.M)
+    script = (ROOT / ".ci" / "run").read_text()
+    assert re.findall(r"^make ([a-z-]+)", script, re.M) == table[:5]
+    assert "runs the first five" in TEXT
+
+
+def test_each_test_that_it_names_exists() -> None:
+    (path, name) = re.search(r"(tests/\w+\.py)::(\w+)", TEXT).groups()  # type: ignore[union-attr]
+    assert f"def {name}(" in (ROOT / path).read_text()
+    ((path, part),) = re.findall(r"pytest (\S+) -k (\w+)$", TEXT, re.M)
+    assert re.search(rf"^def test_\w*{part}", (ROOT / path).read_text(), re.M)
+    assert all((ROOT / path).exists() for path in re.findall(r"\b(?:tests|requirements|idempotency)/[\w.]+\b", TEXT))
+
+
+def test_its_map_shows_each_module_of_the_app() -> None:
+    folder = ROOT / "idempotency"
+    of_the_app = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    of_the_app |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")} - {"migrations/", "templatetags/"}
+    ways = TEXT[TEXT.index("## The way of a request") : TEXT.index("## Rules")]
+    assert set(re.findall(r"\b\w+\.py\b|\b[a-z]+/(?=`)", ways)) == of_the_app
+
+
+def test_the_layers_of_the_imports_are_held_for_each_module() -> None:
+    layers = set(re.findall(r"\w+", SETUP["importlinter:contract:layers"]["layers"]))
+    modules = {path.stem for path in (ROOT / "idempotency").glob("*.py")}
+    assert modules - layers == {"__init__", "apps", "client"}
+
+
+def test_the_cells_of_the_matrix_are_the_environments_of_tox() -> None:
+    cells = re.search(r"^CELLS := (.*)$", MAKEFILE, re.M)
+    assert cells
+    environments = set()
+    for pattern in re.split(r",\s*(?![^{]*})", SETUP["tox:tox"]["env_list"]):
+        parts = [part.strip("{}").split(",") for part in re.split(r"({[^}]*})", pattern.strip())]
+        environments |= {"".join(chosen) for chosen in product(*parts)}
+    assert set(cells[1].split()) - {"postgres15"} == environments
+
+
+def test_the_cell_that_it_names_is_one_and_the_main_cell_is_the_pinned_one() -> None:
+    (named,) = re.findall(r"make matrix CELLS=([\w-]+)", TEXT)
+    cells = re.search(r"^CELLS := (.*)$", MAKEFILE, re.M)
+    assert cells
+    assert named in cells[1].split()
+    ((python, django),) = re.findall(r"main cell, Python ([\d.]+) with Django ([\d.]+):", TEXT)
+    assert f"py{python.replace('.', '')}-django{django.replace('.', '')}" == cells[1].split()[0]
+    assert re.search(rf"^django=={django}\.", (ROOT / "requirements" / "test.txt").read_text(), re.M)
+
+
+def test_the_benchmarks_are_as_large_as_it_says() -> None:
+    peers = {path.stem for path in (ROOT / "benchmarks" / "peers").glob("*.py")} - {"__init__", "around", "rest"}
+    assert "times beside five peers" in TEXT
+    assert len(peers) == 5
+    assert "on ten million keys" in TEXT
+    assert max(SCALE_SIZES) == 10_000_000
+
+
+def test_coverage_and_mutants_run_as_their_page_says() -> None:
+    page = " ".join((ROOT / "docs" / "contributing" / "coverage.md").read_text().split())
+    coverage = MAKEFILE[MAKEFILE.index("\nELSEWHERE") : MAKEFILE.index("\nmutants:")]
+    assert "with two workers" in page
+    assert set(re.findall(r"-n (\d+)", coverage)) == {"2"}
+    assert "the two large tables of `tests/frameworks`" in page
+    assert len(re.findall(r"\bframeworks/test_", coverage)) == 2
+    assert re.findall(r"after `MINUTES` \((\d+)\)", page) == re.findall(r"--minutes \$\(or \$\(MINUTES\),(\d+)\)", MAKEFILE)
+
+
+def test_the_workflow_runs_the_targets_and_the_cells() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    targets = re.search(r"target: \[(.*)\]", workflow)
+    cells = re.search(r"^CELLS := (.*)$", MAKEFILE, re.M)
+    assert targets
+    assert cells
+    assert {*targets[1].split(", "), "matrix"} == set(re.findall(r"^make ([a-z-]+)", (ROOT / ".ci" / "run").read_text(), re.M))
+    assert re.findall(r"^          - (\w+-?\w+)$", workflow, re.M) == cells[1].split()
