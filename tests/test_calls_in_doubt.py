@@ -174,7 +174,7 @@ def test_a_result_that_came_late_ends_the_doubt(serve: Any, sender: Sender, char
         make_older(91, "locked_at")
         refused = sender.send()
         gate.open()
-        late.result(20)
+        late.result(60)
     assert problem(refused)["code"] == "key_stuck"
     assert stuck_code() == "call_in_doubt"
     key = IdempotencyKey.objects.get()
@@ -254,7 +254,7 @@ def test_a_run_that_was_given_up_makes_no_call(serve: Any, sender: Sender, charg
         make_older(73 * 3600, "created_at", "last_run_at", "locked_at")
         assert reap_once().stuck == 1
         gate.open()
-        assert problem(late.result(20))["code"] == "key_stuck"
+        assert problem(late.result(60))["code"] == "key_stuck"
     assert (charged, stuck_code()) == ([], "retention_passed")
 
 
@@ -338,7 +338,7 @@ def test_a_result_is_kept_when_the_database_comes_back(serve: Any, sender: Sende
     try:
         sender.send()
     finally:
-        assert back.wait(20)
+        assert back.wait(60)
     connection.close()
     assert ForeignCall.objects.get().result == "paid"
 
@@ -459,7 +459,7 @@ def test_an_answer_is_refused_when_a_call_was_begun_or_recorded_since(
         if seen == "during the call":
             key, calls = look()
         during.open()
-        late.result(20)
+        late.result(60)
     refusal = HttpResponse("not charged", status=409)
     answered = {"by": "jane", "at": "started"}
     assert not interventions.answer(key.pk, key.claim_token, refusal, calls=calls, **answered)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ def meanwhile(first: Callable[[], Any], second: Callable[[], Any]) -> Iterator["
         with background(second) as other:
             eventually(lambda: sessions_that_wait() or other.done())
             gate.open()
-            holder.result(20)
+            holder.result(60)
             yield other
 
 
@@ -99,7 +99,7 @@ def test_a_claim_that_waited_for_the_row_of_another_tells_what_it_says(committin
         )
 
     with meanwhile(insert, look) as other:
-        found = other.result(20)
+        found = other.result(60)
     assert (found.outcome, found.key.response_code) == (Outcome.FINISHED, 201)
 
 
@@ -141,7 +141,7 @@ def test_a_duplicate_of_a_plain_request_is_refused_with_one_statement(committing
     with transaction.atomic():
         assert plain().outcome is Outcome.CLAIMED
         with background(again) as other:
-            assert other.result(20) == (Outcome.IN_PROGRESS, 1)
+            assert other.result(60) == (Outcome.IN_PROGRESS, 1)
 
 
 def test_a_plain_key_is_finished_at_the_time_that_its_claim_wrote(committing: None) -> None:
@@ -175,19 +175,19 @@ def test_who_holds_the_lock_of_a_key_is_another_session_with_this_very_lock(comm
         cursor.execute("SELECT pg_advisory_xact_lock(5)")
         assert held(5) == (False, False)
         with background(lambda: [held(lock) for lock in (5, 5 + 2**32)]) as other:
-            assert other.result(20) == [(True, False), (False, False)]
+            assert other.result(60) == [(True, False), (False, False)]
 
         def beside_the_mark_of_another_session() -> Any:
             with transaction.atomic(), connection.cursor() as cursor:
                 cursor.execute("SELECT pg_advisory_xact_lock(1, 2)")
                 with background(lambda: held(5)) as third:
-                    return third.result(20)
+                    return third.result(60)
 
         with background(beside_the_mark_of_another_session) as other:
-            assert other.result(20) == (True, False)
+            assert other.result(60) == (True, False)
         cursor.execute("SELECT pg_advisory_xact_lock(1, 2)")
         with background(lambda: held(5)) as other:
-            assert other.result(20) == (True, True)
+            assert other.result(60) == (True, True)
 
 
 @pytest.mark.postgres
@@ -202,7 +202,7 @@ def test_while_a_plain_view_runs_over_an_expired_key_the_next_is_refused_at_once
     with transaction.atomic():
         assert plain().outcome is Outcome.CLAIMED
         with background(at_once) as other:
-            assert other.result(20).outcome is Outcome.IN_PROGRESS
+            assert other.result(60).outcome is Outcome.IN_PROGRESS
 
 
 @pytest.mark.postgres
@@ -259,7 +259,7 @@ def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
         return None
 
     with meanwhile(lambda: IdempotencyKey.objects.update(locked_at=Now()), take_over) as other:
-        found = other.result(20)
+        found = other.result(60)
     assert found is None or (found.outcome, found.key) == (Outcome.IN_PROGRESS, key)
 
 

@@ -238,7 +238,7 @@ def test_runs_of_different_keys_that_stage_a_job_and_finish_side_by_side_do_not_
             stage_job("shop.jobs.send_receipt")
             keys.current.reset(token)
             finish(held[number])
-            written.wait(20)
+            written.wait(60)
 
     all_at_once(last_phase, len(held))
     assert IdempotencyKey.objects.finished().count() == StagedJob.objects.count() == len(held)
@@ -279,6 +279,6 @@ def test_every_update_of_a_phased_key_but_the_last_stays_hot() -> None:
         keys.advance(key, "paid", using="default")
     all_after, hot_after = updates()
     assert all_after - all_before == 20
-    # Were an index touched, none would be HOT. How many are depends on whose snapshot (an ANALYZE of the server's own, say) keeps the
-    # pages full just now: half of them were seen.
+    # Were an index touched, none would be HOT. How many are depends on whose snapshot keeps pages full just now, that of an
+    # ANALYZE of the server's own among them: half of them were seen.
     assert hot_after > hot_before

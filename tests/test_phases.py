@@ -221,7 +221,7 @@ def test_a_late_run_is_sent_round_again_while_the_winner_is_at_work(serve: Any, 
         with background(sender.send) as second:
             second_gate.wait_until_reached()
             first_gate.open()
-            late = first.result(20)
+            late = first.result(60)
             assert late.status_code == 409
             assert problem(late)["retryable"] is True
             second_gate.open()

@@ -214,7 +214,7 @@ def whole_answers(port: int, tries: int) -> int:
     whole = 0
     for _ in range(tries):
         with suppress(httpx.RemoteProtocolError):
-            whole += len(httpx.get(f"http://127.0.0.1:{port}/", trust_env=False).content) == 1000
+            whole += len(httpx.get(f"http://127.0.0.1:{port}/", timeout=60, trust_env=False).content) == 1000
     return whole
 
 

@@ -62,7 +62,7 @@ class Served:
     def status(self) -> int:
         """What /healthz answers, 0 when nothing does."""
         try:
-            with urllib.request.urlopen(f"{self.url}healthz", timeout=20) as answer:
+            with urllib.request.urlopen(f"{self.url}healthz", timeout=60) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
             error.close()

@@ -257,7 +257,7 @@ def answers(port: int) -> bool:
 
 def history(port: int) -> list[str]:
     """Return what the admin says happened to the newest key, without the times."""
-    with httpx.Client(base_url=f"http://localhost:{port}", follow_redirects=True, timeout=30) as browser:
+    with httpx.Client(base_url=f"http://localhost:{port}", follow_redirects=True, timeout=60) as browser:
         browser.get("/admin/login/")
         form = {"username": "admin", "password": "admin", "csrfmiddlewaretoken": browser.cookies["csrftoken"]}
         listed = browser.post("/admin/login/?next=/admin/idempotency/idempotencykey/", data=form).text

@@ -50,7 +50,9 @@ def charge_by_hand(service: Service, stuck: dict[str, Any]) -> None:
     service.strike_stripe()
     charge = {"amount": 2000, "currency": "usd", "customer": stuck["customer"], "metadata[ride_id]": stuck["ride"]}
     url = f"{service.environment['STRIPE_API_BASE']}/v1/charges"
-    httpx.post(url, data=charge, headers={"Authorization": "Bearer sk_test_by_hand"}, trust_env=False).raise_for_status()
+    httpx.post(
+        url, data=charge, headers={"Authorization": "Bearer sk_test_by_hand"}, timeout=60, trust_env=False
+    ).raise_for_status()
 
 
 def test_a_stuck_key_is_found_explained_and_completed(service: Service, stuck: dict[str, Any], visitor: Visitor) -> None:

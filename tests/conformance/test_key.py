@@ -122,7 +122,7 @@ def test_03_two_header_lines_are_refused(
     keys: tuple[str, str], serve: Serve, live_server: LiveServer, transactional_db: None
 ) -> None:
     serve(view=csrf_exempt(plain(work := Counted(), scope=lambda request: "everybody")))
-    with closing(http.client.HTTPConnection(live_server.thread.host, live_server.thread.port, timeout=10)) as connection:
+    with closing(http.client.HTTPConnection(live_server.thread.host, live_server.thread.port, timeout=60)) as connection:
         connection.putrequest("POST", "/view/")
         for key in keys:
             connection.putheader("Idempotency-Key", key)

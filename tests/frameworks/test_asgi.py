@@ -28,7 +28,7 @@ def send_at_once(service: Service, *keys: str) -> list[httpx.Response]:
         async with httpx.AsyncClient(
             transport=transport, base_url="http://testserver", cookies=cookies, headers=headers
         ) as client:
-            return await asyncio.gather(*(client.post("/view/", **parts(service, key), timeout=30) for key in keys))
+            return await asyncio.gather(*(client.post("/view/", **parts(service, key), timeout=60) for key in keys))
 
     # Not async_to_sync: below it all requests would share this thread.
     return asyncio.run(send())

@@ -42,7 +42,7 @@ class Rider:
     def post(self) -> httpx.Response:
         """Send the booking once and wait for the answer as long as it takes."""
         content = json.dumps(self.booking.body)
-        return self._phones.http.post("/rides", content=content, headers=self.headers(), timeout=30)
+        return self._phones.http.post("/rides", content=content, headers=self.headers(), timeout=60)
 
     def settle(self) -> httpx.Response:
         """Send the booking until an answer stands: over lost connections, 503, and 409 with ``Retry-After``."""

@@ -59,7 +59,7 @@ class Service:
         self.processes = self._supervisor.processes
         self.url, self.second_url = self._supervisor.url, f"http://127.0.0.1:{free_port()}"
         # No proxy of the environment: everything is on this machine.
-        self._http = httpx.Client(timeout=30, trust_env=False)
+        self._http = httpx.Client(timeout=60, trust_env=False)
         self._last: dict[str, int] = {}
         self._known: set[str] = set()
 

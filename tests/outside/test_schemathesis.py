@@ -21,8 +21,8 @@ from rides_demo.supervisor import Supervisor
 pytestmark = [pytest.mark.postgres, pytest.mark.murphy]
 
 CONFIGURATION = Path(__file__).with_name("schemathesis.toml")
-#: For each rider; the two of them need less than a minute.
-SECONDS = 80
+#: For each rider. The two of them need less than a minute; this ends one that hangs, and is no measure of speed.
+SECONDS = 600
 #: Nothing that the environment of the tests names: these keys are counted.
 OWN_SERVICES = dict.fromkeys(("DATABASE_URL", "REDIS_URL", "STRIPE_API_BASE", "STRIPE_API_KEY"), "")
 
@@ -93,7 +93,7 @@ def test_45_an_undeclared_answer_is_found(demo: Supervisor, tmp_path: Path) -> N
 
 
 def test_the_document_is_what_is_served(demo: Supervisor) -> None:
-    answer = httpx.get(f"{demo.url}/openapi.json", trust_env=False)
+    answer = httpx.get(f"{demo.url}/openapi.json", timeout=60, trust_env=False)
 
     assert (answer.status_code, answer.headers["Content-Type"]) == (200, "application/json")
     assert answer.content == OPENAPI.read_bytes()

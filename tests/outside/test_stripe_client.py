@@ -65,8 +65,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in (CONFLICT, ERROR, CUT_BEFORE):
             return
         if fault == REJOIN:
-            assert wire.left_run_ended.wait(20)
-        behind = http.client.HTTPConnection(wire.server_address_behind, timeout=30)
+            assert wire.left_run_ended.wait(60)
+        behind = http.client.HTTPConnection(wire.server_address_behind, timeout=60)
         behind.request("POST", self.path, body, dict(self.headers))
         if fault == LEAVE:
             self.connection.shutdown(2)
@@ -106,7 +106,7 @@ def pointed_at(wire: FaultyWire) -> Iterator[stripe.StripeClient]:
     """Give the official client, with two retries, pointed at the wire."""
     with requests.Session() as session:
         session.trust_env = False
-        own = stripe.RequestsClient(timeout=20, session=session)
+        own = stripe.RequestsClient(timeout=60, session=session)
         yield stripe.StripeClient("sk_test_1", base_addresses={"api": wire.url}, http_client=own, max_network_retries=2)
 
 
