@@ -19,8 +19,8 @@ class Queue(ABC):
 
     @staticmethod
     @abstractmethod
-    def idle(connection: Any) -> bool:
-        """Whether nothing waits and nothing is in hand, on whatever list, not even for later."""
+    def left(connection: Any) -> int:
+        """Return how many messages wait or are in hand, on whatever list, for later too."""
 
     @staticmethod
     @abstractmethod
@@ -35,9 +35,9 @@ class Rq(Queue):
     worker = _django("rqworker default --worker-class tests.processes_rq.SoleWorker --verbosity 1")
 
     @staticmethod
-    def idle(connection: Any) -> bool:
+    def left(connection: Any) -> int:
         lists = ("rq:queue:default", "rq:queue:default:intermediate")
-        return not any(map(connection.llen, lists)) and not connection.zcard("rq:wip:default")
+        return sum(map(connection.llen, lists)) + int(connection.zcard("rq:wip:default"))
 
     @staticmethod
     def given_up(connection: Any) -> int:
@@ -57,8 +57,8 @@ class Celery(Queue):
     ]
 
     @staticmethod
-    def idle(connection: Any) -> bool:
-        return not connection.llen("celery") and not connection.hlen("unacked")
+    def left(connection: Any) -> int:
+        return int(connection.llen("celery") + connection.hlen("unacked"))
 
     @staticmethod
     def given_up(connection: Any) -> int:
@@ -72,8 +72,8 @@ class Tasks(Queue):
     worker = _django("db_worker --interval 0.1 --no-startup-delay --verbosity 0")
 
     @staticmethod
-    def idle(connection: Any) -> bool:
-        return not DBTaskResult.objects.filter(status="READY").exists()
+    def left(connection: Any) -> int:
+        return DBTaskResult.objects.filter(status="READY").count()
 
     @staticmethod
     def given_up(connection: Any) -> int:

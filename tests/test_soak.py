@@ -332,7 +332,8 @@ def test_a_short_soak_under_every_fault_ends_with_right_books(tmp_path):
     assert (lines[0], lines[-1]) == ("to run this again: MINUTES=0.3 SEED=5 make soak", "soak: ok")
     said = json.loads(report.read_text())
     assert (said["right"], said["never struck"], said["books"]["findings"]) == (True, [], [])
-    assert said["faults"].keys() >= {*SOAK_EVENTS} - {"stripe-down"} | {"cut-replies of http", "wrong-clock, answers"}
+    # Which replies are cut is left to chance, and so is not asked: that some are is in "never struck".
+    assert said["faults"].keys() >= {*SOAK_EVENTS} - {"stripe-down"} | {"wrong-clock, answers"}
     assert said["totals"]["requests"] > 100
     left = next(line.rpartition(" ")[2] for line in lines if line.startswith("ready:"))
     with pytest.raises(httpx.ConnectError):
