@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 from tests.browser.visitor import STRIPE_WORKS, Visitor
 from tests.murphy.service import SLOW_SECONDS, Service
@@ -33,6 +33,22 @@ def test_a_double_click_books_once(service: Service, visitor: Visitor) -> None:
     expect(visitor.page.locator("#heard")).to_contain_text("replayed")
 
 
+def test_nothing_can_be_pressed_before_the_script_listens(service: Service, visitor: Visitor) -> None:
+    visitor.sign_in()
+    held: list[Route] = []
+    visitor.page.route("**/page.js", lambda route: held.append(route))
+    with visitor.page.expect_request("**/page.js"):
+        visitor.page.goto(visitor.url, wait_until="commit")
+
+    expect(visitor.book).to_be_disabled()
+    expect(visitor.page.get_by_label(STRIPE_WORKS, exact=True)).to_be_disabled()
+    held.pop().continue_()
+
+    expect(visitor.page.get_by_label(STRIPE_WORKS, exact=True)).to_be_enabled()
+    visitor.book.click()
+    visitor.expect_status(ACCEPTED)
+
+
 def test_a_click_after_the_answer_gets_the_same_answer(service: Service, visitor: Visitor) -> None:
     visitor.sign_in()
     visitor.book.click()
@@ -51,7 +67,8 @@ def test_a_new_booking_is_another_one(service: Service, visitor: Visitor) -> Non
     visitor.book.click()
     visitor.expect_status(ACCEPTED)
 
-    visitor.page.get_by_role("link", name="Start a new booking").click()
+    with visitor.page.expect_navigation():
+        visitor.page.get_by_role("link", name="Start a new booking").click()
     visitor.book.click()
     visitor.expect_status(ACCEPTED)
 

@@ -200,3 +200,6 @@ if (stripe) {
     show("stripe-outcome", text);
   });
 }
+
+// The page holds these back until somebody listens to them.
+for (const held of document.querySelectorAll("main :disabled")) held.disabled = false;
