@@ -98,6 +98,7 @@ class _State:
                 value = _loaded(value)
             if issubclass(type(value), models.Model):
                 rows.append(value)
+        self._rows = tuple(rows)
         for row in _with_their_rows(rows):
             mutable = tuple(name for name, value in vars(row).items() if isinstance(value, _MUTABLE))
             holders += [(row, mutable), (row._state, ("fields_cache",))]
@@ -108,7 +109,11 @@ class _State:
         ]
 
     def restore(self) -> bool:
-        """Put everything back, rewind what was read, fetch the user anew; False if an upload is gone."""
+        """Put everything back, rewind what was read, fetch the user anew.
+
+        Return False if that is not how the request would come in now: an upload is gone, or somebody has changed a row that it
+        carries since. A view that computes on such a row would write over what the other one did.
+        """
         request, attributes = self._request, self._attributes
         _refill(vars(request), attributes)
         for container, contents in self._contents:
@@ -122,10 +127,13 @@ class _State:
                 if upload.closed:
                     return False
                 upload.seek(0)
-        users = [_loaded(attributes.get(name)) for name in _USERS]
-        for user in {id(user): user for user in users if issubclass(type(user), models.Model)}.values():
+        loaded = (_loaded(attributes.get(name)) for name in _USERS)
+        users = {id(user): user for user in loaded if issubclass(type(user), models.Model)}
+        for user in users.values():
             _fetch_anew(user)
-        return True
+        # What else a middleware has read, it alone can read again as it did: perhaps it has changed a field in memory.
+        others = _with_their_rows([row for row in self._rows if id(row) not in users])
+        return all(_is_as_stored(row) for row in others if id(row) not in users)
 
 
 def _loaded(value: Any) -> Any:
@@ -159,6 +167,15 @@ def _fetch_anew(user: models.Model) -> None:
     for name in list(vars(user)):
         if isinstance(getattr(type(user), name, None), cached_property | cached_property_of_python):
             del vars(user)[name]
+
+
+def _is_as_stored(row: models.Model) -> bool:
+    """Tell whether the database has the values that the row was loaded with; true of one that came from no database."""
+    if row._state.db is None:
+        return True
+    fields = {field.attname: vars(row)[field.attname] for field in row._meta.concrete_fields if field.attname in vars(row)}
+    stored = type(row)._base_manager.using(row._state.db).filter(pk=row.pk).values(*fields)
+    return fields in stored
 
 
 def _shallow(container: Any) -> Any:

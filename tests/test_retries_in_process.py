@@ -9,6 +9,7 @@ from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db import connection
+from django.db.models import F
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.test.utils import isolate_apps
 from django.utils.functional import SimpleLazyObject, cached_property
@@ -21,7 +22,7 @@ from rest_framework.response import Response
 
 from idempotency.decorators import idempotent
 from tests.conformance.threads import elsewhere
-from tests.conformance.views import both_kinds
+from tests.conformance.views import both_kinds, phased, plain
 from tests.models import Account
 from tests.serving import Sender, View
 
@@ -227,6 +228,41 @@ def test_row_behind_something_lazy_pays_once(loaded: bool, serve: Serve, sender:
     serve(view=under(load, idempotent(work)))
     assert sender.send().status_code == 201
     assert (work.found, Account.objects.get().balance) == ([90, 90], 90)
+
+
+@pytest.mark.parametrize("kind", [plain, phased])
+@pytest.mark.parametrize("through", ["request", "another row"])
+@pytest.mark.django_db(transaction=True)
+def test_row_that_somebody_has_changed_since_is_read_by_its_middleware_again(
+    through: str, kind: Kind, serve: Serve, sender: Sender
+) -> None:
+    """The second run would compute on the balance of before, and write over the other payment."""
+
+    def load(request: HttpRequest) -> None:
+        account = Account.objects.get()
+        if through == "request":
+            request.account = account
+        else:
+            request.tenant = Account(name="tenant")
+            request.tenant._state.fields_cache["account"] = account
+
+    def pay(request: Any) -> HttpResponse:
+        account = request.account if through == "request" else request.tenant._state.fields_cache["account"]
+        found.append(account.balance)
+        assert Account.objects.count() == 1  # The snapshot is taken.
+        if len(found) == 1:
+            elsewhere(lambda: Account.objects.update(balance=F("balance") - 30))
+        account.balance -= 10
+        account.save()
+        return HttpResponse(status=201)
+
+    found: list[int] = []
+    Account.objects.create(name="purse", balance=100)
+    view = idempotent(isolation="serializable", scope=everybody)(pay) if kind is plain else phased(pay, scope=everybody)
+    serve(view=under(load, view))
+    refused = sender.send()
+    assert (refused.status_code, refused.json()["code"]) == (409, "conflict")
+    assert (sender.send().status_code, found, Account.objects.get().balance) == (201, [100, 70], 60)
 
 
 # What it carries
