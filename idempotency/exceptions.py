@@ -68,7 +68,8 @@ class CallNotRecorded(IdempotencyError):
 
 
 class KeyStuck(IdempotencyError):
-    """The machine gives up on this request; a person must look. A view may raise it with its reason."""
+    """The machine gives up on this request; a person must look. A phased view may raise KeyStuck("why"), or a subclass with a
+    ``code`` of its own, to hand its key to a person; the client gets 409 ``key_stuck``."""
 
     #: Short and stable, for filters and alerts; the message is for people.
     code = "view_gave_up"

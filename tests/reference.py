@@ -233,7 +233,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "exceptions": errors_table,
     "metrics": metrics_table,
 }
-_PART = re.compile(r"(<!-- made from the code: (\w+) -->\n).*?(<!-- end of it -->)", re.S)
+BEGINNING, END = r"<!-- made from the code: (\w+) -->\n", "<!-- end of it -->"
+_PART = re.compile(f"({BEGINNING}).*?({END})", re.S)
 
 
 def filled(page: str) -> str:

@@ -81,6 +81,41 @@ def test_a_wrong_argument_exits_2(arguments):
     assert "usage:" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["reap_keys", "--interval", "0"], "'0' is not a number of seconds above 0, at most 86400"),
+        (["reap_keys", "--older-than", "x"], "'x' is not a number of hours above 0, at most 1000000"),
+        (["reap_keys", "--batch-size", "1.5"], "'1.5' is not a whole number above 0, at most 100000"),
+        (["staged_jobs", "list", "--limit", "-5"], "'-5' is not a whole number above 0, at most 100000"),
+        (["describe_idempotency", "--urlconf", "nope.urls"], "--urlconf nope.urls: No module named 'nope'"),
+        (["describe_idempotency", "--urlconf", "tests.models"], "--urlconf tests.models: "),
+    ],
+)
+def test_a_wrong_argument_is_told_what_is_right(arguments, said):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "idempotency_doctor", "staged_jobs stats"])
+def test_a_missing_migration_is_told_in_one_line_with_its_cure(command, broker):
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "ALTER TABLE idempotency_idempotencykey RENAME TO away; ALTER TABLE idempotency_stagedjob RENAME TO away_too"
+        )
+    try:
+        done = run(*command.split())
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "ALTER TABLE away RENAME TO idempotency_idempotencykey; ALTER TABLE away_too RENAME TO idempotency_stagedjob"
+            )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert re.search(r"relation \S+ does not exist: run manage.py migrate --database default$", done.stderr.strip())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_the_options_the_defaults_and_the_exit_status(command):
     done = run(command, "--help")
@@ -186,9 +221,11 @@ def test_a_dry_run_says_so_and_changes_nothing(broker, capsys):
     expired_keys(2)
     call_command("enqueue_jobs", dry_run=True)
     call_command("reap_keys", dry_run=True)
+    call_command("complete_keys", dry_run=True)
     output = capsys.readouterr().out
     assert "enqueue_jobs: would be: 1 handed over" in output
     assert "reap_keys: would be: 2 deleted" in output
+    assert "complete_keys: would be: 0 run" in output
     assert StagedJob.objects.count() == 1
     assert IdempotencyKey.objects.count() == 2
 

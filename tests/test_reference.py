@@ -60,8 +60,11 @@ def test_the_page_is_what_the_code_makes_of_it(path: Path) -> None:
 
 
 def test_every_part_is_on_a_page() -> None:
-    parts = [name for path in PAGES for name in re.findall(r"<!-- made from the code: (\w+) -->", path.read_text())]
-    assert sorted(parts) == sorted(reference.PARTS)
+    """And each has its end: without one the page is what anybody makes of it."""
+    pages = "".join(path.read_text() for path in PAGES)
+    marks = re.findall(f"{reference.BEGINNING}|({reference.END})", pages)
+    assert sorted(name for name, _ in marks[::2]) == sorted(reference.PARTS)
+    assert [end for _, end in marks[1::2]] == [reference.END] * len(reference.PARTS)
 
 
 def test_every_setting_has_a_default_a_unit_and_a_meaning() -> None:

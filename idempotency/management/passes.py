@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, close_old_connections, connections
@@ -21,13 +21,18 @@ from idempotency.heartbeats import Heartbeat
 
 logger = logging.getLogger("idempotency")
 
-#: What ends a single pass with exit status 1, and what a loop waits out without a traceback.
+#: What a loop waits out, without calling it an error.
 _UNREACHABLE = (OperationalError, InterfaceError, BrokerUnavailable)
+#: The SQLSTATEs of a table and of a column that are not there; SQLite says it in words.
+_NOT_MIGRATED, _NOT_MIGRATED_WORDS = ("42P01", "42703"), ("no such table", "no such column")
 
 #: While passes fail, the wait between them doubles up to this; a longer interval stays as it is.
 MAX_PAUSE_SECONDS = 10.0
 #: A loop that waits gives a sign of life this often.
 BEAT_SECONDS = 5.0
+
+
+Number = TypeVar("Number", int, float)
 
 
 class StopSignal:
@@ -83,7 +88,7 @@ class Loop:
     ) -> None:
         self.name = name
         self._run_pass, self._interval, self._stop, self._say, self._beat = run_pass, interval, stop, say, beat
-        self._heartbeat = Heartbeat(name, using=using)
+        self._heartbeat, self._using = Heartbeat(name, using=using), using
         self._failure: object = None
         self._failures = 0
 
@@ -124,8 +129,8 @@ class Loop:
             self._say(counts)
 
     def _note_failure(self, error: BaseException) -> None:
-        """Log the first of several failures of one kind; what cannot be reached needs no traceback."""
-        unreachable = isinstance(error, _UNREACHABLE)
+        """Log the first of several failures of one kind."""
+        unreachable, line = isinstance(error, _UNREACHABLE), explained(error, self._using)
         failure = _UNREACHABLE if unreachable else type(error)
         if failure != self._failure:
             logger.log(
@@ -133,8 +138,8 @@ class Loop:
                 "%s: cannot go on, will try again and again, at least every %g s: %s",
                 self.name,
                 max(self._interval, MAX_PAUSE_SECONDS),
-                _one_line(error),
-                exc_info=not unreachable,
+                line or _one_line(error),
+                exc_info=line is None,
             )
         self._failure = failure
         self._failures += 1
@@ -143,7 +148,8 @@ class Loop:
 class PassCommand(BaseCommand):
     """A command whose work is a ``*_once()`` function: it parses, loops, prints counts, and decides on the exit status.
 
-    Exit status: 0 the pass is done, or a signal asked to stop; 1 the database or the broker cannot be reached; 2 usage.
+    Exit status: 0 the pass is done, or a signal asked to stop; 1 the database or the broker cannot be reached, or a migration
+    is missing; 2 usage.
     """
 
     #: Seconds between two passes of a loop.
@@ -181,7 +187,9 @@ class PassCommand(BaseCommand):
 
         def say(counts: Any) -> None:
             if options["verbosity"]:
-                self.stdout.write(in_words(name, counts, dry_run=options["dry_run"]))
+                self.stdout.write(
+                    in_words(name, counts) if not options["dry_run"] else f"{name}: would be: {self.would_be(counts)}"
+                )
                 self.stdout.flush()
 
         stop = StopSignal()
@@ -189,16 +197,40 @@ class PassCommand(BaseCommand):
             if options["loop"]:
                 Loop(name, run_pass, interval=options["interval"], stop=stop, say=say, using=options["database"]).run()
                 return
-            try:
+            with exit_1_explained(name, options["database"]):
                 say(run_pass(stop=stop.requested))
-            except _UNREACHABLE as error:
-                raise CommandError(f"{name}: {_one_line(error)}", returncode=1) from error
+
+    def would_be(self, counts: Any) -> str:
+        """Return what a dry run says of its counts."""
+        return _in_words(counts)
 
 
-def in_words(name: str, counts: Any, *, dry_run: bool = False) -> str:
+def in_words(name: str, counts: Any) -> str:
     """Return the line that says what a pass did."""
-    parts = (f"{number} {what.replace('_', ' ')}" for what, number in asdict(counts).items())
-    return f"{name}: {'would be: ' if dry_run else ''}{', '.join(parts)}"
+    return f"{name}: {_in_words(counts)}"
+
+
+def _in_words(counts: Any) -> str:
+    return ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in asdict(counts).items())
+
+
+@contextlib.contextmanager
+def exit_1_explained(name: str, using: str) -> Iterator[None]:
+    """End the command ``name`` with exit status 1 and one line, where that says more than a traceback."""
+    try:
+        yield
+    except Exception as error:
+        if (line := explained(error, using)) is None:
+            raise
+        raise CommandError(f"{name}: {line}", returncode=1) from error
+
+
+def explained(error: BaseException, using: str) -> str | None:
+    """Return what ails the database or the broker and, if it is not self-evident, the cure; None for any other error."""
+    line = _one_line(error)
+    if getattr(error.__cause__, "sqlstate", None) in _NOT_MIGRATED or line.startswith(_NOT_MIGRATED_WORDS):
+        return f"{line.partition(' LINE ')[0]}: run manage.py migrate --database {using}"
+    return line if isinstance(error, _UNREACHABLE) else None
 
 
 def add_database_argument(parser: CommandParser) -> None:
@@ -224,17 +256,22 @@ def add_concurrency_argument(parser: CommandParser) -> None:
 
 def seconds(text: str) -> float:
     """Parse a duration in seconds, up to a day."""
-    value = float(text)
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400 seconds")
-    return value
+    return number(text, float, "a number of seconds", 86_400)
 
 
 def count(text: str) -> int:
-    """Parse a number of rows."""
-    value = int(text)
-    if not 0 < value <= 100_000:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 100000")
+    """Parse a number of rows or threads."""
+    return number(text, int, "a whole number", 100_000)
+
+
+def number(text: str, kind: Callable[[str], Number], what: str, at_most: int) -> Number:
+    """Parse a number above 0."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = kind("0")
+    if not 0 < value <= at_most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what} above 0, at most {at_most}")
     return value
 
 

@@ -2,7 +2,7 @@
 
 from django.core.management.base import CommandParser
 
-from idempotency.completer import complete_once
+from idempotency.completer import CompletePass, complete_once
 from idempotency.management.passes import PassCommand, add_concurrency_argument
 
 
@@ -22,3 +22,7 @@ class Command(PassCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         add_concurrency_argument(parser)
+
+    def would_be(self, counts: CompletePass) -> str:
+        """Return how many keys would be run: what becomes of them, nobody knows before."""
+        return f"{counts.failed} run"

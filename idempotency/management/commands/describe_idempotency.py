@@ -4,7 +4,8 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from idempotency.policy import Policy, policies
 
@@ -22,7 +23,12 @@ class Command(BaseCommand):
         parser.add_argument("--urlconf", metavar="MODULE", help="Other URLs than those of ROOT_URLCONF.")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        found = list(policies(options["urlconf"]))
+        try:
+            found = list(policies(options["urlconf"]))
+        except (ImportError, ImproperlyConfigured) as error:
+            if options["urlconf"] is None:
+                raise
+            raise CommandError(f"--urlconf {options['urlconf']}: {error}", returncode=2) from error
         if options["json"]:
             self.stdout.write(json.dumps([asdict(policy) for policy in found], indent=2))
             return

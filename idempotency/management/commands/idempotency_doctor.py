@@ -4,11 +4,10 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import InterfaceError, OperationalError
+from django.core.management.base import BaseCommand, CommandParser
 
 from idempotency.doctor import Diagnosis, diagnose
-from idempotency.management.passes import add_database_argument
+from idempotency.management.passes import add_database_argument, exit_1_explained
 
 
 class Command(BaseCommand):
@@ -24,10 +23,8 @@ class Command(BaseCommand):
         add_database_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        try:
+        with exit_1_explained("idempotency_doctor", options["database"]):
             diagnosis = diagnose(using=options["database"])
-        except (OperationalError, InterfaceError) as error:
-            raise CommandError(f"idempotency_doctor: {' '.join(str(error).split())}", returncode=1) from error
         if options["json"]:
             self.stdout.write(json.dumps(asdict(diagnosis), indent=2))
         else:

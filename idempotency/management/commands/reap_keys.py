@@ -1,12 +1,11 @@
 """``manage.py reap_keys``: delete what is past its retention."""
 
-import argparse
 from dataclasses import astuple
 from typing import Any
 
 from django.core.management.base import CommandParser
 
-from idempotency.management.passes import PassCommand
+from idempotency.management.passes import PassCommand, number
 from idempotency.reaper import ReapPass, reap_once
 
 
@@ -49,7 +48,4 @@ class Command(PassCommand):
 
 
 def _hours(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1000000 hours")
-    return value
+    return number(text, float, "a number of hours", 1_000_000)

@@ -8,11 +8,12 @@ from typing import Any
 from uuid import UUID
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connections
+from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.models import F
 
 from idempotency.enqueuer import backlog
 from idempotency.interventions import discard_jobs, retry_jobs
+from idempotency.management.passes import count, exit_1_explained
 from idempotency.models import StagedJob
 
 
@@ -39,7 +40,7 @@ class Command(BaseCommand):
         )
         listing.add_argument("--failed", action="store_true", help="Only those that were given up on.")
         listing.add_argument(
-            "--limit", type=int, default=100, metavar="N", help="At most so many lines (default: %(default)s)."
+            "--limit", type=count, default=100, metavar="N", help="At most so many lines (default: %(default)s)."
         )
         for name, text in (("retry", "Make failed jobs due again, with all their attempts."), ("purge", "Delete failed jobs.")):
             action = actions.add_parser(name, parents=[database], help=text)
@@ -50,10 +51,8 @@ class Command(BaseCommand):
         stats.add_argument("--json", action="store_true", help="As a JSON object, for monitoring.")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        try:
+        with exit_1_explained("staged_jobs", options["database"]):
             getattr(self, options["action"])(options["database"], options)
-        except (OperationalError, InterfaceError) as error:
-            raise CommandError(f"staged_jobs: {' '.join(str(error).split())}", returncode=1) from error
 
     def list(self, using: str, options: dict[str, Any]) -> None:
         jobs = StagedJob.objects.using(using).order_by(F("failed_at").asc(nulls_last=True), "run_at", "pk")
