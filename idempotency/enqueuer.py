@@ -169,9 +169,13 @@ def _hand_over(
     queue: str, jobs: Sequence[StagedJob], deadline: float
 ) -> Iterator[tuple[Sequence[StagedJob], Mapping[UUID, Exception]]]:
     """Yield jobs with the refused ones among them: all together, or one by one when one of them spoils the batch."""
-    if (backend := backend_of(queue)) is None:
-        problem = LookupError(f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none for '*'.")
-        yield jobs, dict.fromkeys((job.pk for job in jobs), problem)
+    try:
+        if (backend := backend_of(queue)) is None:
+            raise LookupError(f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none for '*'.")
+    except BrokerUnavailable:
+        raise
+    except Exception as error:  # What is raised here must not undo what other queues took.
+        yield jobs, dict.fromkeys((job.pk for job in jobs), error)
         return
     try:
         with transaction.atomic(using=jobs[0]._state.db):

@@ -1,10 +1,10 @@
 """What a person may do to a key that the machine does not get on with, and to a job that it gave up on.
 
-Each is one conditional UPDATE, in autocommit. ``seen`` is the ``claim_token`` that the person saw: when anything has run the
-key since, nothing is changed and the person must look again. ``at`` is the recovery point that the person saw, and does the
-same when a run that was thought dead has moved the key on under its old claim; None does not ask. What moves a key writes a
-new token, as a claim does: of two people who press at once one succeeds, and a late run finds itself fenced off. ``by`` is a
-name for the key's history, which is written in the same UPDATE.
+A key is changed in one conditional UPDATE, in autocommit. ``seen`` is the ``claim_token`` that the person saw: when anything
+has run the key since, nothing is changed and the person must look again. ``at`` is the recovery point that the person saw, and
+does the same when a run that was thought dead has moved the key on under its old claim; None does not ask. What moves a key
+writes a new token, as a claim does: of two people who press at once one succeeds, and a late run finds itself fenced off.
+``by`` is a name for the key's history, which is written in the same UPDATE.
 
 The admin calls these functions; they serve in a shell as well.
 """
@@ -14,9 +14,10 @@ import json
 import logging
 import uuid
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
-from django.db import connections, router
+from django.db import connections, router, transaction
 from django.db.models import Count, Max, QuerySet
 from django.db.models.functions import Coalesce, Now
 from django.http import HttpResponse
@@ -24,6 +25,8 @@ from django.http import HttpResponse
 from idempotency import conf, http, keys, signals, sql
 from idempotency.abandonment import ON_ABANDON
 from idempotency.completer import complete_key
+from idempotency.exceptions import MessageInProgress
+from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey, StagedJob
 from idempotency.transactions import own_cursor, refuse_outer_transaction
 
@@ -176,9 +179,20 @@ def retry_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = 
 
 
 def discard_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:
-    """Delete failed jobs for good: they will never run. Return how many. ``None`` is all of them."""
-    _, deleted = _failed(ids, using).delete()
-    return deleted.get(StagedJob._meta.label, 0)
+    """Delete failed jobs for good; return how many. ``None`` is all of them.
+
+    They will never run, even if a queue still has a message of theirs: the inbox has them on return. One that a worker runs
+    at this moment is left alone.
+    """
+    discarded = 0
+    for pk in list(_failed(ids, using).values_list("pk", flat=True)):
+        alias = using or router.db_for_write(StagedJob)
+        with suppress(MessageInProgress), transaction.atomic(using=alias):
+            _, deleted = _failed([pk], using).delete()  # Of two persons who press at once, one does it.
+            if deleted:
+                with process_once(STAGED_JOBS, str(pk), using=alias):
+                    discarded += 1
+    return discarded
 
 
 def _failed(ids: Collection[uuid.UUID] | None, using: str | None) -> QuerySet[StagedJob]:

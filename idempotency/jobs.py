@@ -7,9 +7,10 @@ the rows to the broker afterwards. Source: Brandur Leach, "Transactionally Stage
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from inspect import isawaitable
 from typing import Any
 
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.conf import settings
 from django.db import DEFAULT_DB_ALIAS, router, transaction
 from django.utils import timezone
@@ -84,7 +85,16 @@ def call_job(name: str, args: JobArgs) -> Any:
     """
     job = import_string(name)
     call = getattr(job, "call", job)
-    return call(**args) if isinstance(args, dict) else call(*args)
+    return awaited(call(**args) if isinstance(args, dict) else call(*args))
+
+
+def awaited(result: Any) -> Any:
+    """Run what a job returned to its end, if it is a coroutine: after the inbox has committed nobody would, or not again."""
+
+    async def run() -> Any:
+        return await result
+
+    return async_to_sync(run)() if isawaitable(result) else result
 
 
 def _refuse_path(name: str) -> None:
@@ -124,7 +134,15 @@ def _json_problem(value: Any) -> str:
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()
+        if not _has_names_only(value):
+            return "a key of an object in it is no string, and would become one"
     except (TypeError, ValueError, RecursionError) as error:
         return str(error)
     # PostgreSQL's jsonb has no character for it, and the failed INSERT would take the caller's transaction with it.
     return "it contains a NUL character" if "\\u0000" in text.replace("\\\\", "") else ""
+
+
+def _has_names_only(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _has_names_only(inner) for name, inner in value.items())
+    return not isinstance(value, list | tuple) or all(map(_has_names_only, value))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import UUID
 
+from asgiref.sync import sync_to_async
 from django.db import connection
 
 from idempotency.backends import BrokerUnavailable
@@ -32,6 +33,11 @@ def record_after_a_failure(user: int, mark: str) -> None:
     if not Path(mark).exists():
         Path(mark).touch()
         raise RuntimeError("on purpose")
+
+
+async def record_after_a_failure_in_a_coroutine(user: int, mark: str) -> None:
+    """Raise the first time, as ``record_after_a_failure`` does."""
+    await sync_to_async(record_after_a_failure)(user, mark)
 
 
 def record_after_a_kill(user: int, mark: str) -> None:
@@ -61,6 +67,13 @@ def take(job: StagedJob) -> None:
 def nobody_takes(job: StagedJob) -> None:
     """Take no job, as a queue that is down."""
     raise BrokerUnavailable("nobody is there")
+
+
+class UnbuiltBackend:
+    """A broker whose backend connects when it is built, and cannot."""
+
+    def __init__(self) -> None:
+        raise ConnectionRefusedError("nobody listens there")
 
 
 class PickyBackend(RQBackend):

@@ -276,13 +276,13 @@ def test_failed_jobs_are_retried_and_discarded_and_waiting_ones_left_alone() -> 
     waiting, again, gone = StagedJobFactory(), StagedJobFactory(failed_at=Now(), attempts=10), StagedJobFactory(failed_at=Now())
     client = person("retry_stagedjob", "discard_stagedjob")
     response = client.post(JOBS, {"action": "retry", "_selected_action": [waiting.pk, again.pk]}, follow=True)
-    assert told(response) == "1 made due again. 1 had not failed, or not any more, and were left alone."
+    assert told(response) == "1 made due again. 1 had not failed, or not any more, or run now, and were left alone."
     chosen = {"action": "discard", "_selected_action": [waiting.pk, gone.pk]}
     question = client.post(JOBS, chosen)
     assert "These jobs will never run" in question.text
     assert StagedJob.objects.count() == 3
     response = client.post(JOBS, chosen | {"confirmed": "yes"}, follow=True)
-    assert told(response) == "1 discarded. 1 had not failed, or not any more, and were left alone."
+    assert told(response) == "1 discarded. 1 had not failed, or not any more, or run now, and were left alone."
     assert {job.pk for job in StagedJob.objects.filter(failed_at=None)} == {waiting.pk, again.pk}
     assert [entry.change_message for entry in LogEntry.objects.order_by("pk")] == ["Made due again.", "Discarded."]
 

@@ -217,6 +217,48 @@ def test_a_broker_that_is_full_burns_nothing(broker):
     assert enqueue_once().handed_over == 2
 
 
+def full_disk(broker, folder):
+    """Let Redis fail to write its data down, after which it takes no writes."""
+    (folder / "dump.rdb").mkdir()  # No file can take its place.
+    folder.chmod(0o777)
+    broker.config_set("dir", str(folder))
+    broker.config_set("save", "3600 1")
+    broker.set("written", 1)
+    broker.bgsave()
+    eventually(lambda: broker.info("persistence")["rdb_last_bgsave_status"] == "err")
+
+
+def too_few_replicas(broker, folder):
+    broker.config_set("min-replicas-to-write", "1")
+
+
+@pytest.mark.parametrize("trouble", [full_disk, too_few_replicas])
+def test_a_broker_that_takes_no_writes_burns_nothing(broker, tmp_path, trouble):
+    stage(2)
+    before = {name: broker.config_get(name)[name] for name in ("dir", "save", "min-replicas-to-write")}
+    try:
+        trouble(broker, tmp_path)
+        with pytest.raises(BrokerUnavailable):
+            enqueue_once()
+    finally:
+        for name, value in before.items():
+            broker.config_set(name, value)
+    assert set(StagedJob.objects.values_list("attempts", flat=True)) == {0}
+    assert enqueue_once().handed_over == 2
+
+
+def test_a_backend_that_cannot_be_built_undoes_nothing_of_other_queues(broker, settings):
+    settings.IDEMPOTENCY = {
+        "ENQUEUERS": {"*": "idempotency.contrib.rq.RQBackend", "bad": "tests.jobs_for_tests.UnbuiltBackend"}
+    }
+    stage(2)
+    stage(1, queue="bad", run_at=timezone.now())
+    assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
+    assert enqueue_once() == EnqueuePass()
+    assert len(queued(broker)) == 2
+    assert "nobody listens there" in StagedJob.objects.get().last_error
+
+
 def test_a_poison_job_fails_alone(broker, settings):
     settings.IDEMPOTENCY = PICKY
     [poison] = stage(1, job_name="shop.jobs.poison")

@@ -9,16 +9,20 @@ from django.db import connection, transaction
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
-from idempotency import interventions
+from idempotency import inbox, interventions
 from idempotency.completer import CompletePass, complete_once
+from idempotency.contrib.rq import run_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
-from idempotency.models import IdempotencyKey, StagedJob
+from idempotency.inbox import STAGED_JOBS, process_once
+from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_finished, key_stuck
+from rides_demo.models import AuditRecord
 from tests.concurrency import Gate, all_at_once, background
+from tests.conformance.threads import elsewhere
 from tests.conformance.views import another_client, make_older, two_phases
-from tests.factories import IdempotencyKeyFactory, StagedJobFactory
+from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
 from tests.models import Entry
 from tests.serving import Sender, problem
 
@@ -352,3 +356,22 @@ def test_only_failed_jobs_are_retried_and_discarded() -> None:
     assert StagedJob.objects.filter(failed_at=None, attempts=0).count() == 2
     assert interventions.discard_jobs([waiting.pk, failed.pk, other.pk]) == 1
     assert set(StagedJob.objects.values_list("pk", flat=True)) == {waiting.pk, failed.pk}
+
+
+def test_a_discarded_job_never_runs_although_a_queue_still_has_it() -> None:
+    job = StagedJobFactory(job_name="tests.jobs_for_tests.record", job_args=[UserFactory().pk], failed_at=Now())
+    assert interventions.discard_jobs() == 1
+    run_once(job.job_name, job.job_args, str(job.pk))
+    assert not AuditRecord.objects.exists()
+    assert not StagedJob.objects.exists()
+
+
+@pytest.mark.postgres
+def test_a_job_that_runs_at_this_moment_is_not_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "WAIT_SECONDS", 0.1)
+    job, other = StagedJobFactory(failed_at=Now()), StagedJobFactory(failed_at=Now())
+    with process_once(STAGED_JOBS, str(job.pk)):
+        assert elsewhere(interventions.discard_jobs) == 1
+    assert StagedJob.objects.get() == job
+    assert interventions.discard_jobs() == 1, "it took effect, and its row is no use any more"
+    assert set(ProcessedMessage.objects.values_list("message_id", flat=True)) == {str(job.pk), str(other.pk)}

@@ -94,6 +94,7 @@ def test_a_queue_without_a_usable_name_is_refused(queue):
         ({"name": "a\0b"}, "'name'.*NUL"),
         ({"name": "\ud800"}, "'name'.*surrogates"),
         ({1: "x"}, "named 1"),
+        ({"lines": [({17: 3, "17": 4},)]}, "'lines'.*no string"),
         ("text", "not str"),
         ((1, 2), "not tuple"),
     ],

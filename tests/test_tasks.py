@@ -61,6 +61,37 @@ def test_arguments_keep_their_names(args, kwargs, expected):
     assert StagedJob.objects.get().job_args == expected
 
 
+def note(first, /, *more, **rest):
+    """Leave what it was called with."""
+    called_with.append((first, more, rest))
+
+
+def note_by_name(first, **rest):
+    """Leave what it was called with."""
+    called_with.append((first, rest))
+
+
+called_with = []
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((1, 2), {}), ((1,), {"more": 2, "rest": 3})])
+def test_a_function_that_takes_anything_by_name_gets_what_it_was_given(args, kwargs):
+    called_with.clear()
+    function, name = (note_by_name, "note_by_name") if kwargs else (note, "note")
+    with transaction.atomic():
+        task(function).enqueue(*args, **kwargs)
+    run_once(f"tests.test_tasks.{name}", StagedJob.objects.get().job_args, "00000000-0000-7000-8000-000000000002")
+    function(*args, **kwargs)
+    assert called_with[0] == called_with[1]
+
+
+@pytest.mark.parametrize("args", [(1,), (1, 2)])
+def test_a_mix_of_arguments_that_cannot_be_told_by_name_is_refused(args):
+    with pytest.raises(InvalidTask, match="'first' has no name"), transaction.atomic():
+        task(note).enqueue(*args, label="x")
+    assert not StagedJob.objects.exists()
+
+
 def test_run_after_is_when_the_job_is_due():
     later = timezone.now() + timedelta(hours=1)
     with transaction.atomic():

@@ -129,7 +129,7 @@ class StagedJobAdmin(ReadOnlyAdmin):
         return None
 
     def _report(self, request: HttpRequest, done: int, chosen: int, what: str) -> None:
-        left = "" if done == chosen else f" {chosen - done} had not failed, or not any more, and were left alone."
+        left = "" if done == chosen else f" {chosen - done} had not failed, or not any more, or run now, and were left alone."
         self.message_user(request, f"{done} {what}.{left}", messages.WARNING if left else messages.SUCCESS)
 
 

@@ -34,6 +34,8 @@ _TAKES_NOTHING = (
     redis_errors.NoPermissionError,
     redis_errors.ClusterDownError,
 )
+#: What has no class there: the disk is full, or too few replicas follow.
+_WORDS = ("MISCONF", "NOREPLICAS")
 
 #: A delivery that met another one has waited for it already, so it comes back at once, and as often as it takes.
 _COME_BACK = Retry(max=1_000_000)
@@ -63,8 +65,10 @@ class RQBackend:
         try:
             # RQ's own method: django-rq's enqueue() would wait for COMMIT, which comes after the staged rows were deleted.
             rq_queue.enqueue_many(calls)
-        except _TAKES_NOTHING as error:
-            raise BrokerUnavailable(f"Redis takes no jobs at the moment: {error}") from error
+        except redis_errors.RedisError as error:
+            if isinstance(error, _TAKES_NOTHING) or str(error).rpartition("caused error: ")[2].startswith(_WORDS):
+                raise BrokerUnavailable(f"Redis takes no jobs at the moment: {error}") from error
+            raise
         return {}
 
 

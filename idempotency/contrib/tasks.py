@@ -5,7 +5,7 @@ such as ``django_tasks_db.DatabaseBackend``; ``StagedBackend`` makes a plain ``t
 """
 
 from importlib.util import find_spec
-from inspect import signature
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -84,11 +84,11 @@ class StagedBackend(BaseTaskBackend):
             raise InvalidTask("A staged task gets no context: it may run on any queue.")
 
     def enqueue(self, task: Task[Any, Any], args: Any, kwargs: Any) -> TaskResult[Any]:
-        """Stage the task in the open transaction. Raises NoOpenTransaction outside of one."""
+        """Stage the task in the open transaction. Raises NoOpenTransaction outside of one, InvalidTask for a mix of arguments
+        that neither a list nor a dict can hold."""
         self.validate_task(task)
         if args and kwargs:
-            bound = signature(task.func).bind(*args, **kwargs)
-            args, kwargs = (), bound.arguments
+            args, kwargs = (), _by_name(task, args, kwargs)
         job = stage_job(task.module_path, dict(kwargs) or list(args), queue=task.queue_name, run_at=task.run_after)
         result: TaskResult[Any] = TaskResult(
             task=task,
@@ -106,6 +106,18 @@ class StagedBackend(BaseTaskBackend):
         )
         task_enqueued.send(type(self), task_result=result)
         return result
+
+
+def _by_name(task: Task[Any, Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return positional and keyword arguments as keyword arguments: a staged job has one kind."""
+    bound = signature(task.func).bind(*args, **kwargs)
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
+            raise InvalidTask(f"A staged task takes its arguments all by name or all by position; {name!r} has no name.")
+        named |= value if kind is Parameter.VAR_KEYWORD else {name: value}
+    return named
 
 
 # Below StagedBackend: the decorator asks for the default backend, which may be that one.

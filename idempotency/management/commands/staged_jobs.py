@@ -82,7 +82,8 @@ class Command(BaseCommand):
         self.stdout.write(f"staged_jobs: {count} {done}")
         if missing := len(set(options["ids"])) - count if not options["all"] else 0:
             raise CommandError(
-                f"staged_jobs: {missing} of the ids are not those of failed jobs (see staged_jobs list --failed).", returncode=1
+                f"staged_jobs: {missing} of the ids are not those of failed jobs, or run now (see staged_jobs list --failed).",
+                returncode=1,
             )
 
 
