@@ -4,6 +4,7 @@ None of them asks a database: ``manage.py check`` works without one. The ids sta
 settings; those of views are in ``idempotency.view_checks``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from django.apps import apps
@@ -47,6 +48,23 @@ def check_settings(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             )
         )
     return found
+
+
+@register
+def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """E012: a setting whose dotted path cannot be imported, or leads to nothing that can be called."""
+    values = getattr(settings, "IDEMPOTENCY", {})
+    if conf.problems(values):
+        return []  # E001 has said it.
+    return [
+        Error(
+            f"IDEMPOTENCY[{name!r}] is {path!r}, which cannot be called: {problem}.",
+            hint="Name a function as 'package.module.function', or leave the setting out.",
+            id="idempotency.E012",
+        )
+        for name in conf.CALLABLES
+        if isinstance(path := values.get(name), str) and (problem := _problem(path, _not_callable))
+    ]
 
 
 @register
@@ -154,13 +172,7 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
         return []  # E001 has said it.
     found: list[CheckMessage] = []
     for queue, path in values.get("ENQUEUERS", {}).items():
-        try:
-            named = import_string(path)
-            right = hasattr(named, "hand_over") if isinstance(named, type) else callable(named)
-            problem = None if right else "it is neither a class with a method hand_over() nor a function"
-        except Exception as error:  # Whatever a module may raise on import.
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
+        if problem := _problem(path, _no_backend):
             found.append(
                 Error(
                     f"IDEMPOTENCY['ENQUEUERS'][{queue!r}] is {path!r}, which is not a backend: {problem}.",
@@ -191,6 +203,23 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             )
         )
     return found
+
+
+def _problem(path: str, problem_of: Callable[[Any], str]) -> str:
+    """Return why a dotted path cannot be imported, or else what is wrong with the thing that it names; empty if nothing is."""
+    try:
+        return problem_of(import_string(path))
+    except Exception as error:  # Whatever a module may raise on import.
+        return f"{type(error).__name__}: {error}"
+
+
+def _not_callable(named: Any) -> str:
+    return "" if callable(named) else f"it is of type {type(named).__name__}"
+
+
+def _no_backend(named: Any) -> str:
+    right = hasattr(named, "hand_over") if isinstance(named, type) else callable(named)
+    return "" if right else "it is neither a class with a method hand_over() nor a function"
 
 
 def _alias() -> str:

@@ -70,6 +70,9 @@ class Settings:
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
 
 
+#: The settings that name something to call, by its dotted path or as it is.
+CALLABLES = tuple(f.name for f in fields(Settings) if f.type == str | Callable[..., Any] | None)
+
 #: What a value of each annotation must be an instance of, and how to say it.
 _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a positive whole number"),
@@ -77,7 +80,7 @@ _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "a string"),
     tuple[str, ...]: ((list, tuple), "a list of strings"),
     frozenset[int]: ((list, tuple, set, frozenset), "a collection of status codes"),
-    Mapping[str, str]: ((Mapping,), "a dict of queue name to the dotted path of a backend"),
+    Mapping[str, str]: ((Mapping,), "a dict of one or more queue names, each with the dotted path of its backend"),
     Isolation | None: ((str, type(None)), "None or one of " + ", ".join(map(repr, get_args(Isolation)))),
     str | Callable[..., Any] | None: ((str, Callable, type(None)), "a callable or its dotted path"),  # type: ignore[dict-item]
 }
@@ -100,6 +103,8 @@ def problems(values: object) -> list[str]:
             right = right and not isinstance(value, bool) and value >= 1
         elif annotation in (tuple[str, ...], frozenset[int]):
             right = right and bool(value) and all(isinstance(item, get_args(annotation)[0]) for item in value)
+        elif annotation == Mapping[str, str]:
+            right = right and bool(value) and all(isinstance(text, str) for pair in value.items() for text in pair)
         elif annotation == Isolation | None:
             right = right and (value is None or value in get_args(Isolation))
         if not right:

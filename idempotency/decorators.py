@@ -96,6 +96,15 @@ def idempotent(
             )
         if not required:
             raise ValueError("A phased view needs a key for each request: drop required=False, or recovery_points.")
+    for name, value, right, expected in (
+        ("validate", validate, validate is None or callable(validate), "a function of the request"),
+        ("scope", scope, scope is None or callable(scope), "a function of the request, such as idempotency.scopes.user"),
+        ("on_abandon", on_abandon, on_abandon is None or callable(on_abandon), "a function of the key"),
+        ("using", using, isinstance(using, str | None) or callable(using), "a database alias or a function of the request"),
+        ("wait_seconds", wait_seconds, isinstance(wait_seconds, int | float) and wait_seconds >= 0, "a number, 0 or more"),
+    ):
+        if not right:
+            raise ValueError(f"{name} must be {expected}, not {value!r}.")
     if isinstance(redact, str):
         raise ValueError(f"redact must be a list of dotted paths: [{redact!r}].")
     if key_from is not None:

@@ -313,6 +313,19 @@ def test_the_page_says_what_happens_next() -> None:
         assert sentence in client.get(f"{KEYS}{key.pk}/change/").text, name
 
 
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("/rides", "in its next pass (run 26, until on_abandon settles it)"),
+        ("/rides/7/texts", "in its next pass (its 25 runs are over: it hands the key to a person)"),
+    ],
+)
+def test_after_the_last_run_the_page_says_who_settles_the_key(path: str, sentence: str) -> None:
+    key = IdempotencyKeyFactory(request_path=path, completer_attempts=25)
+    make_older(3600, "created_at", "last_run_at")
+    assert sentence in person().get(f"{KEYS}{key.pk}/change/").text
+
+
 DOCS = (settings.BASE_DIR / "docs/how-to/a-key-is-stuck.md").read_text()
 
 

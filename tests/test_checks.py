@@ -45,6 +45,7 @@ def test_the_defaults_and_right_settings_pass(settings):
         {"KEY_MAX_LENGTH": 256},
         {"LOCK_TIMEOUT_SECONDS": "90"},
         {"ENQUEUERS": ["rq"]},
+        {"ENQUEUERS": {}},
         {"PHASE_ISOLATION": "high"},
     ],
 )
@@ -65,6 +66,27 @@ def test_a_backend_that_is_none_is_an_error_that_names_it(settings, path):
     [message] = [message for message in run_checks(databases=[]) if message.id == "idempotency.E003"]
     assert repr(path) in message.msg
     assert "'mail'" in message.msg
+
+
+@pytest.mark.parametrize("name", ["KEY_VALIDATOR", "ERROR_RENDERER", "PREPARE_REQUEST"])
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("nowhere.render", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("idempotency.contrib.stripe_errors.rendr", "ImportError"),
+        ("nodots", "ImportError"),
+        ("idempotency.contrib.stripe_errors", "it is of type module"),
+    ],
+)
+def test_a_dotted_path_to_nothing_that_can_be_called_is_an_error_that_names_it(settings, name, path, problem):
+    assert found(settings, **{name: path}) == ["idempotency.E012"]
+    [message] = [message for message in run_checks(databases=[]) if message.id == "idempotency.E012"]
+    assert f"IDEMPOTENCY[{name!r}] is {path!r}, which cannot be called: {problem}" in message.msg
+
+
+def test_a_callable_and_its_dotted_path_are_right(settings):
+    assert found(settings, ERROR_RENDERER="idempotency.contrib.stripe_errors.render", PREPARE_REQUEST=print) == []
+    assert found(settings, KEY_VALIDATOR="django.core.validators.validate_slug", PREPARE_REQUEST=None) == []
 
 
 def test_a_completer_that_may_meet_the_client_is_a_warning(settings):

@@ -82,6 +82,23 @@ def test_unknown_isolation_is_refused_at_decoration() -> None:
         idempotent(isolation="serialisable")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("validate", "x", "a function of the request"),
+        ("scope", "user", "a function of the request, such as idempotency.scopes.user"),
+        ("on_abandon", "x", "a function of the key"),
+        ("using", 5, "a database alias or a function of the request"),
+        ("wait_seconds", "5", "a number, 0 or more"),
+        ("wait_seconds", None, "a number, 0 or more"),
+        ("wait_seconds", -1, "a number, 0 or more"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_at_decoration(name: str, value: Any, right: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be {right}, not {value!r}.$"):
+        idempotent(**{name: value})
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "TRACE"])
 @both_kinds
 def test_safe_methods_pass_through_without_a_query(method: str, kind: Kind, serve: Serve, sender: Sender) -> None:

@@ -237,6 +237,11 @@ def test_the_times_of_the_readme_are_the_defaults() -> None:
     assert re.findall(r"\b(\d+) hours\b", README) == [str(Settings().RETENTION_HOURS)]
 
 
+def test_the_field_of_the_readme_is_that_of_the_tutorial() -> None:
+    (field,) = re.findall(r"idempotency_key = models\.\w+\(.*\)", README)
+    assert field in TUTORIAL
+
+
 def test_the_python_that_a_page_asks_for_is_the_oldest_that_is_supported() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")

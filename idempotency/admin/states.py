@@ -13,6 +13,7 @@ from django.utils import timezone
 from django.utils.timesince import timeuntil
 
 from idempotency import conf
+from idempotency.abandonment import on_abandon_of
 from idempotency.admin.codes import STUCK_CODES
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, IdempotencyKeyQuerySet
 
@@ -58,7 +59,10 @@ def next_step(key: IdempotencyKey, now: datetime, *, has_view: bool) -> str:
     """Return what the machine will do next with ``key``, and when, in a sentence or two."""
     limits = conf.get()
     number, limit = key.completer_attempts + 1, limits.COMPLETER_MAX_ATTEMPTS
-    run = f"run {number} of {limit}" if number <= limit else f"run {number}, until on_abandon settles it"
+    run = f"run {number} of {limit}"
+    if number > limit:
+        to_a_person = f"its {limit} runs are over: it hands the key to a person"
+        run = f"run {number}, until on_abandon settles it" if on_abandon_of(key) else to_a_person
     lost = "" if has_view else " No protected view answers its path now: it would be handed to a person."
     match state_of(key, now):
         case "finished":

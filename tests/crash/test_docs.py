@@ -11,11 +11,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from django.contrib.auth.decorators import login_required
-from django.http import JsonResponse
 from django.test import Client
 from django.urls import path
-from django.views.decorators.http import require_POST
 from pytest_django import Settings
 
 from idempotency.testing import DoesNotSurvive, Downstream, assert_survives
@@ -45,10 +42,7 @@ def test_an_example_of_the_readme_survives(view: str, settings: Settings, line: 
         "__name__": "readme",
         "Ride": RIDE,
         "Transfer": TRANSFER,
-        "JsonResponse": JsonResponse,
         "charge_card": bank,
-        "login_required": login_required,
-        "require_POST": require_POST,
     }
     code = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     exec(compile(next(block for block in code if f"def {view}(" in block), "README.md", "exec"), names)
