@@ -20,6 +20,6 @@ def register_tasks(sender: Celery, **kwargs: object) -> None:
     """Make tasks of the functions that RQ and Django Tasks run as they are; their names are the same."""
     from tests import jobs_for_tests
 
-    for function in ("", "_after_a_failure", "_after_a_kill", "_after_a_lost_connection"):
+    for function in ("", "_after_a_failure", "_after_a_failure_in_a_coroutine", "_after_a_kill", "_after_a_lost_connection"):
         sender.task(base=OnceTask)(getattr(jobs_for_tests, f"record{function}"))
     sender.task(name="tests.unprotected")(jobs_for_tests.record)

@@ -104,8 +104,9 @@ def test_a_job_that_never_takes_effect_ends_in_the_list_of_the_failed(queue, use
     assert job.failed_at
 
 
-def test_a_job_that_raises_leaves_nothing_and_is_tried_again(queue, user, tmp_path):
-    stage("record_after_a_failure", user.pk, str(tmp_path / "mark"))
+@pytest.mark.parametrize("function", ["record_after_a_failure", "record_after_a_failure_in_a_coroutine"])
+def test_a_job_that_raises_leaves_nothing_and_is_tried_again(queue, user, tmp_path, function):
+    stage(function, user.pk, str(tmp_path / "mark"))
     enqueue_once()
     queue.work(until=effects)
     assert (tmp_path / "mark").exists()
