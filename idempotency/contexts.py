@@ -38,10 +38,9 @@ class EitherContext(Generic[Given]):
     async def __aenter__(self) -> Given:
         entering = asyncio.ensure_future(sync_to_async(self._enter_for)(asyncio.current_task()))
         try:
-            return await asyncio.shield(entering)
+            return await _to_its_end(entering)
         except asyncio.CancelledError:
-            # The thread goes on, and may open what nobody would close: it is waited for, and closed.
-            await asyncio.wait([entering])
+            # The thread has gone on, and may have opened what nobody would close.
             if not entering.cancelled() and entering.exception() is None:
                 await self.__aexit__(NeverEntered, NeverEntered(), None)
             raise
@@ -49,7 +48,7 @@ class EitherContext(Generic[Given]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        return await sync_to_async(self._exit)(kind, error, traceback)
+        return await _to_its_end(asyncio.ensure_future(sync_to_async(self._exit)(kind, error, traceback)))
 
     def _enter_for(self, task: Any) -> Given:
         open_blocks = vars(_tasks).setdefault("open", [])
@@ -70,6 +69,22 @@ class EitherContext(Generic[Given]):
         finally:
             if self._holds_transaction:
                 _tasks.open.pop()
+
+
+async def _to_its_end(work: "asyncio.Future[Given]") -> Given:
+    """Wait for what the thread does, however often this task is cancelled meanwhile, and be cancelled then.
+
+    A queued end that is cancelled never runs: its transaction stays open, and takes in what others write after it.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None and not work.cancelled():
+        raise cancelled from work.exception()
+    return work.result()
 
 
 def either_context(

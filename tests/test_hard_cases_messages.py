@@ -138,6 +138,44 @@ def test_a_wait_for_a_message_that_was_cancelled_takes_no_other_message_with_it(
     assert Entry.objects.filter(name="2").exists()
 
 
+@pytest.mark.postgres
+def test_an_end_that_was_cancelled_while_it_waited_for_the_thread_is_still_an_end() -> None:
+    """Else the transaction stays open, and what others write after it is never committed."""
+
+    async def consumer() -> None:
+        begun, leave, at_its_end = threading.Event(), threading.Event(), asyncio.Event()
+
+        def keep_the_thread() -> None:
+            begun.set()
+            assert leave.wait(60)
+
+        async def take() -> None:
+            async with process_once("queue", "1"):
+                await Entry.objects.acreate(name="1")
+                busy.append(asyncio.create_task(sync_to_async(keep_the_thread)()))
+                while not begun.is_set():
+                    await asyncio.sleep(0.01)
+                at_its_end.set()
+
+        busy: list[Any] = []
+        taking = asyncio.create_task(take())
+        await at_its_end.wait()
+        for _ in range(3):  # Once is not enough to be impatient.
+            taking.cancel()
+            await asyncio.sleep(0.01)
+        leave.set()
+        with pytest.raises(asyncio.CancelledError) as held:
+            await taking
+        await busy[0]
+        await Entry.objects.acreate(name="other work")
+        async with process_once("queue", "2"):
+            await Entry.objects.acreate(name="2")
+        assert held.value
+
+    consume(consumer)
+    assert sorted(Entry.objects.values_list("name", flat=True)) == ["1", "2", "other work"]
+
+
 # Code that ends the transaction behind Django's back
 
 
