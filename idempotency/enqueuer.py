@@ -22,10 +22,12 @@ from idempotency.backends import (
     BROKER_TIMEOUT_SECONDS,
     MAX_ATTEMPTS,
     BrokerUnavailable,
+    NoEffect,
     OfferAgain,
     TookEffect,
     backend_of,
 )
+from idempotency.keys import printable
 from idempotency.models import StagedJob
 from idempotency.transactions import durable_transaction
 
@@ -35,7 +37,6 @@ logger = logging.getLogger("idempotency")
 BACKOFF_SECONDS = 10
 #: While a batch waits for a broker, the database must not end its transaction, or the same jobs would go out again and again.
 IDLE_SECONDS = 4 * BATCH_SECONDS
-MAX_ERROR_LENGTH = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: 
         _hold_transaction(alias)
         waiting = _due(alias).exclude(queue__in=list(unreachable)).order_by("run_at", "pk")
         jobs = list(waiting.select_for_update(skip_locked=True)[:batch_size])
+        if not jobs:
+            return False
         by_queue: dict[str, list[StagedJob]] = defaultdict(list)
         for job in jobs:
             by_queue[job.queue].append(job)
@@ -139,7 +142,7 @@ def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: 
                 last_error="",
                 run_at=Now() + timedelta(seconds=seconds),
             )
-    return bool(jobs)
+    return True
 
 
 def _delete(alias: str, ids: list[UUID]) -> None:
@@ -201,12 +204,13 @@ def _hand_over(
 
 def _record_refusal(alias: str, job: StagedJob, error: Exception) -> str:
     """Write the refusal down; return the name of its count: the job is due again later ("refused"), or "failed"."""
-    text = f"{type(error).__name__}: {error}".replace("\0", "")[:MAX_ERROR_LENGTH]
+    text = printable(f"{type(error).__name__}: {error}")
     row = StagedJob.objects.using(alias).filter(pk=job.pk)
-    if job.attempts + 1 >= MAX_ATTEMPTS:
-        row.update(attempts=F("attempts") + 1, last_error=text, failed_at=Now())
-        logger.error("staged job %s (%s) is given up after %d refusals: %s", job.pk, job.job_name, MAX_ATTEMPTS, text)
+    refusals = (job.attempts if job.last_error else 0) + 1  # Hand-overs are counted in the same column.
+    if refusals >= MAX_ATTEMPTS or isinstance(error, NoEffect):
+        row.update(attempts=max(refusals, job.attempts), last_error=text, failed_at=Now())
+        logger.error("staged job %s (%s) is given up: %s", job.pk, job.job_name, text)
         return "failed"
-    wait = timedelta(seconds=min(BACKOFF_SECONDS * 2**job.attempts, 3600))
-    row.update(attempts=F("attempts") + 1, last_error=text, run_at=Now() + wait)
+    wait = timedelta(seconds=min(BACKOFF_SECONDS * 2 ** (refusals - 1), 3600))
+    row.update(attempts=refusals, last_error=text, run_at=Now() + wait)
     return "refused"

@@ -5,6 +5,7 @@ The row that says "processed" and the effects commit together; so a failure leav
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
+from itertools import chain
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -46,10 +47,11 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
         if not isinstance(value, str) or not 0 < len(value) <= width or "\0" in value:
             raise ValueError(f"The {name} of a message is a string of 1 to {width} characters without NUL, not {value!r}.")
     alias = using or router.db_for_write(ProcessedMessage)
+    own = not connections[alias].in_atomic_block
     with ExitStack() as stack:
         try:
             stack.enter_context(transaction.atomic(using=alias))
-            first, transaction_id = _insert(connections[alias], source, message_id)
+            first, transaction_id = _insert(connections[alias], source, message_id, idle_limit=own)
         except OperationalError as error:
             if _is_held_by_another(error):
                 raise MessageInProgress from error
@@ -91,8 +93,12 @@ def _transaction_id(connection: BaseDatabaseWrapper) -> str:
     return "pg_current_xact_id_if_assigned()::text" if connection.vendor == "postgresql" else "1"
 
 
-def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str) -> tuple[bool, object]:
-    """Insert the row, waiting for whoever inserts the same one; return whether it is new, and the transaction it is in."""
+def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str, *, idle_limit: bool) -> tuple[bool, object]:
+    """Insert the row, waiting for whoever inserts the same one; return whether it is new, and the transaction it is in.
+
+    ``idle_limit`` ends the transaction when it stands still for INBOX_IDLE_SECONDS, which would hold its message for ever. An
+    outer one has limits of its own.
+    """
     bounded = connection.vendor == "postgresql"
     with connection.cursor() as cursor:
         if bounded:
@@ -100,14 +106,14 @@ def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str) -> tu
             before = cursor.fetchone()[0]
         cursor.execute(_INSERT.format(connection.ops.quote_name(ProcessedMessage._meta.db_table)), [source, message_id])
         first: bool = cursor.rowcount == 1
-        # The statements of the block keep the caller's own limit. One that stands still does not hold its message for ever.
         transaction_id: object = 1
         if bounded:
-            cursor.execute(
-                f"SELECT {_transaction_id(connection)}, set_config('lock_timeout', %s, true), "
-                "set_config('idle_in_transaction_session_timeout', %s, true)",
-                [before, f"{conf.get().INBOX_IDLE_SECONDS}s"],
-            )
+            # The statements of the block keep the caller's own limit.
+            limits = {"lock_timeout": before}
+            if idle_limit:
+                limits["idle_in_transaction_session_timeout"] = f"{conf.get().INBOX_IDLE_SECONDS}s"
+            set_limits = ", set_config(%s, %s, true)" * len(limits)
+            cursor.execute(f"SELECT {_transaction_id(connection)}{set_limits}", [*chain.from_iterable(limits.items())])
             transaction_id = cursor.fetchone()[0]
     return first, transaction_id
 

@@ -82,7 +82,7 @@ class PickyBackend(RQBackend):
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
         """Refuse the whole batch, as a serializer does."""
         if any(job.job_name.endswith("poison") for job in jobs):
-            raise ValueError("it cannot be serialised\0")
+            raise ValueError("it cannot be serialised\0\udc80")  # No database takes either.
         return super().hand_over(queue, jobs)
 
 

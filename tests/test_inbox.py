@@ -10,6 +10,7 @@ from idempotency import inbox
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import process_once
 from idempotency.models import ProcessedMessage
+from idempotency.transactions import durable_transaction
 from rides_demo.models import AuditRecord
 from tests.factories import AuditRecordFactory, UserFactory
 from tests.waiting import eventually
@@ -54,6 +55,20 @@ def first_delivery(monkeypatch):
 
         yield start
         until.set()
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_a_transaction_around_it_keeps_its_own_limit():
+    def limit():
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW idle_in_transaction_session_timeout")
+            return cursor.fetchone()[0]
+
+    with process_once("stripe", "evt_1"):
+        assert limit() == "1h"
+    with durable_transaction(None, using="default"), process_once("stripe", "evt_2"):
+        assert limit() == "90s"
 
 
 @pytest.mark.django_db(transaction=True)

@@ -118,6 +118,17 @@ def test_refusals_use_up_no_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (handed, job.failed_at is None) == ([job.pk] * MAX_ATTEMPTS, False)
 
 
+def test_hand_overs_are_no_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = StagedJobFactory()
+    for _ in range(MAX_ATTEMPTS - 1):
+        assert offer() == EnqueuePass(handed_over=1)
+    monkeypatch.setattr(ForgetfulQueue, "refuses", True)
+    assert offer() == EnqueuePass(refused=1)
+    job.refresh_from_db()
+    assert (job.attempts, job.failed_at) == (1, None)
+    assert job.run_at - timezone.now() < timedelta(seconds=11), "as after any first refusal"
+
+
 @pytest.mark.postgres
 def test_enqueuers_at_a_high_level_of_isolation_hand_each_job_over_once() -> None:
     StagedJob.objects.bulk_create(StagedJobFactory.build_batch(200, queue="kept"))
