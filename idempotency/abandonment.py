@@ -41,8 +41,6 @@ def settle(pk: int, *, using: str) -> bool | None:
         )
         if not keys.give_up(pk, RETENTION_PASSED, reason, using=using):
             return None
-        if key is not None:
-            logger.warning("key %s is stuck (%s): %s", key.key_hash, RETENTION_PASSED, reason, extra=keys.about(key))
     else:
         key = claims.claim_by_id(pk, delay_seconds=0, early=True, using=using)
         if key is None:
@@ -53,7 +51,7 @@ def settle(pk: int, *, using: str) -> bool | None:
                 return True
         except LockLost:
             return None  # Somebody has settled it from the admin meanwhile.
-    keys.emit(signals.key_stuck, keys.read(pk, using=using), None)
+    keys.announce_stuck(pk, None, using=using)
     return False
 
 

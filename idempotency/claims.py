@@ -1,7 +1,7 @@
 """The claim: to take the lock on a key, or to learn why that cannot be.
 
-A claim is one statement and one round trip. Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres",
-whose SELECT-then-INSERT under SERIALIZABLE is one upsert here.
+On PostgreSQL a claim is one statement and one round trip. Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in
+Postgres", whose SELECT-then-INSERT under SERIALIZABLE is one upsert here.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, random_se
 from idempotency.rows import execute, fetch, key_of_row, statements, token_parameter, vendor
 from idempotency.transactions import retryable_failure
 
-#: So often does a claim look again when the row it met changed under its eyes: each time somebody else got on.
+#: How often a claim looks again when the row it met changed under its eyes: each time somebody else got on.
 _CLAIM_TRIES = 10
 
 
@@ -119,7 +119,9 @@ def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
     for _ in range(_CLAIM_TRIES):
         look = _look(text.claim_plain if postgresql else text.insert_plain, parameters, request, using)
         if look.claimed is not None:
-            return Claim(Outcome.CLAIMED, _claimed_key(look.claimed, request, token, using))
+            key = _claimed_key(look.claimed, request, token, using)
+            key.born_monotonic = None  # The seed is drawn anew by each attempt: nothing may be derived from it.
+            return Claim(Outcome.CLAIMED, key)
         if look.verdict == "same":
             return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
         if look.verdict == "other":

@@ -187,7 +187,7 @@ def _over(response: httpx.Response, body: bytes) -> httpx.Response:
 
 def _member_retryable(answer: httpx.Response) -> bool | None:
     """Return what a problem+json says of another try, None if it is silent or the answer is none."""
-    if answer.status_code < 400 or not answer.headers.get("Content-Type", "").startswith("application/problem+json"):
+    if answer.status_code < 400 or not answer.headers.get("Content-Type", "").lower().startswith("application/problem+json"):
         return None
     try:
         if not answer.is_stream_consumed:

@@ -136,7 +136,7 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
         ended = ""
         with suppress(LockLost):  # Somebody has settled it from the admin meanwhile.
             keys.mark_stuck(key, error.code, error.reason, using=alias)
-            keys.emit(signals.key_stuck, keys.read(pk, using=alias), None)
+            keys.announce_stuck(pk, None, using=alias)
     except Exception as error:
         if connection_lost(error, alias) and not _answers(alias):
             raise  # The next key would fare no better. This one's lock expires.
@@ -175,6 +175,5 @@ def _give_up(pk: int, alias: str) -> bool:
     reason = f"The completer ran it {key.completer_attempts} times without success. Its last error and its history say why."
     if not keys.give_up(pk, ATTEMPTS_EXHAUSTED, reason, using=alias):
         return False
-    logger.warning("key %s is stuck (%s): %s", key.key_hash, ATTEMPTS_EXHAUSTED, reason, extra=keys.about(key))
-    keys.emit(signals.key_stuck, keys.read(pk, using=alias), None)
+    keys.announce_stuck(pk, None, using=alias)
     return True

@@ -18,7 +18,7 @@ ChosenIsolation = Isolation | None | Literal["from settings"]
 class Settings:
     """What a project may put into ``IDEMPOTENCY``; the defaults serve a shop that takes payments."""
 
-    #: Request headers that may carry the key, the first one found counts.
+    #: Request headers that may carry the key. A request that carries two different ones is refused.
     HEADER_NAMES: tuple[str, ...] = ("Idempotency-Key",)
     #: Response header that marks a replay, and stands on nothing else.
     REPLAYED_HEADER: str = "Idempotent-Replayed"
@@ -54,7 +54,7 @@ class Settings:
     STORE_5XX: bool = False
     #: A larger body is delivered but not kept; its replay says so.
     MAX_STORED_BODY_BYTES: int = 1024 * 1024
-    #: So many requests of one process wait at once for the first of their key (``wait_seconds``); further ones get 409.
+    #: How many requests of one process wait at once for the first of their key (``wait_seconds``); further ones get 409.
     MAX_WAITING_REQUESTS: int = 10
     #: ``callable(status, code, title, detail, retryable, headers) -> HttpResponse``, or its dotted path; None is problem+json.
     ERROR_RENDERER: str | Callable[..., Any] | None = None

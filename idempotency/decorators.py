@@ -21,9 +21,10 @@ AnyView = TypeVar("AnyView", bound=View)
 
 
 class ProtectedRequest(HttpRequest):
-    """What a protected view is given, for its annotation: ``def pay(request: ProtectedRequest)``. No request is made of it.
+    """What a protected view is given, for its annotation: ``def pay(request: ProtectedRequest)``. It is never instantiated.
 
-    Where a view also runs without a key (``required=False``, safe methods) ``idempotency_key`` is None, which it does not say.
+    Where a view also runs without a key (``required=False``, safe methods) ``idempotency_key`` is None, which this annotation
+    does not say.
     """
 
     idempotency_key: IdempotencyKey
@@ -74,8 +75,9 @@ def idempotent(
     ``required``: False lets a request without a key run unprotected. ``validate(request)``: a response refuses the request
     before it spends a key. ``scope(request)``: whose key it is, at most 200 characters; by default the user, else the session
     (``idempotency.scopes`` has more). ``key_from``: where the key stands when the header is absent: "body:NAME", "form:NAME" or
-    a function of the request. ``wait_seconds``: so long does a duplicate wait for the first request, instead of getting 409.
-    ``isolation``: level of a plain view's transaction; PLAIN_ISOLATION by default. ``using``: alias of the key's database.
+    a function of the request. ``wait_seconds``: how long a duplicate waits for the first request before it gets 409.
+    ``isolation``: level of a plain view's transaction; PLAIN_ISOLATION by default. ``using``: alias of the key's database, or a
+    function of the request that returns one.
     ``redact``: dotted paths of parameters in JSON, form or query that are not kept; ``store_body``: False keeps no body. What
     was not kept cannot be run by the completer: such a key becomes stuck.
     ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS: it runs once, outside any

@@ -92,7 +92,8 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
 
     def attempt(run: Run) -> HttpResponseBase:
         while True:
-            with durable_transaction(level, using=using):
+            # The key's own transaction is the inner one: should its COMMIT fail, the others are rolled back.
+            with atomic_request(call.view, besides=using) as others, durable_transaction(level, using=using):
                 claim = claims.claim_plain(described, using=using)
                 if claim.outcome is Outcome.CLAIMED:
                     with _bound(request, claim.key):
@@ -100,7 +101,8 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
                     if stored := http.is_stored(response):
                         keys.finish(claim.key, *http.stored_parts(response), using=using)
                     else:
-                        transaction.set_rollback(True, using=using)
+                        for alias in (using, *others):
+                            transaction.set_rollback(True, using=alias)
             if claim.outcome is not Outcome.IN_PROGRESS or not patience.waited():
                 break
         if claim.outcome is not Outcome.CLAIMED:
@@ -126,9 +128,9 @@ def _phased(call: Call, options: Options, described: ClaimedRequest, *, using: s
     """Claim the key of a phased view, then run the view from the key's recovery point."""
     refuse_outer_transaction(using)
     patience = Patience(options.wait_seconds, using=using)
-    claim = claims.claim_phased(described, options.every_point()[:-1], using=using)
-    while claim.outcome is Outcome.IN_PROGRESS and patience.waited():
-        claim = claims.claim_phased(described, options.every_point()[:-1], using=using)
+    points = options.every_point()[:-1]
+    while (claim := claims.claim_phased(described, points, using=using)).outcome is Outcome.IN_PROGRESS and patience.waited():
+        pass
     if claim.outcome is not Outcome.CLAIMED:
         return _refuse_or_replay(claim, call.request, using=using)
     if claim.key.attempts > 1:
@@ -161,14 +163,15 @@ def _run_phased(
     except LockLost:
         # Another claim took over. What this run committed before is the other's to build on; it has the say now.
         _release(key, "This run lost its key, or does not know how far it came.", using=using)
-        return _answer_of_other(keys.read(key.pk, using=using), call.request)
+        return _answer_of_other(keys.read(key.pk, using=using), sender)
     except KeyStuck as stuck:
         if run.finished:
             raise  # There is nothing to hand over: the response is stored, and retries get it.
         _hand_over(key, stuck, sender, using=using)
         raise problems.key_stuck(stuck.code) from stuck
     except BaseException as error:
-        _release(key, f"{type(error).__name__}: {error}", using=using)
+        if not run.finished:
+            _release(key, f"{type(error).__name__}: {error}", using=using)
         raise
 
 
@@ -194,8 +197,10 @@ def _settled(call: Call, run: PhasedRun) -> HttpResponseBase:
         run.finished_with(response)
         keys.emit(signals.key_finished, run.key, run.sender)
         return response
-    refused = f"A response with status {response.status_code} is not the one a phase stored. " + STORE_IT
-    raise ResponseNotCommitted(refused) from cause
+    raise ResponseNotCommitted(
+        f"A response with status {response.status_code} is not the one a phase stored. Store it with "
+        f"phase.set_response(response) and return key.response()."
+    ) from cause
 
 
 def _answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
@@ -213,14 +218,15 @@ def _refuse_or_replay(claim: Claim, request: HttpRequest, *, using: str) -> Http
     """Answer a request that may not run."""
     key = claim.key
     if claim.outcome is Outcome.FINISHED:
+        response = http.replay(key)
         keys.emit(signals.key_replayed, key, request)
-        return http.replay(key)
+        return response
     problem = _conflict(claim)
     keys.emit(signals.key_conflict, key, request, code=problem.code)
     if claim.outcome is Outcome.UNKNOWN_POINT and keys.give_up(
         key.pk, UNKNOWN_RECOVERY_POINT, _unknown_point(key), using=using
     ):
-        keys.emit(signals.key_stuck, keys.read(key.pk, using=using), request)
+        keys.announce_stuck(key.pk, request, using=using)
     raise problem
 
 
@@ -235,14 +241,16 @@ def _conflict(claim: Claim) -> Problem:
     return problems.key_stuck(UNKNOWN_RECOVERY_POINT)
 
 
-def _answer_of_other(key: IdempotencyKey | None, request: HttpRequest) -> HttpResponseBase:
+def _answer_of_other(key: IdempotencyKey | None, sender: HttpRequest | None) -> HttpResponseBase:
     """Answer for a run that lost its key: with what the other run has stored, or by sending the client round again."""
     if key is not None and key.finished_at is not None:
-        keys.emit(signals.key_replayed, key, request)
-        return http.replay(key)
+        response = http.replay(key)
+        if sender is not None:  # The completer has nobody to replay it to.
+            keys.emit(signals.key_replayed, key, sender)
+        return response
     stuck_code = key.stuck_code if key is not None else ""
     problem = problems.key_stuck(stuck_code) if stuck_code else problems.key_in_use()
-    keys.emit(signals.key_conflict, key, request, code=problem.code)
+    keys.emit(signals.key_conflict, key, sender, code=problem.code)
     raise problem
 
 
@@ -260,7 +268,7 @@ def _hand_over(key: IdempotencyKey, stuck: KeyStuck, sender: HttpRequest | None,
     except LockLost:
         return  # The run that took over has the say.
     if key.stuck_code != stuck.code:
-        keys.emit(signals.key_stuck, keys.read(key.pk, using=using), sender)
+        keys.announce_stuck(key.pk, sender, using=using)
 
 
 def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
@@ -296,6 +304,3 @@ def _bound(request: HttpRequest, key: IdempotencyKey) -> Iterator[None]:
         yield
     finally:
         keys.current.reset(token)
-
-
-STORE_IT = "Store it with phase.set_response(response) and return key.response()."

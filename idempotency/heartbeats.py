@@ -12,7 +12,7 @@ from django.db.models.functions import Now
 
 from idempotency.models import ProcessHeartbeat
 
-#: So often is one written, at most: a row, in a transaction of its own.
+#: How often one is written, at most: a row, in a transaction of its own.
 WRITE_SECONDS = 10.0
 #: A loop without one for so long is silent. A single run of a key may last as long as the default of LOCK_TIMEOUT_SECONDS.
 SILENT_SECONDS = 180.0

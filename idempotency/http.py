@@ -1,5 +1,6 @@
 """The HTTP side of a row: what is written down of a request, and a response on its way in and out again."""
 
+import logging
 from http import HTTPStatus
 from typing import TypeVar
 from urllib.parse import urlencode
@@ -17,6 +18,8 @@ from idempotency.options import URLCONF, Options
 from idempotency.redaction import redacted_body, redacted_target
 from idempotency.scopes import user_of
 
+logger = logging.getLogger("idempotency")
+
 Response = TypeVar("Response", bound=HttpResponseBase)
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
@@ -26,7 +29,7 @@ REDACTED_MARK = "redacted"
 #: Under this name the path that the site is mounted at is kept among the headers, if it is not the root.
 SCRIPT_NAME = "script_name"
 
-#: Kept for the completer's request; nothing else of the headers is.
+#: Kept for the completer's request, beside the host, the scheme and where the site is mounted.
 _KEPT_REQUEST_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "Stripe-Version")
 #: Never kept of a response: made fresh by each answer, or nobody else's business.
 _FRESH_RESPONSE_HEADERS = frozenset(
@@ -155,7 +158,14 @@ def rebuild(key: IdempotencyKey) -> HttpResponse:
 
 
 def replay(key: IdempotencyKey) -> HttpResponse:
-    """Return the stored response, marked as a replay."""
+    """Return the stored response, marked as a replay. Raises Problem when there is none."""
+    if key.response_code is None:
+        logger.error(
+            "key %s was committed without a response: its view ended the transaction by itself, with COMMIT. What it had "
+            "written by then is done; its client is answered 409, not what would look like a success.",
+            key.key_hash,
+        )
+        raise problems.key_stuck("")
     response = rebuild(key)
     response[conf.get().REPLAYED_HEADER] = "true"
     return response

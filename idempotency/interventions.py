@@ -17,7 +17,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-from django.db import connections, router, transaction
+from django.db import router, transaction
 from django.db.models import Count, Max, QuerySet
 from django.db.models.functions import Coalesce, Now
 from django.http import HttpResponse
@@ -28,17 +28,16 @@ from idempotency.completer import complete_key
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey, StagedJob
-from idempotency.transactions import own_cursor, refuse_outer_transaction
+from idempotency.rows import fetch, statements, token_parameter
+from idempotency.transactions import refuse_outer_transaction
 
 logger = logging.getLogger("idempotency")
 
-_MAX_DETAIL_LENGTH = 200
 #: Changes with each foreign call of a key that is begun, recorded or taken back.
 _CALLS = (
     "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above
     f"FROM {ForeignCall._meta.db_table} AS c WHERE c.key_id = k.id)"
 )
-_NOT_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 
 
 def release_lock(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, using: str | None = None) -> bool:
@@ -68,12 +67,12 @@ def hand_back(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None
     Not done for a key that a run holds, for a finished one, and for one whose ``on_abandon`` was begun: what that undid must
     not be built upon, so such a key can only be answered.
     """
-    text = _text(using)
+    text = statements(_alias(using))
     return _change(
         pk,
         seen,
         at,
-        f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, handed_back_at = {text.now}, {_NOT_STUCK}",
+        f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, handed_back_at = {text.now}, {sql.CLEAR_STUCK}",
         f"{text.unlocked} AND k.stuck_code <> '{ON_ABANDON}'",
         using,
         event="handed back",
@@ -117,12 +116,12 @@ def answer(
     if problem := answer_problem(response):
         raise ValueError(problem)
     code, headers, body = http.stored_parts(response)
-    text = _text(using)
+    text = statements(_alias(using))
     done = _change(
         pk,
         seen,
         at,
-        f"recovery_point = '{FINISHED}', finished_at = {text.now}, locked_at = NULL, {_NOT_STUCK}, "
+        f"recovery_point = '{FINISHED}', finished_at = {text.now}, locked_at = NULL, {sql.CLEAR_STUCK}, "
         "response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
         text.unlocked + (f" AND {_CALLS} = %(calls)s" if calls is not None else ""),
         using,
@@ -159,7 +158,7 @@ def acknowledge(
     On return the key is as stuck as before: it has no response, its client gets 409, nothing runs or deletes it.
     ``QuerySet.acknowledged()`` finds it. Should it become stuck anew, it is on the list again.
     """
-    text = _text(using)
+    text = statements(_alias(using))
     return _change(
         pk,
         seen,
@@ -184,11 +183,10 @@ def discard_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None 
     They will never run, even if a queue still has a message of theirs: the inbox has them on return. One that a worker runs
     at this moment is left alone.
     """
-    discarded = 0
-    for pk in list(_failed(ids, using).values_list("pk", flat=True)):
-        alias = using or router.db_for_write(StagedJob)
+    alias, discarded = using or router.db_for_write(StagedJob), 0
+    for pk in list(_failed(ids, alias).values_list("pk", flat=True)):
         with suppress(MessageInProgress), transaction.atomic(using=alias):
-            _, deleted = _failed([pk], using).delete()  # Of two persons who press at once, one does it.
+            deleted, _ = _failed([pk], alias).delete()  # Of two persons who press at once, one does it.
             if deleted:
                 with process_once(STAGED_JOBS, str(pk), using=alias):
                     discarded += 1
@@ -204,10 +202,6 @@ def _alias(using: str | None) -> str:
     return using or router.db_for_write(IdempotencyKey)
 
 
-def _text(using: str | None) -> sql.Statements:
-    return sql.statements(connections[_alias(using)].vendor)
-
-
 def _change(
     pk: int,
     seen: uuid.UUID | None,
@@ -220,28 +214,24 @@ def _change(
     **parameters: Any,
 ) -> bool:
     """Change an unfinished key if nothing has claimed it since it was seen, and write down who did it."""
-    alias, text = _alias(using), _text(using)
-    token = IdempotencyKey._meta.get_field("claim_token")
+    alias = _alias(using)
     same = "k.claim_token = %(seen)s" if seen else "k.claim_token IS NULL"
     if at is not None:
         same += " AND k.recovery_point = %(at)s"
     if rotate:
         changes = f"claim_token = %(token)s, {changes}"
     statement = (
-        f"UPDATE {sql.TABLE} AS k SET {changes}, history = {text.dialect.append_event} "  # nosec B608  # see the noqa above
+        f"UPDATE {sql.TABLE} AS k SET {changes}, history = {statements(alias).dialect.append_event} "  # nosec B608  # see the noqa above
         f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition} RETURNING scope, idempotency_key"
     )
     parameters |= {
         "id": pk,
         "at": at,
-        "seen": token.get_db_prep_value(seen, connections[alias]),
-        "token": token.get_db_prep_value(uuid.uuid4(), connections[alias]),
-        "detail": parameters["detail"].replace("\0", "").encode("utf-8", "replace").decode()[:_MAX_DETAIL_LENGTH],
+        "seen": token_parameter(seen, alias),
+        "token": token_parameter(uuid.uuid4(), alias),
+        "detail": keys.summary(parameters["detail"]),
     }
-    with own_cursor(alias) as cursor:
-        cursor.execute(statement, parameters)
-        row = cursor.fetchone()
-    if row is None:
+    if (row := fetch(statement, parameters, alias)) is None:
         return False
     changed = IdempotencyKey(scope=row[0], idempotency_key=row[1])
     logger.warning("key %s: %s %s", changed.key_hash, parameters["event"], parameters["detail"], extra=keys.about(changed))

@@ -35,7 +35,7 @@ def stage_job(
     """Insert a job in the open transaction and return it; it is handed to the broker after COMMIT, and never without it.
 
     ``name`` is the dotted path of the function; a dict in ``args`` becomes keyword arguments, a list positional ones;
-    not before ``run_at`` is the job handed over. The row lies in the database ``using``, by default that of the key whose
+    the job is not handed over before ``run_at``. The row lies in the database ``using``, by default that of the key whose
     request is under way, else where the router writes jobs; its id becomes the broker's id of the job.
 
     Raises NoOpenTransaction when nothing would commit the job; TypeError, naming the argument, when one is not JSON;

@@ -14,7 +14,7 @@ from typing import Any
 from django.dispatch import Signal
 from django.http import HttpRequest
 
-from idempotency import sql
+from idempotency import signals, sql
 from idempotency.exceptions import KeyStuck, LockLost
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.rows import execute, fetch, key_of_row, statements, token_parameter
@@ -90,21 +90,27 @@ def finish(key: IdempotencyKey, code: int, headers: dict[str, str], body: bytes 
 def release(key: IdempotencyKey, error: str, *, using: str) -> None:
     """Free the lock of an unfinished key and keep ``error``, shortened; nothing if another claim has taken it over."""
     try:
-        _fenced("release", key, using, error=_printable(error), event="error", detail=_summary(error))
+        _fenced("release", key, using, error=printable(error), event="error", detail=summary(error))
     except LockLost:
         logger.info("key %s was taken over by another run before it was released", key.key_hash, extra=about(key))
 
 
 def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> None:
     """Hand a key to a person, from the run that holds it. Raises LockLost if another claim has taken the key over."""
-    written = _stuck_parameters(code, reason)
-    _fenced("mark_stuck", key, using, **written)
-    logger.warning("key %s is stuck (%s): %s", key.key_hash, written["code"], written["reason"], extra=about(key))
+    _fenced("mark_stuck", key, using, **_stuck_parameters(code, reason))
 
 
 def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
     """Hand a key to a person when no run holds it; return whether this call did it."""
     return execute(statements(using).give_up, {"id": pk, **_stuck_parameters(code, reason)}, using) == 1
+
+
+def announce_stuck(pk: int, request: HttpRequest | None, *, using: str) -> None:
+    """Tell that a person has been called to a key: in the log, and with ``key_stuck``."""
+    key = read(pk, using=using)
+    if key is not None:
+        logger.warning("key %s is stuck (%s): %s", key.key_hash, key.stuck_code, key.stuck_reason, extra=about(key))
+    emit(signals.key_stuck, key, request)
 
 
 def emit(signal: Signal, key: IdempotencyKey | None, request: HttpRequest | None, **more: str) -> None:
@@ -136,19 +142,19 @@ def _stuck_parameters(code: str, reason: str) -> dict[str, Any]:
     reason = str(reason)
     return {
         "code": code,
-        "reason": _printable(reason),
+        "reason": printable(reason),
         # That one deploy could not run the key says nothing about the next: its attempts do not count.
         "counting": 0 if code == UNKNOWN_RECOVERY_POINT else 1,
         "event": "stuck",
-        "detail": _summary(reason),
+        "detail": summary(reason),
     }
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return ``text`` as both databases take it: no NUL, no lone surrogate, not endless."""
     return text.replace("\x00", "").encode("utf-8", "replace").decode()[:_MAX_ERROR_LENGTH] or "No reason was given."
 
 
-def _summary(text: str) -> str:
+def summary(text: str) -> str:
     """Return the first line of ``text`` for the history, which keeps many."""
-    return _printable(text).partition("\n")[0][:_MAX_SUMMARY_LENGTH]
+    return printable(text).partition("\n")[0][:_MAX_SUMMARY_LENGTH]

@@ -30,9 +30,9 @@ FINISHED = "finished"
 #: The stuck code of a key that a deploy left behind; the one mark that code can clear by itself.
 UNKNOWN_RECOVERY_POINT = "unknown_recovery_point"
 
-_ONLY_READ = (
-    "This key was only read from the database: no request works on it. Use request.idempotency_key inside a view decorated "
-    "with @idempotent(recovery_points=[...])."
+_NOT_PHASED = (
+    "No phased request works on this key: it was only read from the database, or its view is a plain one, whose row each "
+    "attempt makes anew. Use request.idempotency_key inside a view decorated with @idempotent(recovery_points=[...])."
 )
 
 
@@ -99,7 +99,7 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
 
     def expired(self, retention: timedelta | None = None) -> "IdempotencyKeyQuerySet":
         """Finished keys past their retention, counted from ``finished_at``: they are new again on read."""
-        cutoff = Now() - (retention or timedelta(hours=conf.get().RETENTION_HOURS))
+        cutoff = Now() - (timedelta(hours=conf.get().RETENTION_HOURS) if retention is None else retention)
         # A key is created before it is finished: the first condition is implied, and has an index.
         return self.filter(created_at__lt=cutoff, finished_at__lt=cutoff)
 
@@ -120,7 +120,7 @@ def _ago(seconds: int) -> Any:
 class IdempotencyKey(models.Model):
     """A request that runs once: its parameters, its lock, its recovery point, its stored response.
 
-    All times are the database's clock. Rows are written by ``idempotency.keys`` alone.
+    All times are the database's clock. Rows are written by ``claims``, ``keys`` and ``interventions`` alone.
     """
 
     scope = models.CharField(max_length=200, help_text="Whose key it is: nobody sees another scope's keys.")
@@ -226,7 +226,7 @@ class IdempotencyKey(models.Model):
         return f"{self.request_method} {self.request_path} #{self.pk}"
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Save a new row. Raises RuntimeError for a claimed key, whose columns ``idempotency.keys`` alone may write."""
+        """Save a new row. Raises RuntimeError for a claimed key: its columns are written by fenced statements alone."""
         if self.fence is not None:
             raise RuntimeError("A claimed key is not saved by hand: that would bypass its fence. End a phase instead.")
         super().save(*args, **kwargs)
@@ -263,10 +263,10 @@ class IdempotencyKey(models.Model):
         client's own value. Nothing is read or written.
 
         Raises DownstreamKeyExpired when this key is older than ``valid_seconds``: the other system may have forgotten it.
-        The decorator then marks this key stuck.
+        The decorator then marks this key stuck. Raises RuntimeError in a plain view: each attempt would get another one.
         """
         if self.born_monotonic is None:
-            raise RuntimeError(_ONLY_READ)
+            raise RuntimeError(_NOT_PHASED)
         if valid_seconds is not None and time.monotonic() - self.born_monotonic > valid_seconds:
             raise DownstreamKeyExpired(
                 f"The key for {name!r} was valid for {valid_seconds} s after this request was created, and that is over: the "
@@ -290,7 +290,7 @@ class IdempotencyKey(models.Model):
 
     def _bound(self) -> Run:
         if self.run is None:
-            raise RuntimeError(_ONLY_READ)
+            raise RuntimeError(_NOT_PHASED)
         return self.run
 
 

@@ -34,7 +34,7 @@ class Options:
     store_body: bool
 
     def every_point(self) -> tuple[str, ...]:
-        """Return the recovery points in their order, the first and the last included; a plain view has no others."""
+        """Return the recovery points in their order, the first and the last included; none for a plain view."""
         return (STARTED, *self.recovery_points, FINISHED) if self.recovery_points is not None else ()
 
     def alias(self, request: HttpRequest) -> str:

@@ -40,7 +40,10 @@ class AtomicPhase:
         order = self._run.order
         here = self._run.key.recovery_point
         if name not in order[1:-1] or order.index(name) <= order.index(here):
-            raise UnknownRecoveryPoint(f"{name!r} cannot follow {here!r}: the order is {', '.join(order)}. " + UNDECLARED)
+            raise UnknownRecoveryPoint(
+                f"{name!r} cannot follow {here!r}: the order is {', '.join(order)}. Declare it in "
+                f"@idempotent(recovery_points=[...]); a key moves forward only."
+            )
         self._end(name)
 
     def set_response(self, response: HttpResponseBase) -> None:
@@ -49,7 +52,10 @@ class AtomicPhase:
         Raises ResponseNotStorable for a status that is never stored.
         """
         if not http.is_stored(response):
-            raise ResponseNotStorable(f"A response with status {response.status_code} is never stored. " + RETURN_IT)
+            raise ResponseNotStorable(
+                f"A response with status {response.status_code} is never stored. Return it from outside the phase: the key is "
+                f"released, and a retry goes on from the last recovery point."
+            )
         self._response = response
         self._end(FINISHED)
 
@@ -91,10 +97,6 @@ class AtomicPhase:
         keys.emit(signals.phase_committed, run.key, run.sender)
         if self._response is not None:
             keys.emit(signals.key_finished, run.key, run.sender)
-
-
-UNDECLARED = "Declare it in @idempotent(recovery_points=[...]); a key moves forward only."
-RETURN_IT = "Return it from outside the phase: the key is released, and a retry goes on from the last recovery point."
 
 
 @either_context(holds_transaction=True)
@@ -198,12 +200,14 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     rows = ForeignCall.objects.using(run.using)
     with durable_transaction(None, using=run.using):
         keys.renew(key, using=run.using)
-        row, created = rows.get_or_create(key_id=key.pk, name=name, defaults={"token": token})
+        # The renewal has locked the key, so nobody else writes this row meanwhile.
+        begun = rows.filter(key_id=key.pk, name=name).first()
+        row = begun or rows.create(key_id=key.pk, name=name, token=token)
     call = MadeCall(row)
     if call.due:
         # Until it is settled: the view may catch what is raised here, or in the block, and go on.
         run.unsettled[name] = CallInDoubt(call_in_doubt(name))
-        if not created:
+        if begun:
             raise run.unsettled[name]
     else:
         run.unsettled.pop(name, None)  # The late run that began it has recorded it since.
@@ -232,11 +236,12 @@ def _insist(write: Callable[[], object], *, using: str, tries: int = 20) -> None
 
     This process alone knows it: what it does not write down, a person has to find out.
     """
-    try:
-        write()
-    except (OperationalError, InterfaceError):
-        connections[using].close()
-        if not tries:
-            raise
-        time.sleep(0.5)
-        _insist(write, using=using, tries=tries - 1)
+    for tries_left in reversed(range(tries + 1)):
+        try:
+            write()
+            return
+        except (OperationalError, InterfaceError):
+            connections[using].close()
+            if not tries_left:
+                raise
+            time.sleep(0.5)

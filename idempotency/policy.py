@@ -45,7 +45,7 @@ class Policy:
     #: Of a phased view, in their order, the first and the last included; of a plain view, none.
     recovery_points: tuple[str, ...]
     retention_hours: int
-    #: So long does a duplicate of a request in flight wait; 0 answers 409 at once.
+    #: How long a duplicate of a request in flight waits; 0 answers 409 at once.
     wait_seconds: float
     lock_timeout_seconds: int
     #: Classes of statuses whose answers are stored and replayed ...

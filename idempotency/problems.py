@@ -108,7 +108,9 @@ def key_stuck(stuck_code: str) -> Problem:
 
 def conflict() -> Problem:
     """Each of the tries inside the process met a serialization failure."""
-    return Problem(409, "conflict", "Send it again, with the same key: nothing was done.", retryable=True, retry_after=1)
+    return Problem(
+        409, "conflict", "Send it again, with the same key: it goes on from where it stopped.", retryable=True, retry_after=1
+    )
 
 
 def database_unavailable() -> Problem:

@@ -27,7 +27,7 @@ MESSAGE_RETENTION = timedelta(days=30)
 #: twentieth of the time is enough for forty million keys a day. ``python -m benchmarks.reaper`` measures what claims feel of
 #: it.
 RESTS_FOR_A_BATCH = 19
-#: So often does a rest ask whether to stop: whoever sent SIGTERM does not wait for long.
+#: How often a rest asks whether to stop: whoever sent SIGTERM does not wait for long.
 _ASK_SECONDS = 0.1
 
 
@@ -63,7 +63,8 @@ def reap_once(
     counts after each batch. ``dry_run`` only counts.
     """
     alias = using or router.db_for_write(IdempotencyKey)
-    expired = partial(_expired, alias, timedelta(hours=older_than_hours or conf.get().RETENTION_HOURS))
+    hours = conf.get().RETENTION_HOURS if older_than_hours is None else older_than_hours
+    expired = partial(_expired, alias, timedelta(hours=hours))
     if dry_run:
         return ReapPass(deleted=expired().count(), stuck=_overdue(alias).count(), messages=_old_messages(alias).count())
     counts: Counter[str] = Counter()

@@ -81,8 +81,8 @@ def user_or_session(request: HttpRequest) -> str:
 def attribute(path: str) -> Scope:
     """Return a scope that reads an identifier from the request, such as "tenant.pk" or "auth.account_id".
 
-    It is a string, an integer or a UUID, and is kept as it stands: no credential. One that is missing, None or empty leaves
-    the request without a scope, and it is refused. TypeError: it is anything else, whose text may change, or be another's too.
+    It is a string, an integer or a UUID, and is kept as it stands: no credential. Where it is missing, None or empty the
+    request has no scope and is refused. Raises TypeError for any other type: its text may change, or be somebody else's too.
     """
 
     def scope(request: HttpRequest) -> str:
@@ -113,11 +113,15 @@ def joined(*scopes: Scope) -> Scope:
 
 
 def scope_of(request: HttpRequest, scope: Scope | None) -> str:
-    """Return whose key it is. Raises Problem when the request does not say: strangers must not share a scope."""
+    """Return whose key it is. Raises Problem when the request does not say: strangers must not share a scope.
+
+    Raises ValueError for a scope that cannot be kept.
+    """
     found = (scope or user_or_session)(request)
     if not isinstance(found, str) or len(found) > _MAX_LENGTH or found.startswith(RETIRED_SCOPE) or "\x00" in found:
         raise ValueError(
-            f"scope= must return a string of at most {_MAX_LENGTH} characters that does not begin with {RETIRED_SCOPE!r}."
+            f"scope= must return a string of at most {_MAX_LENGTH} characters without NUL that does not begin with "
+            f"{RETIRED_SCOPE!r}."
         )
     if not found:
         raise problems.scope_missing()

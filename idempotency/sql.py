@@ -1,4 +1,4 @@
-"""The text of each statement on keys, for PostgreSQL and for SQLite; ``idempotency.keys`` alone runs them.
+"""The text of each statement on keys, for PostgreSQL and for SQLite; ``claims`` and ``keys`` run them.
 
 What is formatted into a text is the name of a column or a number of seconds from the settings; what comes with a request
 is always a parameter. Durations are seconds, times are the database's clock.
@@ -12,7 +12,7 @@ from typing import Any
 from idempotency import conf
 from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, IdempotencyKey
 
-#: So many events does a key remember: without a limit 4,000 retries of one key made a 12 ms claim.
+#: How many events a key remembers: without a limit 4,000 retries of one key made a 12 ms claim.
 HISTORY_LIMIT = 50
 
 TABLE = IdempotencyKey._meta.db_table
@@ -88,7 +88,7 @@ _SQLITE = _Dialect(
 )
 
 _NOT_STUCK = f"(k.stuck_at IS NULL OR k.stuck_code = '{UNKNOWN_RECOVERY_POINT}')"
-_CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
+CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 #: A run that does not know that its own last COMMIT went through must not write over what it committed.
 _REACHED = "k.recovery_point = %(reached)s"
@@ -168,7 +168,7 @@ class Statements:
         return (
             self._insert(finished=False, source=source)
             + f"ON CONFLICT (scope, idempotency_key) DO UPDATE SET claim_token = excluded.claim_token, locked_at = {self.now}, "  # nosec B608  # see the docstring
-            f"last_run_at = {self.now}, attempts = k.attempts + 1, {_CLEAR_STUCK}, history = {self.dialect.append_event} "
+            f"last_run_at = {self.now}, attempts = k.attempts + 1, {CLEAR_STUCK}, history = {self.dialect.append_event} "
             f"WHERE {self.claimable} RETURNING {self._claimed}"
         )
 
@@ -222,7 +222,7 @@ class Statements:
         return (
             f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at = {self.now}, "  # nosec B608  # see the docstring
             f"attempts = k.attempts + 1, completer_attempts = k.completer_attempts + 1, "
-            f"next_run_at = {self.dialect.later.format('%(delay)s')}, {_CLEAR_STUCK}, history = {self.dialect.append_event} "
+            f"next_run_at = {self.dialect.later.format('%(delay)s')}, {CLEAR_STUCK}, history = {self.dialect.append_event} "
             f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} "
             f"AND (%(early)s OR k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._read('')}"
         )
@@ -242,7 +242,7 @@ class Statements:
     def advance(self) -> str:
         """Set the recovery point and renew the lock."""
         return (
-            f"UPDATE {TABLE} AS k SET recovery_point = %(recovery_point)s, locked_at = {self.now}, {_CLEAR_STUCK}, "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET recovery_point = %(recovery_point)s, locked_at = {self.now}, {CLEAR_STUCK}, "  # nosec B608  # see the docstring
             f"history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED}"
         )
 
@@ -256,7 +256,7 @@ class Statements:
         """Store the response."""
         return (
             f"UPDATE {TABLE} AS k SET recovery_point = '{FINISHED}', finished_at = COALESCE(k.finished_at, {self.now}), "  # nosec B608  # see the docstring
-            f"locked_at = NULL, {_CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, "
+            f"locked_at = NULL, {CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, "
             f"response_body = %(body)s, history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED}"
         )
 

@@ -75,14 +75,18 @@ def durable_transaction(isolation: Isolation | None, *, using: str, lock_timeout
 
 
 @contextmanager
-def atomic_request(view: Callable[..., Any]) -> Iterator[None]:
-    """Run the block in a transaction on each database with ATOMIC_REQUESTS, unless the view is out of it by its own word."""
+def atomic_request(view: Callable[..., Any], *, besides: str | None = None) -> Iterator[list[str]]:
+    """Run the block in a transaction on each database with ATOMIC_REQUESTS, unless the view is out of it by its own word.
+
+    Yield their aliases, to which ``besides`` does not belong: it has its transaction already.
+    """
     left_out = getattr(view, "_non_atomic_requests", ())
+    settings = connections.settings.items()
+    aliases = [name for name, of in settings if of.get("ATOMIC_REQUESTS") and name != besides and name not in left_out]
     with ExitStack() as stack:
-        for alias, values in connections.settings.items():
-            if values.get("ATOMIC_REQUESTS") and alias not in left_out:
-                stack.enter_context(transaction.atomic(using=alias))
-        yield
+        for alias in aliases:
+            stack.enter_context(transaction.atomic(using=alias))
+        yield aliases
 
 
 #: What ``atomic()`` calls, where a connection has it, to begin a transaction. Django's own backends use it for SQLite.

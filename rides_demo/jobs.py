@@ -10,7 +10,8 @@ def send_ride_receipt(ride_id: int) -> None:
     """Write the receipt of the ride and send it by e-mail: once, however often the job is delivered.
 
     The row is unique per ride and is written first; a second delivery, even at the same moment, waits on it and finds it. The
-    e-mail goes out before COMMIT: a crash between the two repeats the e-mail rather than losing it, and the receipt is one.
+    e-mail goes out before COMMIT: a crash between the two repeats the e-mail rather than losing it, and there is still
+    one receipt.
     """
     ride = Ride.objects.select_related("user").get(pk=ride_id)
     with transaction.atomic():

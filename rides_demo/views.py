@@ -94,7 +94,7 @@ def ride_detail(request: HttpRequest, ride_id: int) -> HttpResponse:
 
 
 def _change_target(request: HttpRequest, ride: Ride) -> HttpResponse:
-    """Set the target, provided that the client has seen the ride as it is. A completed one is replayed before it comes here."""
+    """Set the target, provided that the client has seen the ride as it is; a PATCH that was completed is replayed before."""
     if "If-Match" not in request.headers:
         message = "Please send the ETag of the ride that you have seen in the If-Match header."
         return error_response(HTTPStatus.PRECONDITION_REQUIRED, "precondition_required", message)
@@ -175,7 +175,7 @@ def _audit(request: HttpRequest, action: str, ride: Ride) -> None:
     AuditRecord.objects.create(
         action=action,
         data={"origin": ride.origin, "target": ride.target},
-        # Nothing but a unix socket of this machine has no address.
+        # Only a request over a unix socket of this machine has no address.
         origin_ip=request.META.get("REMOTE_ADDR") or "127.0.0.1",
         resource_type="ride",
         resource_id=ride.pk,

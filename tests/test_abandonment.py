@@ -40,7 +40,7 @@ def abandoned(serve: Any, sender: Sender) -> Callable[..., IdempotencyKey]:
     return leave
 
 
-def test_its_response_finishes_the_key(abandoned: Any, sender: Sender) -> None:
+def test_its_response_finishes_the_key(abandoned: Any, sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
     refunds: list[str] = []
 
     def refund(key: IdempotencyKey) -> HttpResponseBase:
@@ -51,6 +51,7 @@ def test_its_response_finishes_the_key(abandoned: Any, sender: Sender) -> None:
     key = abandoned(refund)
     assert settle(key.pk, using="default") is True
     assert settle(key.pk, using="default") is None
+    assert "is stuck" not in caplog.text, "nobody is called to what was settled"
     answer = sender.send()
     assert (answer.status_code, answer.json()) == (410, {"refunded": "started"})
     assert len(refunds) == 1

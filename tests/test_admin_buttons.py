@@ -13,7 +13,7 @@ from django.db import connection
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from django.test import Client
-from django.urls import path
+from django.urls import path, resolve
 
 from idempotency.abandonment import ON_ABANDON, RETENTION_PASSED
 from idempotency.admin import keys
@@ -324,6 +324,11 @@ def test_after_the_last_run_the_page_says_who_settles_the_key(path: str, sentenc
     key = IdempotencyKeyFactory(request_path=path, completer_attempts=25)
     make_older(3600, "created_at", "last_run_at")
     assert sentence in person().get(f"{KEYS}{key.pk}/change/").text
+
+
+def test_a_button_runs_in_no_transaction_whatever_database_has_atomic_requests() -> None:
+    press = resolve(f"{KEYS}1/press/complete/", urlconf="rides_demo.urls").func
+    assert "any alias" in press._non_atomic_requests
 
 
 DOCS = (settings.BASE_DIR / "docs/how-to/a-key-is-stuck.md").read_text()

@@ -200,6 +200,7 @@ def test_a_key_that_gets_stuck_is_logged_with_its_code(caplog: pytest.LogCapture
     key = claim().key
     with caplog.at_level(logging.WARNING, "idempotency"):
         keys.mark_stuck(key, "a code", "the reason", using="default")
+        keys.announce_stuck(key.pk, None, using="default")
     assert [record.getMessage() for record in caplog.records] == [f"key {key.key_hash} is stuck (a code): the reason"]
 
 

@@ -27,7 +27,7 @@ from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
-from idempotency.signals import key_stuck
+from idempotency.signals import key_conflict, key_replayed, key_stuck
 from tests.concurrency import Gate, all_at_once, background
 from tests.factories import IdempotencyKeyFactory
 from tests.models import Entry
@@ -539,6 +539,30 @@ def test_a_client_that_comes_back_while_the_completer_is_at_work_is_sent_round(s
         assert sender.send().status_code == 409
         shop.gate.open()
     assert sender.send().status_code == 201
+
+
+@pytest.mark.postgres
+def test_a_run_of_the_completer_that_lost_its_key_replays_it_to_nobody(shop: Shop, sender: Sender) -> None:
+    sender.send()
+    abandon()
+    heard: list[Any] = []
+
+    def hear(request: HttpRequest | None, **kwargs: Any) -> None:
+        heard.append(request)
+
+    shop.broken, shop.gate = False, (gate := Gate())
+    with background(complete_once) as completer:
+        gate.wait_until_reached()
+        IdempotencyKey.objects.update(locked_at=None)
+        shop.gate = None
+        assert sender.send().status_code == 201
+        key_replayed.connect(hear)
+        key_conflict.connect(hear)
+        gate.open()
+    key_replayed.disconnect(hear)
+    key_conflict.disconnect(hear)
+    assert completer.result() == CompletePass(finished=1)
+    assert heard == []
 
 
 @pytest.mark.postgres

@@ -15,6 +15,7 @@ from django.core.wsgi import get_wsgi_application
 from django.db import Error, IntegrityError, connection, transaction
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View as ClassBasedView
@@ -311,6 +312,44 @@ def test_an_error_after_commit_that_the_view_turns_into_an_answer_does_not_repla
     sender.send()
     assert Entry.objects.count() == 1
     assert sender.send().status_code == 201
+
+
+def test_an_error_after_the_end_is_not_taken_for_a_takeover(
+    serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    @idempotent(recovery_points=["unused"])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for _ in key.phases():
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse(status=201))
+        raise RuntimeError("on purpose")
+
+    serve(view=view)
+    with caplog.at_level("INFO", "idempotency"), CaptureQueriesContext(connection) as queries:
+        sender.send()
+    assert "taken over" not in caplog.text
+    assert sum("recovery_point" in query["sql"] for query in queries.captured_queries) == 2, "the claim and the phase"
+    assert sender.send().status_code == 201
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_key_that_the_view_itself_committed_is_not_answered_with_an_empty_success(
+    fails: bool, serve: Serve, sender: Sender
+) -> None:
+    @idempotent
+    def view(request: HttpRequest) -> HttpResponseBase:
+        with connection.cursor() as cursor:
+            cursor.execute("COMMIT")
+        if fails:
+            raise RuntimeError("on purpose")
+        return HttpResponse(status=503)
+
+    serve(view=view)
+    assert sender.send().status_code == (500 if fails else 503)
+    answer = sender.send()
+    assert (answer.status_code, answer.json()["code"]) == (409, "key_stuck")
 
 
 # The completer

@@ -385,6 +385,17 @@ def test_a_key_left_by_another_deploy_waits_for_code_that_knows_its_point(serve:
     assert (key.stuck_at, key.stuck_code, key.stuck_reason) == (None, "", "")
 
 
+def test_a_plain_view_cannot_derive_a_key_that_its_next_attempt_would_not_get(serve: Any, sender: Sender) -> None:
+    @idempotent
+    def view(request: HttpRequest) -> HttpResponse:
+        with pytest.raises(RuntimeError, match="a plain one, whose row each attempt makes anew"):
+            request.idempotency_key.derive("charge")
+        return HttpResponse(status=201)
+
+    serve(view=view)
+    assert sender.send().status_code == 201
+
+
 def test_a_key_read_from_the_database_says_where_it_can_be_used(db: None) -> None:
     from tests.factories import IdempotencyKeyFactory
 

@@ -179,6 +179,7 @@ def test_another_age_is_that_of_finished_keys_alone():
     assert reap_once(older_than_hours=72.5) == ReapPass(deleted=1)
     assert reap_once(older_than_hours=24) == ReapPass(deleted=2)
     assert IdempotencyKey.objects.count() == 2
+    assert reap_once(older_than_hours=0) == ReapPass(deleted=1)
 
 
 def test_progress_is_told_after_each_batch():

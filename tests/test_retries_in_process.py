@@ -262,6 +262,7 @@ def test_row_that_somebody_has_changed_since_is_read_by_its_middleware_again(
     serve(view=under(load, view))
     refused = sender.send()
     assert (refused.status_code, refused.json()["code"]) == (409, "conflict")
+    assert "nothing was done" not in refused.text, "a phase may have committed, and a call may have been made"
     assert (sender.send().status_code, found, Account.objects.get().balance) == (201, [100, 70], 60)
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import psycopg
 import pytest
 from django.core.management import call_command
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 from django.db.models import Model
 from django.db.models.functions import Now
-from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.test import Client
 from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_POST
@@ -596,3 +597,27 @@ def test_the_processes_do_not_read_from_a_replica(replica: Shop, sender: Sender,
     abandon(hours=73)
     IdempotencyKey.objects.using("default").filter(finished_at__isnull=False).update(finished_at=Now() - timedelta(hours=73))
     assert reap_once() == ReapPass(deleted=1, settled=1)
+
+
+@pytest.mark.parametrize("end", [RuntimeError("on purpose"), HttpResponse(status=503), OperationalError("conflict")], ids=type)
+def test_what_a_plain_view_wrote_to_another_database_goes_with_its_answer(
+    end: Any, serve: Any, sender: Sender, monkeypatch: pytest.MonkeyPatch, settings: Settings
+) -> None:
+    """As it does without the decorator, where that database has ATOMIC_REQUESTS."""
+
+    @idempotent(scope=lambda request: "everybody")
+    def view(request: HttpRequest) -> HttpResponseBase:
+        Entry.objects.using("shard_b").create(name="there")
+        Entry.objects.using("default").create(name="here")
+        last = ends.pop() if ends else JsonResponse({}, status=201)
+        if isinstance(last, Exception):
+            raise last from psycopg.errors.SerializationFailure()
+        return last
+
+    settings.ALLOWED_HOSTS = ["*"]
+    monkeypatch.setitem(connections.settings["shard_b"], "ATOMIC_REQUESTS", True)
+    ends: list[Any] = [end]
+    serve(view=view)
+    answers = [sender.send().status_code for _ in range(2)]
+    assert answers[1] == 201
+    assert (rows("default")["Entry"], rows("shard_b")) == (1, {"Entry": 1})

@@ -52,7 +52,9 @@ class AnswerForm(PressForm):
     def clean(self) -> dict[str, Any]:
         """Build the response, and refuse one that does not end a request."""
         cleaned: dict[str, Any] = super().clean() or {}
-        if not 100 <= cleaned.get("status", 0) <= 599:
+        if "status" not in cleaned:
+            return cleaned
+        if not 100 <= cleaned["status"] <= 599:
             self.add_error("status", "This is not the status of a response.")
             return cleaned
         body = cleaned.get("body", "")

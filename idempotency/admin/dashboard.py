@@ -19,7 +19,7 @@ from idempotency import heartbeats
 from idempotency.admin.states import AGES, STATES, state_of
 from idempotency.models import STARTED, IdempotencyKey, IdempotencyKeyQuerySet, StagedJob
 
-#: So many rows of a kind are read, the oldest first. More is said to be more.
+#: How many rows of a kind are read, the oldest first. More is said to be more.
 MAX_READ = 5000
 #: The loops that a site needs, each once at least.
 LOOPS = ("enqueue_jobs", "complete_keys", "reap_keys")
@@ -51,7 +51,7 @@ class Process:
 
 
 def numbers(request: HttpRequest, site: AdminSite) -> dict[str, Any]:
-    """Return what the template shows: three queries, and a fourth and fifth for who may see staged jobs."""
+    """Return what the template shows, in two queries, and in two more for who may see staged jobs."""
     keys = list(
         IdempotencyKeyQuerySet(IdempotencyKey)
         .unfinished()

@@ -16,7 +16,7 @@ from idempotency.admin.reading import admin_url, first_line
 from idempotency.models import FINISHED, STARTED, ForeignCall, IdempotencyKey, StagedJob
 from idempotency.options import URLCONF, match_of, options_of
 
-#: So many rows of one kind are shown of those that belong to a key.
+#: How many rows of one kind, of those that belong to a key, are shown.
 MAX_LINKED = 10
 
 

@@ -9,7 +9,7 @@ from uuid import UUID
 from django.contrib import admin, messages
 from django.contrib.auth import get_user_model
 from django.core.exceptions import PermissionDenied
-from django.db import router, transaction
+from django.db import router
 from django.db.models import Q, QuerySet
 from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
@@ -25,6 +25,7 @@ from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, offered, use
 from idempotency.admin.codes import STUCK_CODES
 from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, first_line, masked, preformatted, pretty
 from idempotency.admin.states import AgeFilter, RecoveryPointFilter, StateFilter, StuckCodeFilter, next_step, state_of
+from idempotency.atomic_requests import EVERY_ALIAS
 from idempotency.models import IdempotencyKey
 
 _BIGGEST_ID = 2**63 - 1
@@ -177,8 +178,6 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
     def _alias(self, key: IdempotencyKey) -> str:
         return router.db_for_write(IdempotencyKey, instance=key)
 
-    # A run of a view must not happen inside a transaction, and what was done is not to be undone by a later error of the page.
-    @transaction.non_atomic_requests
     def press_view(self, request: HttpRequest, pk: int, name: str) -> HttpResponse:
         """Ask, then do what a button says, write it into the admin log, and show the key again."""
         button = BUTTONS.get(name)
@@ -205,6 +204,9 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
         context = {"title": button.label, "opts": self.opts, "key": key, "button": button, "form": form, "page": page}
         template = "admin/idempotency/idempotencykey/press.html"
         return TemplateResponse(request, template, self.admin_site.each_context(request) | {"media": self.media} | context)
+
+    # A run of a view must not happen inside a transaction, and what was done is not to be undone by a later error of the page.
+    press_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
 
     def has_complete_permission(self, request: HttpRequest) -> bool:
         """Tell whether the person may have keys completed."""

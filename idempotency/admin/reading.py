@@ -17,7 +17,7 @@ from idempotency.redaction import REDACTED
 
 #: A page counts at most so many rows; the further ones are found by a filter or the search.
 MAX_COUNT = 5000
-#: So many rows does one action take at most.
+#: How many rows one action takes at most.
 MAX_CHOSEN = 500
 MAX_SHOWN_CHARACTERS = 20_000
 _ENCODED_REDACTED = "%5Bredacted%5D"

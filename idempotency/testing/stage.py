@@ -19,7 +19,7 @@ from idempotency.testing.observing import Run, observed
 from idempotency.testing.rows import Snapshot
 
 Send = Callable[[str], Any]
-#: So often does a client come back, each time after the lock has expired.
+#: How often a client comes back, each time after the lock has expired.
 _CLIENT_TRIES = 4
 #: These ask a client to come again.
 COME_BACK = (409, 425, 429)
