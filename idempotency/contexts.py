@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
 from functools import wraps
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from asgiref.sync import sync_to_async
 
 Given = TypeVar("Given")
+Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 #: The asyncio tasks whose blocks are open in each thread, the innermost last.
@@ -26,6 +28,7 @@ class EitherContext(Generic[Given]):
 
     def __init__(self, manager: AbstractContextManager[Given], *, holds_transaction: bool) -> None:
         self._manager, self._holds_transaction = manager, holds_transaction
+        self._entered = False
 
     def __enter__(self) -> Given:
         return self._manager.__enter__()
@@ -36,19 +39,17 @@ class EitherContext(Generic[Given]):
         return self._manager.__exit__(kind, error, traceback)
 
     async def __aenter__(self) -> Given:
-        entering = asyncio.ensure_future(sync_to_async(self._enter_for)(asyncio.current_task()))
         try:
-            return await _to_its_end(entering)
+            return await _in_thread(self._enter_for, asyncio.current_task())
         except asyncio.CancelledError:
-            # The thread has gone on, and may have opened what nobody would close.
-            if not entering.cancelled() and entering.exception() is None:
+            if self._entered:  # The thread has gone on, and opened what nobody would close.
                 await self.__aexit__(NeverEntered, NeverEntered(), None)
             raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        return await _to_its_end(asyncio.ensure_future(sync_to_async(self._exit)(kind, error, traceback)))
+        return await _in_thread(self._exit, kind, error, traceback)
 
     def _enter_for(self, task: Any) -> Given:
         open_blocks = vars(_tasks).setdefault("open", [])
@@ -59,6 +60,7 @@ class EitherContext(Generic[Given]):
                 "async with asgiref.sync.ThreadSensitiveContext()."
             )
         given = self.__enter__()
+        self._entered = True
         if self._holds_transaction:
             open_blocks.append(task)
         return given
@@ -71,17 +73,22 @@ class EitherContext(Generic[Given]):
                 _tasks.open.pop()
 
 
-async def _to_its_end(work: "asyncio.Future[Given]") -> Given:
-    """Wait for what the thread does, however often this task is cancelled meanwhile, and be cancelled then.
+async def _in_thread(function: Callable[..., Result], *args: Any) -> Result:
+    """Call ``function`` in the thread of the connection, and wait for its end; a cancellation meanwhile is raised after it.
 
     A queued end that is cancelled never runs: its transaction stays open, and takes in what others write after it.
     """
-    cancelled: asyncio.CancelledError | None = None
+    context, cancelled = copy_context(), None
+    work = asyncio.create_task(sync_to_async(function)(*args), context=context)
     while not work.done():
         try:
             await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancelled = error
+    here = copy_context()
+    for variable, value in context.items():  # What hooks and receivers have set there holds here too.
+        if variable not in here or here[variable] is not value:
+            variable.set(value)
     if cancelled is not None and not work.cancelled():
         raise cancelled from work.exception()
     return work.result()
