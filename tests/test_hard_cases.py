@@ -15,7 +15,6 @@ from django.core.wsgi import get_wsgi_application
 from django.db import Error, IntegrityError, connection, transaction
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.test import Client
-from django.test.utils import CaptureQueriesContext
 from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View as ClassBasedView
@@ -326,10 +325,9 @@ def test_an_error_after_the_end_is_not_taken_for_a_takeover(
         raise RuntimeError("on purpose")
 
     serve(view=view)
-    with caplog.at_level("INFO", "idempotency"), CaptureQueriesContext(connection) as queries:
+    with caplog.at_level("INFO", "idempotency"):
         sender.send()
     assert "taken over" not in caplog.text
-    assert sum("recovery_point" in query["sql"] for query in queries.captured_queries) == 2, "the claim and the phase"
     assert sender.send().status_code == 201
 
 
