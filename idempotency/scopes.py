@@ -9,6 +9,7 @@ from typing import Any
 from uuid import UUID
 
 from django.contrib.auth import get_user_model
+from django.contrib.sessions.backends.base import UpdateError
 from django.contrib.sessions.backends.signed_cookies import SessionStore as SignedCookies
 from django.http import HttpRequest
 from django.utils.crypto import salted_hmac
@@ -54,7 +55,12 @@ def session(request: HttpRequest) -> str:
             if saved.session_key is None:
                 return ""
             saved["idempotency_scope"] = salted_hmac("idempotency.scope", saved.session_key, algorithm="sha256").hexdigest()
-            saved.save()
+            try:
+                saved.save()
+            except UpdateError:
+                # At a high level of isolation another first request may have saved the same at this moment.
+                if "idempotency_scope" not in type(store)(saved.session_key):
+                    raise
         modified = store.modified
         store["idempotency_scope"] = saved["idempotency_scope"]
         store.modified = modified

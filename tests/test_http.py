@@ -1,5 +1,6 @@
 """What a request says, and what of a response is kept, beyond the contract's numbers in ``tests/conformance``."""
 
+import threading
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from django.contrib.auth import login
 from django.contrib.sessions.backends.db import SessionStore
+from django.db import connection, transaction
 from django.http import FileResponse, HttpRequest, HttpResponse, HttpResponseRedirect, StreamingHttpResponse
 from django.template import engines
 from django.template.response import TemplateResponse
@@ -18,11 +20,14 @@ from idempotency import scopes
 from idempotency.header import key_of as key_carried_by
 from idempotency.models import IdempotencyKey
 from idempotency.problems import Problem
-from tests.conformance.threads import at_once
+from tests.concurrency import background
+from tests.conformance.threads import at_once, elsewhere
 from tests.conformance.views import Counted, another_client, both_kinds, create, phased_outside, plain
 from tests.factories import UserFactory
 from tests.models import Entry
 from tests.serving import Sender, View, problem
+from tests.test_inbox import waits_for_a_lock
+from tests.waiting import eventually
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -173,6 +178,29 @@ def test_visitor_has_the_scope_of_the_session(kind: Kind, serve: Serve, visitor:
     scope = IdempotencyKey.objects.get().scope
     assert scope.startswith("session:")
     assert session_key not in scope
+
+
+@pytest.mark.postgres
+def test_a_first_request_that_a_twin_outran_takes_its_scope(rf: RequestFactory, visitor: Client) -> None:
+    """At REPEATABLE READ the second UPDATE of the session is refused, and not made after the first."""
+    requests: list[Any] = [rf.post("/"), rf.post("/")]
+    for request in requests:
+        request.session = SessionStore(visitor.cookies["sessionid"].value)
+    saved = threading.Event()
+
+    def twin() -> None:
+        with transaction.atomic():
+            scopes.session(requests[1])
+            saved.set()
+            eventually(lambda: elsewhere(waits_for_a_lock))
+
+    with background(twin):
+        assert saved.wait(60)
+        with connection.cursor() as cursor:
+            cursor.execute("SET default_transaction_isolation = 'repeatable read'")
+        scope = scopes.session(requests[0])
+    connection.close()
+    assert scope == scopes.session(requests[1])
 
 
 @both_kinds
