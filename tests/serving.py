@@ -1,7 +1,8 @@
 """Views under test behind real URLs, and clients that sign in as a user of their own."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -63,3 +64,15 @@ def problem(response: HttpResponse) -> dict[str, Any]:
 def statements() -> CaptureQueriesContext:
     """Return a context that notes the statements on the default database."""
     return CaptureQueriesContext(connection)
+
+
+@contextmanager
+def default_isolation(level: str) -> Iterator[None]:
+    """Let transactions of this thread have ``level`` by default; reset, since a pool lends the connection to others."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET default_transaction_isolation = '{level}'")
+    try:
+        yield
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("RESET default_transaction_isolation")

@@ -25,7 +25,7 @@ from idempotency.phases import atomic_phase, foreign_call
 from tests.concurrency import Gate, background
 from tests.factories import IdempotencyKeyFactory
 from tests.models import Entry
-from tests.serving import Sender, statements
+from tests.serving import Sender, default_isolation, statements
 from tests.test_claims_and_phases import older, plain
 from tests.test_keys import claim, finish, request
 from tests.waiting import eventually
@@ -250,13 +250,12 @@ def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
     older(91)
 
     def take_over() -> Any:
-        with connection.cursor() as cursor:
-            cursor.execute("SET default_transaction_isolation = 'repeatable read'")
-        if not in_transaction:
-            return look(key)
-        with pytest.raises(OperationalError), transaction.atomic():
-            look(key)
-        return None
+        with default_isolation("repeatable read"):
+            if not in_transaction:
+                return look(key)
+            with pytest.raises(OperationalError), transaction.atomic():
+                look(key)
+            return None
 
     with meanwhile(lambda: IdempotencyKey.objects.update(locked_at=Now()), take_over) as other:
         found = other.result(60)

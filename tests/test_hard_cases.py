@@ -31,7 +31,7 @@ from tests.conformance.threads import Gate, at_once, elsewhere, in_background
 from tests.conformance.views import another_client, both_kinds, create, make_older, phased, plain, two_phases
 from tests.factories import IdempotencyKeyFactory
 from tests.models import Account, Entry
-from tests.serving import Sender
+from tests.serving import Sender, default_isolation
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -802,10 +802,9 @@ def test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default() -> 
     make_older(91, "locked_at")
 
     def client(number: int) -> None:
-        with connection.cursor() as cursor:
-            cursor.execute("SET default_transaction_isolation = 'repeatable read'")
-        for turn in range(40):
-            claims.claim_phased(request(f"key-{turn}"), POINTS, using="default")
+        with default_isolation("repeatable read"):
+            for turn in range(40):
+                claims.claim_phased(request(f"key-{turn}"), POINTS, using="default")
 
     at_once([partial(client, number) for number in range(8)])
 
@@ -819,9 +818,8 @@ def test_completers_at_one_key_on_a_database_that_is_repeatable_read_by_default(
     make_older(91, "locked_at")
 
     def completer(number: int) -> int:
-        with connection.cursor() as cursor:
-            cursor.execute("SET default_transaction_isolation = 'repeatable read'")
-        return sum(claims.claim_by_id(pk, delay_seconds=60, using="default") is not None for pk in keys)
+        with default_isolation("repeatable read"):
+            return sum(claims.claim_by_id(pk, delay_seconds=60, using="default") is not None for pk in keys)
 
     assert sum(at_once([partial(completer, number) for number in range(8)])) == len(keys)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from django.contrib.auth import login
 from django.contrib.sessions.backends.db import SessionStore
-from django.db import connection, transaction
+from django.db import transaction
 from django.http import FileResponse, HttpRequest, HttpResponse, HttpResponseRedirect, StreamingHttpResponse
 from django.template import engines
 from django.template.response import TemplateResponse
@@ -25,7 +25,7 @@ from tests.conformance.threads import at_once, elsewhere
 from tests.conformance.views import Counted, another_client, both_kinds, create, phased_outside, plain
 from tests.factories import UserFactory
 from tests.models import Entry
-from tests.serving import Sender, View, problem
+from tests.serving import Sender, View, default_isolation, problem
 from tests.test_inbox import waits_for_a_lock
 from tests.waiting import eventually
 
@@ -196,10 +196,8 @@ def test_a_first_request_that_a_twin_outran_takes_its_scope(rf: RequestFactory, 
 
     with background(twin):
         assert saved.wait(60)
-        with connection.cursor() as cursor:
-            cursor.execute("SET default_transaction_isolation = 'repeatable read'")
-        scope = scopes.session(requests[0])
-    connection.close()
+        with default_isolation("repeatable read"):
+            scope = scopes.session(requests[0])
     assert scope == scopes.session(requests[1])
 
 

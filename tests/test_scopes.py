@@ -302,7 +302,9 @@ def test_a_session_is_written_for_its_scope_once(serve: Serve, visitor: Client) 
     for key in ("key-1", "key-2"):
         with statements() as done:
             assert visitor.post("/view/", headers={"Idempotency-Key": key}).status_code == 201
-        writes.append(sum("django_session" in query["sql"] and not query["sql"].startswith("SELECT") for query in done))
+        # Of a prepared statement, which none of Django's is, psycopg tells Django no text.
+        texts = [query["sql"] or "" for query in done]
+        writes.append(sum("django_session" in text and not text.startswith("SELECT") for text in texts))
     assert writes == [1, 0]
 
 
