@@ -1,16 +1,16 @@
 """The view of a request with what it is called with: a function, a method or a coroutine function, of Django or of DRF."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from inspect import isawaitable
 from typing import Any
 
-from asgiref.sync import async_to_sync
 from django.contrib.auth.mixins import AccessMixin
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponseBase
 from django.views import View as BaseView
+
+from idempotency.contexts import awaited
 
 View = Callable[..., Any]
 
@@ -53,8 +53,7 @@ class Call:
 
     def __call__(self) -> Any:
         """Call the view. A coroutine runs on the event loop, and its database calls in this thread, inside its transaction."""
-        response = self.view(*self.args, **self.kwargs)
-        return async_to_sync(_awaited)(response) if isawaitable(response) else response
+        return awaited(self.view(*self.args, **self.kwargs))
 
     def response(self) -> HttpResponseBase:
         """Call the view and return its response with its body made."""
@@ -85,10 +84,6 @@ class Call:
                 f"wraps it must be a coroutine function too."
             )
         return rendered(response)
-
-
-async def _awaited(response: Awaitable[Any]) -> Any:
-    return await response
 
 
 @contextmanager

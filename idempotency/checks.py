@@ -63,7 +63,8 @@ def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             id="idempotency.E012",
         )
         for name in conf.CALLABLES
-        if isinstance(path := values.get(name), str) and (problem := _problem(path, _not_callable))
+        if isinstance(path := values.get(name), str)
+        and (problem := _problem(path, _no_validator if name == "KEY_VALIDATOR" else _not_callable))
     ]
 
 
@@ -215,6 +216,10 @@ def _problem(path: str, problem_of: Callable[[Any], str]) -> str:
 
 def _not_callable(named: Any) -> str:
     return "" if callable(named) else f"it is of type {type(named).__name__}"
+
+
+def _no_validator(named: Any) -> str:
+    return "it is a class of validators, not one" if isinstance(named, type) else _not_callable(named)
 
 
 def _no_backend(named: Any) -> str:

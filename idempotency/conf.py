@@ -121,6 +121,8 @@ def _contradictions(values: Settings) -> list[str]:
         found.append("IDEMPOTENCY['KEY_MIN_LENGTH'] must not be above KEY_MAX_LENGTH.")
     if values.KEY_MAX_LENGTH > 255:
         found.append("IDEMPOTENCY['KEY_MAX_LENGTH'] must be at most 255, the width of the column.")
+    if isinstance(values.KEY_VALIDATOR, type):
+        found.append("IDEMPOTENCY['KEY_VALIDATOR'] must be a validator, not a class of them, which would take every key.")
     if values.MISMATCH_STATUS not in (400, 409, 422):
         found.append("IDEMPOTENCY['MISMATCH_STATUS'] must be 422, 400 or 409.")
     if values.RETENTION_HOURS < 24:

@@ -1,4 +1,4 @@
-"""One context manager for ``with`` and for ``async with``."""
+"""What serves ``def`` and ``async def`` alike: one context manager for both, and the result of either."""
 
 import asyncio
 import threading
@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from functools import wraps
+from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -112,3 +113,12 @@ def either_context(
         return make
 
     return decorate
+
+
+def awaited(result: Any) -> Any:
+    """Return what a function returned, or what comes of it if that is a coroutine, whose database calls stay in this thread."""
+
+    async def run() -> Any:
+        return await result
+
+    return async_to_sync(run)() if isawaitable(result) else result

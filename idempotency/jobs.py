@@ -7,15 +7,16 @@ the rows to the broker afterwards. Source: Brandur Leach, "Transactionally Stage
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from inspect import isawaitable
+from inspect import isasyncgen, isgenerator
 from typing import Any
 
-from asgiref.sync import async_to_sync, sync_to_async
+from asgiref.sync import sync_to_async
 from django.conf import settings
 from django.db import DEFAULT_DB_ALIAS, router, transaction
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
+from idempotency.contexts import awaited
 from idempotency.exceptions import NoOpenTransaction
 from idempotency.keys import current
 from idempotency.models import StagedJob
@@ -81,20 +82,20 @@ def shard_of(job: StagedJob) -> str | None:
 def call_job(name: str, args: JobArgs) -> Any:
     """Call the function, or the task of Django Tasks, that a delivered job names, with its arguments; return what it returns.
 
-    Workers call it inside ``process_once(STAGED_JOBS, job_id)``.
+    Workers call it inside ``process_once(STAGED_JOBS, job_id)``. Raises TypeError when it is a generator function.
     """
     job = import_string(name)
     call = getattr(job, "call", job)
-    return awaited(call(**args) if isinstance(args, dict) else call(*args))
+    # After the inbox has committed, nobody would await what it returned, or not again.
+    result = awaited(call(**args) if isinstance(args, dict) else call(*args))
+    refuse_generator(name, result)
+    return result
 
 
-def awaited(result: Any) -> Any:
-    """Run what a job returned to its end, if it is a coroutine: after the inbox has committed nobody would, or not again."""
-
-    async def run() -> Any:
-        return await result
-
-    return async_to_sync(run)() if isawaitable(result) else result
+def refuse_generator(name: str, result: Any) -> None:
+    """Raise TypeError when a job returned a generator: its work has not begun, and nobody would do it."""
+    if isgenerator(result) or isasyncgen(result):
+        raise TypeError(f"{name} is a generator function: calling it does nothing. A job is a function without yield.")
 
 
 def _refuse_path(name: str) -> None:

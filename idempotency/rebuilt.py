@@ -3,14 +3,13 @@
 The view itself is called, not the middleware chain, so that no header, token or URL leads here from outside.
 """
 
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import isawaitable
 from io import BytesIO
 from typing import Any
 from urllib.parse import unquote
 
-from asgiref.sync import async_to_sync, sync_to_async
+from asgiref.sync import sync_to_async
 from django.conf import settings
 from django.conf.urls.i18n import is_language_prefix_patterns_used
 from django.contrib.auth import get_user_model
@@ -22,6 +21,7 @@ from django.utils import timezone, translation
 from django.utils.module_loading import import_string
 
 from idempotency import conf
+from idempotency.contexts import awaited
 from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
 from idempotency.http import REDACTED_MARK, SCRIPT_NAME
 from idempotency.models import IdempotencyKey
@@ -59,8 +59,8 @@ def run_again(key: IdempotencyKey) -> HttpResponseBase:
         if (prepare := conf.get().PREPARE_REQUEST) is not None:
             (import_string(prepare) if isinstance(prepare, str) else prepare)(request, key)
         with translation.override(_language_of(request)), timezone.override(None):
-            response = match.func(request, *match.args, **match.kwargs)
-            return async_to_sync(_awaited)(response) if isawaitable(response) else response
+            response: HttpResponseBase = awaited(match.func(request, *match.args, **match.kwargs))
+            return response
 
 
 def _language_of(request: HttpRequest) -> str:
@@ -82,10 +82,6 @@ def _addresses_of(request: HttpRequest) -> Iterator[None]:
     finally:
         set_script_prefix(prefix)
         set_urlconf(urlconf)
-
-
-async def _awaited(response: Awaitable[HttpResponseBase]) -> HttpResponseBase:
-    return await response
 
 
 def _request(key: IdempotencyKey) -> HttpRequest:

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from uuid import UUID
 
@@ -38,6 +38,16 @@ def record_after_a_failure(user: int, mark: str) -> None:
 async def record_after_a_failure_in_a_coroutine(user: int, mark: str) -> None:
     """Raise the first time, as ``record_after_a_failure`` does."""
     await sync_to_async(record_after_a_failure)(user, mark)
+
+
+def yielding(user: int) -> Iterator[None]:
+    """Do nothing: a call of a generator function runs no line of it."""
+    yield record(user)
+
+
+async def yielding_in_a_coroutine(user: int) -> AsyncIterator[None]:
+    """Do nothing, as ``yielding`` does."""
+    yield record(user)
 
 
 def record_after_a_kill(user: int, mark: str) -> None:

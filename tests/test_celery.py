@@ -12,7 +12,7 @@ from idempotency.contrib.celery import CeleryBackend
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
 from tests.brokers import Celery
-from tests.celery_once_tasks import app, asynchronous, book, charge, refund, slow, tree, whole
+from tests.celery_once_tasks import app, asynchronous, book, charge, refund, slow, tree, whole, yielding
 from tests.factories import StagedJobFactory, UserFactory
 from tests.waiting import eventually
 
@@ -65,6 +65,13 @@ def test_a_task_that_calls_itself_does_all_of_its_calls_once_in_one_run(worker, 
     result = tree.delay(user, mark, 3)
     assert worker.finish(result, pool=pool) == ["node 0", "node 1", "node 2", "node 3"]
     assert ProcessedMessage.objects.count() == 1
+
+
+def test_a_generator_function_fails_in_place_of_doing_nothing(worker, user):
+    result = yielding.delay(user)
+    assert worker.finish(result) == []
+    assert "tests.celery_once_tasks.yielding is a generator function" in str(result.result)
+    assert not ProcessedMessage.objects.exists()
 
 
 def test_a_task_is_not_lost_when_one_that_it_calls_directly_asks_for_another_try(worker, user, mark):

@@ -8,6 +8,7 @@ from django.contrib.auth.decorators import login_required
 from django.contrib.auth.mixins import LoginRequiredMixin
 from django.contrib.auth.views import LoginView
 from django.core.checks import run_checks
+from django.core.validators import RegexValidator
 from django.db import connections, transaction
 from django.http import HttpResponse
 from django.urls import path
@@ -82,6 +83,12 @@ def test_a_dotted_path_to_nothing_that_can_be_called_is_an_error_that_names_it(s
     assert found(settings, **{name: path}) == ["idempotency.E012"]
     [message] = [message for message in run_checks(databases=[]) if message.id == "idempotency.E012"]
     assert f"IDEMPOTENCY[{name!r}] is {path!r}, which cannot be called: {problem}" in message.msg
+
+
+def test_a_class_of_validators_is_an_error_since_it_would_take_every_key(settings):
+    assert found(settings, KEY_VALIDATOR="django.core.validators.RegexValidator") == ["idempotency.E012"]
+    assert found(settings, KEY_VALIDATOR=RegexValidator) == ["idempotency.E001"]
+    assert found(settings, KEY_VALIDATOR=RegexValidator("^[a-z]$"), ERROR_RENDERER="django.http.JsonResponse") == []
 
 
 def test_a_callable_and_its_dotted_path_are_right(settings):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
+from django.core.validators import RegexValidator
 from pytest_django import Settings
 
 from idempotency import conf
@@ -25,6 +26,7 @@ from idempotency import conf
         ({"PHASE_ISOLATION": "snapshot"}, "must be None or one of 'read committed', 'repeatable read', 'serializable'"),
         ({"KEY_MIN_LENGTH": 20, "KEY_MAX_LENGTH": 10}, "IDEMPOTENCY['KEY_MIN_LENGTH'] must not be above KEY_MAX_LENGTH."),
         ({"KEY_MAX_LENGTH": 256}, "IDEMPOTENCY['KEY_MAX_LENGTH'] must be at most 255, the width of the column."),
+        ({"KEY_VALIDATOR": RegexValidator}, "must be a validator, not a class of them, which would take every key."),
         ({"MISMATCH_STATUS": 423}, "IDEMPOTENCY['MISMATCH_STATUS'] must be 422, 400 or 409."),
         ({"RETENTION_HOURS": 23}, "IDEMPOTENCY['RETENTION_HOURS'] must be at least 24"),
         (

@@ -7,7 +7,7 @@ from django.db import transaction
 from django.utils import timezone
 
 from idempotency.exceptions import NoOpenTransaction
-from idempotency.jobs import stage_job
+from idempotency.jobs import call_job, stage_job
 from idempotency.keys import current
 from idempotency.models import StagedJob
 from tests.factories import IdempotencyKeyFactory
@@ -117,3 +117,9 @@ def test_a_backslash_before_u0000_is_no_nul():
 def test_a_time_without_a_zone_is_refused():
     with pytest.raises(ValueError, match="time zone"):
         stage_job("shop.jobs.send", run_at=datetime(2026, 1, 1))
+
+
+@pytest.mark.parametrize("name", ["tests.jobs_for_tests.yielding", "tests.jobs_for_tests.yielding_in_a_coroutine"])
+def test_a_generator_function_fails_in_place_of_doing_nothing(name):
+    with pytest.raises(TypeError, match=f"{name} is a generator function"):
+        call_job(name, [1])

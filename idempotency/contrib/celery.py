@@ -25,7 +25,7 @@ from kombu.exceptions import OperationalError as BrokerError
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once
-from idempotency.jobs import shard_of
+from idempotency.jobs import refuse_generator, shard_of
 from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
@@ -105,6 +105,7 @@ class OnceTask(Task):  # type: ignore[misc]
                 result = self.run(*args, **kwargs) if first else None
                 if isawaitable(result):
                     result = async_to_sync(self._finish)(result, request)
+                refuse_generator(self.name, result)
         except MessageInProgress as error:
             # Not retry(): that would use up the tries that the task has for its own failures.
             raise Reject(error, requeue=True) from error
