@@ -141,8 +141,8 @@ def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
 def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = False) -> IdempotencyKey | None:
     """Claim an abandoned key for the completer, which leaves it alone for ``delay_seconds`` if this run fails too.
 
-    ``early``: do not wait for the end of the delay that an earlier run has set.
-    Return the claimed key; None if somebody else was faster, finished it, or handed it to a person.
+    ``early``: for the reaper, whose run of ``on_abandon`` does not wait for the end of the delay that an earlier run has set.
+    Return the claimed key; None if it is not due yet, or somebody else was faster, finished it, or handed it to a person.
     """
     parameters = {
         "id": pk,
@@ -150,7 +150,7 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
         "delay": delay_seconds,
         "early": early,
         "event": "claimed",
-        "detail": "completer",
+        "detail": "reaper" if early else "completer",
     }
     try:
         return key_as_read(fetch(statements(using).claim_by_id, parameters, using), using)

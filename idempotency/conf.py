@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from django.conf import settings as django_settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
+from django.utils.module_loading import import_string
 
 Isolation = Literal["read committed", "repeatable read", "serializable"]
 #: What a caller may choose: a level, None for the connection's own, or, by default, what the settings say.
@@ -72,6 +73,12 @@ class Settings:
 
 #: The settings that name something to call, by its dotted path or as it is.
 CALLABLES = tuple(f.name for f in fields(Settings) if f.type == str | Callable[..., Any] | None)
+
+
+def named(value: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Return what such a setting names."""
+    return import_string(value) if isinstance(value, str) else value
+
 
 #: What a value of each annotation must be an instance of, and how to say it.
 _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {

@@ -1,7 +1,7 @@
 """What ails the tables and the processes, each finding with its cure. Nothing is written.
 
-Each question is answered from the statistics of PostgreSQL or through a partial index, and counts stop at COUNT_LIMIT: a look
-costs the same however large the table of keys is.
+Each question about keys is answered from the statistics of PostgreSQL or through a partial index, and counts stop at
+COUNT_LIMIT: a look costs the same however large the table of keys is. Staged jobs are counted in full: they are what waits.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import connections, router
-from django.db.models import DateTimeField, DurationField, ExpressionWrapper, F, Max, QuerySet
+from django.db.models import F, Max, QuerySet
 from django.db.models.functions import Coalesce, Greatest, Now
 
 from idempotency import conf
@@ -81,11 +81,10 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
         )
     due = Greatest(
         Coalesce("next_run_at", "created_at"),
-        ExpressionWrapper(F("created_at") + timedelta(seconds=limits.COMPLETER_MIN_AGE_SECONDS), output_field=DateTimeField()),
-        ExpressionWrapper(F("last_run_at") + timedelta(seconds=limits.COMPLETER_IDLE_SECONDS), output_field=DateTimeField()),
+        F("created_at") + timedelta(seconds=limits.COMPLETER_MIN_AGE_SECONDS),
+        F("last_run_at") + timedelta(seconds=limits.COMPLETER_IDLE_SECONDS),
     )
-    waiting = ExpressionWrapper(Now() - due, output_field=DurationField())
-    abandoned = keys.abandoned().order_by("created_at").annotate(waiting=waiting)[:COUNT_LIMIT]
+    abandoned = keys.abandoned().order_by("created_at").annotate(waiting=Now() - due)[:COUNT_LIMIT]
     found.measured["completer_lag_seconds"] = lag = _seconds(abandoned.aggregate(oldest=Max("waiting"))["oldest"])
     if lag > LATE_SECONDS:
         yield Finding(
@@ -121,8 +120,7 @@ def _jobs(found: Diagnosis) -> Iterator[Finding]:
 
 
 def _processes(found: Diagnosis) -> Iterator[Finding]:
-    age = ExpressionWrapper(Now() - F("beat_at"), output_field=DurationField())
-    rows = ProcessHeartbeat.objects.using(found.database).annotate(age=age)[:COUNT_LIMIT]
+    rows = ProcessHeartbeat.objects.using(found.database).annotate(age=Now() - F("beat_at"))[:COUNT_LIMIT]
     beats = [(row.name, f"{row.host}/{row.pid}", _seconds(row.age)) for row in rows]
     found.measured["processes"] = [{"name": n, "process": p, "lag_seconds": seconds} for n, p, seconds in beats]
     for name, otherwise in LOOPS.items():

@@ -13,7 +13,7 @@ from datetime import timedelta
 from uuid import UUID
 
 from django.db import connections, router, transaction
-from django.db.models import Case, Count, DurationField, ExpressionWrapper, F, Max, Q, QuerySet, When
+from django.db.models import Case, Count, F, Max, Q, QuerySet, When
 from django.db.models.deletion import Collector
 from django.db.models.functions import Now
 
@@ -64,9 +64,10 @@ def backlog(*, using: str | None = None) -> Backlog:
     takes nothing.
     """
     due = Q(failed_at__isnull=True, run_at__lte=Now())
-    age = ExpressionWrapper(Now() - F("run_at"), output_field=DurationField())
     counts = StagedJob.objects.using(using or router.db_for_write(StagedJob)).aggregate(
-        oldest=Max(age, filter=due), depth=Count("pk", filter=due), failed=Count("pk", filter=Q(failed_at__isnull=False))
+        oldest=Max(Now() - F("run_at"), filter=due),
+        depth=Count("pk", filter=due),
+        failed=Count("pk", filter=Q(failed_at__isnull=False)),
     )
     return Backlog(max(0.0, (counts["oldest"] or timedelta()).total_seconds()), counts["depth"], counts["failed"])
 

@@ -14,6 +14,8 @@
     └── KeyStuck                 the machine gives up; a person must look
         ├── DownstreamKeyExpired the other system may have forgotten the key: calling again could do the work twice
         └── CallInDoubt          a foreign call was begun, and nobody knows whether it took effect
+
+Those of the enqueuer and its backends stand in ``idempotency.backends``.
 """
 
 from functools import cached_property

@@ -167,7 +167,7 @@ def _run_phased(
     except KeyStuck as stuck:
         if run.finished:
             raise  # There is nothing to hand over: the response is stored, and retries get it.
-        _hand_over(key, stuck, sender, using=using)
+        _mark_stuck(key, stuck, sender, using=using)
         raise problems.key_stuck(stuck.code) from stuck
     except BaseException as error:
         if not run.finished:
@@ -261,7 +261,7 @@ def _unknown_point(key: IdempotencyKey) -> str:
     )
 
 
-def _hand_over(key: IdempotencyKey, stuck: KeyStuck, sender: HttpRequest | None, *, using: str) -> None:
+def _mark_stuck(key: IdempotencyKey, stuck: KeyStuck, sender: HttpRequest | None, *, using: str) -> None:
     """Mark the key stuck, and say so unless an earlier deploy has."""
     try:
         keys.mark_stuck(key, stuck.code, stuck.reason, using=using)

@@ -10,7 +10,6 @@ from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.http import HttpRequest
-from django.utils.module_loading import import_string
 
 from idempotency import conf, problems
 
@@ -47,7 +46,7 @@ def key_of(request: HttpRequest, seen_request: Any, key_from: KeyFrom | None) ->
         )
     if (validator := limits.KEY_VALIDATOR) is not None:
         try:
-            (import_string(validator) if isinstance(validator, str) else validator)(key)
+            conf.named(validator)(key)
         except ValidationError as error:
             raise problems.key_invalid(" ".join(error.messages)) from None
     return key

@@ -121,13 +121,11 @@ def not_stored(response: Response) -> Response:
 
 
 def is_stored(response: HttpResponseBase) -> bool:
-    """Tell whether this response finishes its key: 2xx, 3xx and definitive 4xx do."""
-    if getattr(response, "idempotency_not_stored", False):
-        return False
+    """Tell whether this response finishes its key: 2xx, 3xx and definitive 4xx do, and 5xx with STORE_5XX."""
     limits = conf.get()
-    if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        return limits.STORE_5XX
-    return response.status_code not in limits.NEVER_STORED_STATUSES
+    if getattr(response, "idempotency_not_stored", False) or response.status_code in limits.NEVER_STORED_STATUSES:
+        return False
+    return response.status_code < HTTPStatus.INTERNAL_SERVER_ERROR or limits.STORE_5XX
 
 
 def stored_parts(response: HttpResponseBase) -> tuple[int, dict[str, str], bytes | None]:

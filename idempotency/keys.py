@@ -1,8 +1,9 @@
 """The fence: what may happen to a claimed key. ``idempotency.claims`` gives it to a run; here it moves, finishes, or is let go.
 
-Each change names the claim's token in its WHERE clause: that is the fence. A run that lost its key to another changes no row,
-learns of it, and rolls its own writes back. Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres",
-whose lock has no token.
+Each change by the run that holds the key names the claim's token in its WHERE clause: that is the fence. A run that lost its
+key to another changes no row, learns of it, and rolls its own writes back. (``give_up`` is for a key that no run holds: it asks
+for a lock that is free or has expired.) Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", whose
+lock has no token.
 """
 
 import json

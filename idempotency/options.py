@@ -68,14 +68,18 @@ def match_of(key: IdempotencyKey) -> ResolverMatch:
 FINDERS: list[Callable[[Callable[..., Any], str], Options | None]] = []
 
 
+def class_of(view: Callable[..., Any]) -> Any:
+    """Return the class of a resolved class-based view, None of a function."""
+    return getattr(view, "view_class", None) or getattr(view, "cls", None)  # of Django, of Django REST framework
+
+
 def options_of(view: Callable[..., Any], method: str) -> Options | None:
     """Return what a resolved view says in ``@idempotent``; of a class-based view, what its method for ``method`` says."""
     if found := getattr(view, "idempotency", None):
         return found  # type: ignore[no-any-return]
-    # Django says ``view_class``, Django REST framework ``cls``, and ``actions`` for the methods of a view set.
-    owner = getattr(view, "view_class", None) or getattr(view, "cls", None)
+    # ``actions`` are the methods of a view set of Django REST framework.
     name = (getattr(view, "actions", None) or {}).get(method.lower(), method.lower())
-    handler = getattr(owner, name, None)
+    handler = getattr(class_of(view), name, None)
     # @api_view hides the function in a closure.
     inner = getclosurevars(handler).nonlocals.get("func") if isfunction(handler) else None
     candidates = [getattr(handler, "idempotency", None), getattr(inner, "idempotency", None)]

@@ -13,7 +13,7 @@ from django.urls import URLPattern, URLResolver, get_resolver
 from django.urls.resolvers import RegexPattern
 
 from idempotency import conf
-from idempotency.options import Options, options_of
+from idempotency.options import Options, class_of, options_of
 
 View = Callable[..., Any]
 
@@ -167,7 +167,7 @@ def _simplified(regex: str) -> str:
 def allowed_methods(view: View) -> set[str]:
     """Return the methods that reach a view, as far as its class and Django's ``require_http_methods`` say."""
     allowed = set(_METHODS)
-    if (owner := getattr(view, "view_class", None) or getattr(view, "cls", None)) is not None:
+    if (owner := class_of(view)) is not None:
         given: dict[str, Any] = getattr(view, "view_initkwargs", None) or getattr(view, "initkwargs", None) or {}
         names = given.get("http_method_names", owner.http_method_names)
         handlers = getattr(view, "actions", None) or {name: name for name in names}
@@ -182,7 +182,7 @@ def _dotted(named: Any) -> str:
     """Return the dotted path of a function or of the class behind a view; a string as it is, nothing for None."""
     if named is None or isinstance(named, str):
         return named or ""
-    thing = getattr(named, "view_class", None) or getattr(named, "cls", None) or named
+    thing = class_of(named) or named
     if not hasattr(thing, "__qualname__"):
         thing = type(thing)
     return f"{thing.__module__}.{thing.__qualname__}"

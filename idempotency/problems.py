@@ -1,11 +1,8 @@
 """The answers of this app, not of the view, one function each. Source: RFC 9457 and draft-07 of the header's specification."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from django.http import HttpResponseBase, JsonResponse
-from django.utils.module_loading import import_string
 
 from idempotency import conf
 from idempotency.models import UNKNOWN_RECOVERY_POINT
@@ -56,10 +53,7 @@ class Problem(Exception):
             "retryable": self.retryable,
         }
         if limits.ERROR_RENDERER is not None:
-            render: Callable[..., Any] = (
-                import_string(limits.ERROR_RENDERER) if isinstance(limits.ERROR_RENDERER, str) else limits.ERROR_RENDERER
-            )
-            rendered: HttpResponseBase = render(**members, headers=self.headers)
+            rendered: HttpResponseBase = conf.named(limits.ERROR_RENDERER)(**members, headers=self.headers)
             return rendered
         content = {"type": limits.PROBLEM_TYPE_BASE + self.code, **members}
         return JsonResponse(content, status=self.status, headers=self.headers, content_type="application/problem+json")

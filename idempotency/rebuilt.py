@@ -18,7 +18,6 @@ from django.core.handlers.wsgi import WSGIRequest
 from django.http import HttpRequest, HttpResponseBase
 from django.urls import Resolver404, get_script_prefix, get_urlconf, set_script_prefix, set_urlconf
 from django.utils import timezone, translation
-from django.utils.module_loading import import_string
 
 from idempotency import conf
 from idempotency.contexts import awaited
@@ -57,7 +56,7 @@ def run_again(key: IdempotencyKey) -> HttpResponseBase:
     setattr(request, CLAIMED_KEY_ATTRIBUTE, key)
     with _addresses_of(request):
         if (prepare := conf.get().PREPARE_REQUEST) is not None:
-            (import_string(prepare) if isinstance(prepare, str) else prepare)(request, key)
+            conf.named(prepare)(request, key)
         with translation.override(_language_of(request)), timezone.override(None):
             response: HttpResponseBase = awaited(match.func(request, *match.args, **match.kwargs))
             return response

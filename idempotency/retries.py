@@ -36,7 +36,8 @@ def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Call
     """Make the attempt, again after each serialization failure, with the request as it was before the first.
 
     ``isolation`` tells the level of the transaction that failed. Each failed attempt was rolled back; what it did outside the
-    database it does again. Raises Problem ``conflict`` after SERIALIZATION_RETRIES.
+    database it does again. Raises Problem ``conflict`` after SERIALIZATION_RETRIES, and at once when the request cannot be put
+    back as it would come in now.
     """
     before = _State(call)
     unique_violations = 0

@@ -218,7 +218,7 @@ class Statements:
 
     @cached_property
     def claim_by_id(self) -> str:
-        """Claim for the completer, which sets when it will come back."""
+        """Claim for the completer, which sets when it will come back, or for ``on_abandon`` in the reaper."""
         return (
             f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at = {self.now}, "  # nosec B608  # see the docstring
             f"attempts = k.attempts + 1, completer_attempts = k.completer_attempts + 1, "

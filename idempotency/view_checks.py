@@ -15,7 +15,7 @@ from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from idempotency import conf, scopes
 from idempotency.calls import access_is_checked_inside
 from idempotency.models import IdempotencyKey
-from idempotency.options import options_of
+from idempotency.options import class_of, options_of
 from idempotency.policy import Protected, View, allowed_methods, protected_views, wrapped
 
 
@@ -37,7 +37,7 @@ def _mistakes(view: Protected) -> Iterator[CheckMessage]:
             hint=f"The databases are: {', '.join(connections.settings)}.",
             id="idempotency.E005",
         )
-    owner = _owner(view.callback)
+    owner = class_of(view.callback)
     if owner is not None and (
         access_is_checked_inside(owner) or (hasattr(owner, "initialize_request") and hasattr(owner.dispatch, "idempotency"))
     ):
@@ -61,7 +61,7 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
     """What protects less than it seems to."""
     from django.contrib.auth.views import LoginView  # needs the models
 
-    owner = _owner(view.callback)
+    owner = class_of(view.callback)
     if not view.methods:
         yield Warning(
             f"{view.path}: @idempotent protects nothing here, because only safe methods reach the view.",
@@ -87,7 +87,7 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
 def _losses(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
     """What other methods of the view lose: Django takes a view out of ATOMIC_REQUESTS as a whole."""
     atomic_requests = any(values.get("ATOMIC_REQUESTS") for values in connections.settings.values())
-    if not atomic_requests or not view.methods or _owner(view.callback) is None:
+    if not atomic_requests or not view.methods or class_of(view.callback) is None:
         return
     if view is not next(other for other in every if other.callback is view.callback):
         return  # said with the first of its policies
@@ -105,17 +105,12 @@ def _losses(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
         )
 
 
-def _owner(callback: View) -> Any:
-    """Return the class of a class-based view, of Django or of Django REST framework."""
-    return getattr(callback, "view_class", None) or getattr(callback, "cls", None)
-
-
 def _handlers(callback: View, *methods: str) -> Iterator[View]:
     """Yield the view and, of a class, its handlers for these methods."""
     yield callback
     actions = getattr(callback, "actions", None) or {}
     for method in methods:
-        if handler := getattr(_owner(callback), actions.get(method.lower(), method.lower()), None):
+        if handler := getattr(class_of(callback), actions.get(method.lower(), method.lower()), None):
             yield handler
 
 

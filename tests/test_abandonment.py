@@ -57,6 +57,8 @@ def test_its_response_finishes_the_key(abandoned: Any, sender: Sender, caplog: p
     assert len(refunds) == 1
     key.refresh_from_db()
     assert (key.stuck_at, key.locked_at) == (None, None)
+    claimed = [event["detail"] for event in key.history if event["event"] == "claimed"]
+    assert claimed[-1] == "reaper", "who reads it at night knows which process ran it"
 
 
 def test_it_is_found_below_i18n_patterns(sender: Sender, settings: Settings) -> None:

@@ -22,10 +22,10 @@ from idempotency.contrib import prometheus
 from idempotency.contrib.celery import CeleryBackend
 from idempotency.contrib.tasks import TasksBackend
 from idempotency.decorators import idempotent
+from idempotency.heartbeats import SILENT_SECONDS
 from idempotency.jobs import stage_job
 from idempotency.management import passes
 from idempotency.management.commands import enqueue_jobs
-from idempotency.management.commands.idempotency_worker import MAX_AGE_SECONDS
 from idempotency.models import IdempotencyKey
 from idempotency.reaper import MESSAGE_RETENTION
 from rides_demo import simulated_clock
@@ -175,8 +175,8 @@ def width(field: str) -> int:
         ("how-to/run-the-processes.md", r"runs the (\w+) loops", len(LOOPS)),
         ("how-to/run-the-processes.md", r"all (\w+) files", len(LOOPS)),
         ("how-to/run-the-processes.md", r"every (\d+) seconds while it waits", passes.BEAT_SECONDS),
-        ("how-to/run-the-processes.md", r"`--max-age` \((\d+) seconds\)", MAX_AGE_SECONDS),
-        ("how-to/run-the-processes.md", r"to (\w+) your LOCK_TIMEOUT", MAX_AGE_SECONDS / DEFAULTS.LOCK_TIMEOUT_SECONDS),
+        ("how-to/run-the-processes.md", r"`--max-age` \((\d+) seconds\)", SILENT_SECONDS),
+        ("how-to/run-the-processes.md", r"to (\w+) your LOCK_TIMEOUT", SILENT_SECONDS / DEFAULTS.LOCK_TIMEOUT_SECONDS),
         ("how-to/run-the-processes.md", r"if that is above (\d+)", DEFAULTS.LOCK_TIMEOUT_SECONDS),
         ("how-to/run-the-processes.md", r"after (\d+) refusals", enqueuer.MAX_ATTEMPTS),
         ("how-to/run-the-processes.md", r"at least every (\d+) s", passes.MAX_PAUSE_SECONDS),

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import Error, connections, router
-from django.db.models import DurationField, ExpressionWrapper, F, QuerySet
+from django.db.models import F, QuerySet
 from django.db.models.functions import Now
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -118,7 +118,7 @@ class DatabaseCollector(Collector):
 def _of_keys(alias: str) -> Iterator[GaugeMetricFamily]:
     unfinished = IdempotencyKey.objects.using(alias).unfinished().order_by("created_at")
     columns = ("stuck_at", "acknowledged_at", "stuck_code")
-    rows = list(unfinished.values_list(_age("created_at"), *columns)[:COUNT_LIMIT])
+    rows = list(unfinished.values_list(Now() - F("created_at"), *columns)[:COUNT_LIMIT])
     stuck: Counts[str] = Counts()
     oldest = 0.0
     for age, stuck_at, acknowledged_at, code in rows:
@@ -139,7 +139,7 @@ def _of_keys(alias: str) -> Iterator[GaugeMetricFamily]:
 def _of_jobs(alias: str) -> Iterator[GaugeMetricFamily]:
     jobs = StagedJob.objects.using(alias)
     due = jobs.filter(failed_at__isnull=True, run_at__lte=Now()).order_by("run_at")
-    oldest = due.values_list(_age("run_at"), flat=True).first()
+    oldest = due.values_list(Now() - F("run_at"), flat=True).first()
     yield GaugeMetricFamily("idempotency_due_jobs", "Staged jobs that are due.", value=due[:COUNT_LIMIT].count())
     yield GaugeMetricFamily(
         "idempotency_failed_jobs",
@@ -154,7 +154,7 @@ def _of_jobs(alias: str) -> Iterator[GaugeMetricFamily]:
 def _of_processes(alias: str) -> Iterator[GaugeMetricFamily]:
     lags: dict[str, float] = {}
     rows: QuerySet[Any] = ProcessHeartbeat.objects.using(alias)
-    for name, age in rows.values_list("name", _age("beat_at"))[:COUNT_LIMIT]:
+    for name, age in rows.values_list("name", Now() - F("beat_at"))[:COUNT_LIMIT]:
         lags[name] = min(lags.get(name, float("inf")), _seconds(age))
     gauge = GaugeMetricFamily(
         "idempotency_process_lag_seconds", "Since when no loop of this name has given a sign of life.", labels=["name"]
@@ -162,11 +162,6 @@ def _of_processes(alias: str) -> Iterator[GaugeMetricFamily]:
     for name, lag in lags.items():
         gauge.add_metric([name], lag)
     yield gauge
-
-
-def _age(column: str) -> "ExpressionWrapper[Any]":
-    """Return the expression for how long ago that was, on the database's clock."""
-    return ExpressionWrapper(Now() - F(column), output_field=DurationField())
 
 
 def _seconds(age: timedelta | None) -> float:

@@ -155,8 +155,9 @@ class PassCommand(BaseCommand):
     #: Seconds between two passes of a loop.
     default_interval: ClassVar[float]
     default_batch_size: ClassVar[int] = 1000
+    batch_size_help: ClassVar[str] = "How many rows one transaction takes at most"
 
-    #: The work: a function that does one pass, asks ``stop`` between batches, and returns its counts, a dataclass.
+    #: The work: a function that does one pass, asks ``stop`` between batches or keys, and returns its counts, a dataclass.
     run_pass: Callable[..., Any]
     #: Names of the options of this command alone, which its pass is given too.
     own_options: ClassVar[tuple[str, ...]] = ()
@@ -175,7 +176,7 @@ class PassCommand(BaseCommand):
             type=count,
             default=self.default_batch_size,
             metavar="N",
-            help="How many rows one transaction takes at most (default: %(default)s).",
+            help=f"{self.batch_size_help} (default: %(default)s).",
         )
         parser.add_argument("--dry-run", action="store_true", help="Say what would be done, and change nothing.")
         add_database_argument(parser)

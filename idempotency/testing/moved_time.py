@@ -2,12 +2,12 @@
 
 from datetime import timedelta
 
-from django.db.models import F, QuerySet
+from django.db.models import DateTimeField, F, QuerySet
 
 from idempotency.models import IdempotencyKey
 
 #: Every moment that a key remembers.
-MOMENTS = ("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "next_run_at")
+MOMENTS = tuple(field.name for field in IdempotencyKey._meta.concrete_fields if isinstance(field, DateTimeField))
 
 
 def age(keys: IdempotencyKey | QuerySet[IdempotencyKey], seconds: float) -> None:
@@ -17,7 +17,7 @@ def age(keys: IdempotencyKey | QuerySet[IdempotencyKey], seconds: float) -> None
     completer takes what is abandoned, retention ends, ``derive(valid_seconds=...)`` runs out. Nothing else moves: the clock,
     your own rows and other keys stay.
     """
-    chosen = IdempotencyKey.objects.filter(pk=keys.pk) if isinstance(keys, IdempotencyKey) else keys
+    chosen = IdempotencyKey.objects.using(keys._state.db).filter(pk=keys.pk) if isinstance(keys, IdempotencyKey) else keys
     chosen.update(**{moment: F(moment) - timedelta(seconds=seconds) for moment in MOMENTS})
     if isinstance(keys, IdempotencyKey):
         keys.refresh_from_db()

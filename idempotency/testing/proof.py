@@ -8,6 +8,7 @@ from typing import Any, Self
 from django.db import connections
 
 from idempotency import conf
+from idempotency.exceptions import CallInDoubt
 from idempotency.testing.attempts import Attempt, may_be_held
 from idempotency.testing.comparing import GONE, Answer, Difference, Leaves, compare, random_paths
 from idempotency.testing.diagnosis import Finding, diagnose
@@ -18,7 +19,7 @@ from idempotency.testing.rows import Snapshot
 from idempotency.testing.stage import COME_BACK, Send, Stage
 
 #: A key that is stuck for this reason was handed to a person where no machine can know: not a failure, and never done twice.
-_HANDED_OVER = "call_in_doubt"
+_HANDED_OVER = CallInDoubt.code
 
 
 class Proof(Stage):

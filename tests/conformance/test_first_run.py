@@ -236,6 +236,16 @@ def test_16_store_5xx_keeps_them_as_stripe_does(
     assert work.runs == 1
 
 
+@pytest.mark.parametrize("kind", [plain, phased_outside])
+def test_16_a_5xx_that_is_never_stored_is_not_stored_with_store_5xx_either(
+    kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    settings.IDEMPOTENCY = {"STORE_5XX": True, "NEVER_STORED_STATUSES": [429, 503]}
+    serve(view=kind(work := Counted(lambda request: HttpResponse("down", status=503))))
+    assert [sender.send().status_code for _ in range(2)] == [503, 503]
+    assert work.runs == 2
+
+
 def large(request: HttpRequest) -> HttpResponse:
     """Answer with a body that is not kept."""
     create(request)

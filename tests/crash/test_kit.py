@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from django.db import connection
+from django.db.models import DateTimeField
 from django.http import HttpRequest, JsonResponse
 from django.test import Client, TestCase
 from django.urls import path
@@ -96,6 +97,15 @@ def test_an_aged_key_is_abandoned_and_its_lock_expired() -> None:
     age(IdempotencyKey.objects.filter(pk=other.pk), seconds=3600)
     assert set(IdempotencyKey.objects.abandoned()) == {key, other}
     assert complete_once(dry_run=True).failed == 2
+
+
+def test_an_aged_key_ages_in_all_that_it_remembers() -> None:
+    moments = {field.name for field in IdempotencyKey._meta.concrete_fields if isinstance(field, DateTimeField)}
+    moments -= {"finished_at", "locked_at"}  # of a key that is finished, or held
+    now = timezone.now()
+    key = IdempotencyKeyFactory(**dict.fromkeys(moments, now), stuck_code="a code", stuck_reason="the reason")
+    age(key, seconds=3600)
+    assert {name for name in moments if (now - getattr(key, name)).total_seconds() == 3600} == moments
 
 
 class InAnOpenTransaction(TestCase):

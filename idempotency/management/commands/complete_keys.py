@@ -15,6 +15,7 @@ class Command(PassCommand):
     )
     default_interval = 5.0
     default_batch_size = 100
+    batch_size_help = "How many keys are looked up at a time"
     own_options = ("concurrency",)
 
     run_pass = staticmethod(complete_once)

@@ -12,6 +12,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from idempotency.completer import complete_once
 from idempotency.enqueuer import enqueue_once
+from idempotency.heartbeats import SILENT_SECONDS
 from idempotency.management.commands import complete_keys, enqueue_jobs, reap_keys
 from idempotency.management.passes import (
     Loop,
@@ -29,9 +30,6 @@ LOOPS: dict[str, tuple[str, float, Callable[..., Any]]] = {
     "complete_keys": ("complete_interval", complete_keys.Command.default_interval, complete_once),
     "reap_keys": ("reap_interval", reap_keys.Command.default_interval, reap_once),
 }
-
-#: Twice the default of LOCK_TIMEOUT_SECONDS, which a single run of a key may last.
-MAX_AGE_SECONDS = 180.0
 
 
 class Command(BaseCommand):
@@ -67,7 +65,7 @@ class Command(BaseCommand):
         parser.add_argument(
             "--max-age",
             type=seconds,
-            default=MAX_AGE_SECONDS,
+            default=SILENT_SECONDS,
             metavar="SECONDS",
             help="With --check: how old the last sign of life may be (default: %(default)s).",
         )
