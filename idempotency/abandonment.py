@@ -1,20 +1,19 @@
 """The end of a request that nobody could finish: the view's ``on_abandon`` settles it, once, or a person does."""
 
 import logging
-from collections.abc import Callable
+from asyncio import CancelledError
 
 from django.http import HttpResponseBase
 from django.urls import Resolver404
 
 from idempotency import claims, conf, http, keys, signals
 from idempotency.calls import rendered
+from idempotency.contexts import awaited
 from idempotency.exceptions import CallInDoubt, LockLost
 from idempotency.models import ForeignCall, IdempotencyKey
-from idempotency.options import match_of, options_of
+from idempotency.options import OnAbandon, match_of, options_of
 
 logger = logging.getLogger("idempotency")
-
-OnAbandon = Callable[[IdempotencyKey], HttpResponseBase]
 
 #: The stuck code of a key that was not finished within the retention, and has nobody but a person to settle it.
 RETENTION_PASSED = "retention_passed"
@@ -63,14 +62,16 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
         return False
     keys.mark_stuck(key, ON_ABANDON, BEGUN, using=using)
     try:
-        response = rendered(on_abandon(key))
+        response = rendered(awaited(on_abandon(key)))
+        if not isinstance(response, HttpResponseBase):
+            raise TypeError(f"it returned {type(response).__name__}, not a response")
         if http.is_stored(response):
             keys.finish(key, *http.stored_parts(response), using=using)
             return True
         failure = f"on_abandon returned status {response.status_code}, which is never stored."
     except LockLost:
         raise
-    except Exception as error:
+    except (Exception, CancelledError) as error:
         logger.exception("on_abandon of key %s failed", key.key_hash, extra=keys.about(key))
         failure = f"on_abandon failed: {type(error).__name__}: {error}"
     keys.mark_stuck(key, ON_ABANDON, failure, using=using)

@@ -1,7 +1,7 @@
 """Where staged jobs go: what a queue has to be for the enqueuer, and the base of those that take one job at a time."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Protocol
@@ -11,8 +11,10 @@ from django.db import InterfaceError, OperationalError, transaction
 from django.utils.module_loading import import_string
 
 from idempotency import conf
+from idempotency.contexts import awaited
 from idempotency.exceptions import IdempotencyError
 from idempotency.inbox import STAGED_JOBS, took_effect
+from idempotency.jobs import refuse_generator
 from idempotency.models import StagedJob
 
 #: After so many refusals a job is given up on, with its error, for a person to look at.
@@ -48,9 +50,12 @@ class NoEffect(IdempotencyError):
 class Backend(Protocol):
     """Where the jobs of a queue go: what a dotted path in ``IDEMPOTENCY["ENQUEUERS"]`` names. Built once, without arguments."""
 
-    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
+    def hand_over(
+        self, queue: str, jobs: Sequence[StagedJob]
+    ) -> Mapping[UUID, Exception] | Awaitable[Mapping[UUID, Exception]]:
         """Give ``jobs`` to the broker and return the refused ones by their id; the others are its own from here on.
 
+        An answer of another kind refuses them all. It may be ``async def``.
         A job refused with BrokerUnavailable was not looked at: it burns no attempt. One with OfferAgain was taken and stays
         staged; when it comes here again and took effect meanwhile, it is answered with TookEffect. Raises BrokerUnavailable
         when nothing can be taken. Any other error makes the enqueuer try the jobs one by one. It must return within the
@@ -82,7 +87,7 @@ class OneByOne:
                     raise NoEffect
                 # A queue may live in this very database: what is refused there must not break the enqueuer's transaction.
                 with transaction.atomic(using=job._state.db) if self.uses_database else nullcontext():
-                    self.hand_over_one(queue, job)
+                    refuse_generator(f"What takes the jobs of {queue!r}", awaited(self.hand_over_one(queue, job)))
                 if self.follow_up_seconds:
                     refusals[job.pk] = OfferAgain(self.follow_up_seconds * 2**taken_before)
             except BrokerUnavailable as error:  # Those before it are the broker's: they must not go out again.
@@ -98,8 +103,8 @@ class OneByOne:
         except (OperationalError, InterfaceError) as error:
             raise BrokerUnavailable(f"Whether jobs took effect cannot be read at the moment: {error}") from error
 
-    def hand_over_one(self, queue: str, job: StagedJob) -> None:
-        """Give one job to the broker; raise what it is refused with, or BrokerUnavailable."""
+    def hand_over_one(self, queue: str, job: StagedJob) -> object:
+        """Give one job to the broker; raise what it is refused with, or BrokerUnavailable. A coroutine is awaited."""
         raise NotImplementedError
 
 
@@ -109,9 +114,9 @@ class CallableBackend(OneByOne):
     def __init__(self, function: Callable[[StagedJob], object]) -> None:
         self._function = function
 
-    def hand_over_one(self, queue: str, job: StagedJob) -> None:
+    def hand_over_one(self, queue: str, job: StagedJob) -> object:
         """Call the function."""
-        self._function(job)
+        return self._function(job)
 
 
 def backend_of(queue: str) -> Backend | None:

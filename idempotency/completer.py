@@ -6,6 +6,7 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (
 
 import logging
 import threading
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -137,7 +138,7 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
         with suppress(LockLost):  # Somebody has settled it from the admin meanwhile.
             keys.mark_stuck(key, error.code, error.reason, using=alias)
             keys.announce_stuck(pk, None, using=alias)
-    except Exception as error:
+    except (Exception, SystemExit, CancelledError) as error:  # A view may call sys.exit(), or let out what it cancelled.
         if connection_lost(error, alias) and not _answers(alias):
             raise  # The next key would fare no better. This one's lock expires.
         ended = f"{type(error).__name__}: {error}"

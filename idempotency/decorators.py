@@ -15,7 +15,7 @@ from idempotency.execution import answer
 from idempotency.header import KeyFrom, refuse_key_from
 from idempotency.http import SAFE_METHODS
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
-from idempotency.options import Options
+from idempotency.options import OnAbandon, Options
 
 AnyView = TypeVar("AnyView", bound=View)
 
@@ -46,7 +46,7 @@ def idempotent(
     using: str | Callable[[HttpRequest], str] | None = None,
     redact: Sequence[str] = (),
     store_body: bool = True,
-    on_abandon: Callable[[IdempotencyKey], HttpResponseBase] | None = None,
+    on_abandon: OnAbandon | None = None,
 ) -> Callable[[AnyView], AnyView]: ...
 def idempotent(
     view: View | None = None,
@@ -61,7 +61,7 @@ def idempotent(
     using: str | Callable[[HttpRequest], str] | None = None,
     redact: Sequence[str] = (),
     store_body: bool = True,
-    on_abandon: Callable[[IdempotencyKey], HttpResponseBase] | None = None,
+    on_abandon: OnAbandon | None = None,
 ) -> Any:
     """Let a view run once per idempotency key, and answer each retry with the same response.
 
@@ -81,7 +81,7 @@ def idempotent(
     ``redact``: dotted paths of parameters in JSON, form or query that are not kept; ``store_body``: False keeps no body. What
     was not kept cannot be run by the completer: such a key becomes stuck.
     ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS: it runs once, outside any
-    transaction, and its response finishes the key.
+    transaction, and its response finishes the key; it may be ``async def``, none of the other functions may.
 
     Stand below the decorators that authenticate: a stored response is for those only who pass them. Decorated views are left
     out of ATOMIC_REQUESTS. Raises RuntimeError at the request when a transaction is already open.
@@ -105,7 +105,7 @@ def idempotent(
         ("using", using, isinstance(using, str | None) or callable(using), "a database alias or a function of the request"),
         ("wait_seconds", wait_seconds, isinstance(wait_seconds, int | float) and wait_seconds >= 0, "a number, 0 or more"),
     ):
-        if not right:
+        if not right or (iscoroutinefunction(value) and name != "on_abandon"):
             raise ValueError(f"{name} must be {expected}, not {value!r}.")
     if isinstance(redact, str):
         raise ValueError(f"redact must be a list of dotted paths: [{redact!r}].")

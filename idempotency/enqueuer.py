@@ -21,12 +21,14 @@ from idempotency.backends import (
     BATCH_SECONDS,
     BROKER_TIMEOUT_SECONDS,
     MAX_ATTEMPTS,
+    Backend,
     BrokerUnavailable,
     NoEffect,
     OfferAgain,
     TookEffect,
     backend_of,
 )
+from idempotency.contexts import awaited
 from idempotency.keys import printable
 from idempotency.models import StagedJob
 from idempotency.transactions import durable_transaction
@@ -182,8 +184,7 @@ def _hand_over(
         yield jobs, dict.fromkeys((job.pk for job in jobs), error)
         return
     try:
-        with transaction.atomic(using=jobs[0]._state.db):
-            refusals = backend.hand_over(queue, jobs)
+        refusals = _refusals(backend, queue, jobs)
         yield jobs, refusals
         return
     except BrokerUnavailable:
@@ -192,8 +193,7 @@ def _hand_over(
         logger.info("queue %r refused a batch of %d jobs, which are handed over one by one: %s", queue, len(jobs), error)
     for job in jobs:
         try:
-            with transaction.atomic(using=job._state.db):
-                refusals = backend.hand_over(queue, [job])
+            refusals = _refusals(backend, queue, [job])
         except BrokerUnavailable:
             raise
         except Exception as error:
@@ -201,6 +201,18 @@ def _hand_over(
         yield [job], refusals
         if time.monotonic() > deadline:
             return
+
+
+def _refusals(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
+    """Let the backend hand the jobs over, and return those that it refused; all of them when it does not say which."""
+    with transaction.atomic(using=jobs[0]._state.db):
+        refusals = awaited(backend.hand_over(queue, jobs))
+    ids = {job.pk for job in jobs}
+    if isinstance(refusals, Mapping) and refusals.keys() <= ids:
+        return refusals
+    # Not one by one: it may have sent them.
+    said = TypeError(f"hand_over() of the backend of {queue!r} must return a dict of job ids and errors, not {refusals!r:.100}")
+    return dict.fromkeys(ids, said)
 
 
 def _record_refusal(alias: str, job: StagedJob, error: Exception) -> str:

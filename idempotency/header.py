@@ -6,6 +6,7 @@ Source: RFC 9651 (structured fields) and draft-07 of the header's specification.
 import json
 import re
 from collections.abc import Callable
+from inspect import iscoroutinefunction
 from typing import Any
 
 from django.core.exceptions import ValidationError
@@ -72,7 +73,8 @@ def _parse(value: str, *, strict: bool) -> str:
 
 def refuse_key_from(key_from: object) -> None:
     """Raise ValueError for a ``key_from`` that names no place."""
-    if not callable(key_from) and not (isinstance(key_from, str) and re.fullmatch(r"(body|form):.+", key_from)):
+    named = isinstance(key_from, str) and re.fullmatch(r"(body|form):.+", key_from)
+    if not named and (not callable(key_from) or iscoroutinefunction(key_from)):
         raise ValueError(f'key_from must be "body:NAME", "form:NAME" or a function of the request, not {key_from!r}.')
 
 

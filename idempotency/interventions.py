@@ -84,10 +84,13 @@ def hand_back(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None
 def complete_now(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, using: str | None = None) -> str | None:
     """Give a key back as ``hand_back`` does, and run it in this very process; return what ``complete_key`` returns.
 
-    A death in between leaves the key to the completer. Takes as long as the view takes. Raises RuntimeError in a transaction.
+    "handed back" when another run was faster then; None, with nothing done, when it could not be handed back. A death in
+    between leaves the key to the completer. Takes as long as the view takes. Raises RuntimeError in a transaction.
     """
     refuse_outer_transaction(_alias(using))
-    return complete_key(pk, using=_alias(using)) if hand_back(pk, seen, by=by, at=at, using=using) else None
+    if not hand_back(pk, seen, by=by, at=at, using=using):
+        return None
+    return complete_key(pk, using=_alias(using)) or "handed back"
 
 
 def calls_of(pk: int, *, using: str | None = None) -> str:

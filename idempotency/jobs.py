@@ -93,9 +93,9 @@ def call_job(name: str, args: JobArgs) -> Any:
 
 
 def refuse_generator(name: str, result: Any) -> None:
-    """Raise TypeError when a job returned a generator: its work has not begun, and nobody would do it."""
+    """Raise TypeError when a call returned a generator: its work has not begun, and nobody would do it."""
     if isgenerator(result) or isasyncgen(result):
-        raise TypeError(f"{name} is a generator function: calling it does nothing. A job is a function without yield.")
+        raise TypeError(f"{name} is a generator function: calling it does nothing. Write it without yield.")
 
 
 def _refuse_path(name: str) -> None:

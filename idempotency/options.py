@@ -1,6 +1,6 @@
 """What a view says of itself in ``@idempotent(...)``, and where to find it."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from inspect import getclosurevars, isfunction
 from typing import Any
@@ -16,6 +16,8 @@ from idempotency import conf
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 
+OnAbandon = Callable[[IdempotencyKey], HttpResponseBase | Awaitable[HttpResponseBase]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -27,7 +29,7 @@ class Options:
     scope: Callable[[HttpRequest], str] | None
     isolation: ChosenIsolation
     using: str | Callable[[HttpRequest], str] | None
-    on_abandon: Callable[[IdempotencyKey], HttpResponseBase] | None
+    on_abandon: OnAbandon | None
     key_from: str | Callable[[Any], str | None] | None
     wait_seconds: float
     redact: tuple[str, ...]

@@ -16,8 +16,10 @@ from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.core.handlers.wsgi import WSGIRequest
 from django.http import HttpRequest, HttpResponseBase
+from django.middleware.locale import LocaleMiddleware
 from django.urls import Resolver404, get_script_prefix, get_urlconf, set_script_prefix, set_urlconf
 from django.utils import timezone, translation
+from django.utils.module_loading import import_string
 
 from idempotency import conf
 from idempotency.contexts import awaited
@@ -54,16 +56,18 @@ def run_again(key: IdempotencyKey) -> HttpResponseBase:
     if urlconf := key.request_headers.get(URLCONF):
         request.urlconf = urlconf
     setattr(request, CLAIMED_KEY_ATTRIBUTE, key)
-    with _addresses_of(request):
+    with _addresses_of(request), translation.override(_language_of(request)), timezone.override(None):
         if (prepare := conf.get().PREPARE_REQUEST) is not None:
-            conf.named(prepare)(request, key)
-        with translation.override(_language_of(request)), timezone.override(None):
-            response: HttpResponseBase = awaited(match.func(request, *match.args, **match.kwargs))
-            return response
+            awaited(conf.named(prepare)(request, key))
+        response: HttpResponseBase = awaited(match.func(request, *match.args, **match.kwargs))
+        return response
 
 
 def _language_of(request: HttpRequest) -> str:
-    """Return the language that LocaleMiddleware chose for the client."""
+    """Return the language that LocaleMiddleware chose for the client; without it, that of all requests."""
+    middlewares = [import_string(path) for path in settings.MIDDLEWARE]
+    if not any(isinstance(middleware, type) and issubclass(middleware, LocaleMiddleware) for middleware in middlewares):
+        return settings.LANGUAGE_CODE
     in_path, default_in_path = is_language_prefix_patterns_used(getattr(request, "urlconf", settings.ROOT_URLCONF))
     if in_path and not default_in_path and not translation.get_language_from_path(request.path_info):
         return settings.LANGUAGE_CODE

@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 from uuid import UUID
 
 from asgiref.sync import sync_to_async
@@ -77,6 +78,44 @@ def take(job: StagedJob) -> None:
 def nobody_takes(job: StagedJob) -> None:
     """Take no job, as a queue that is down."""
     raise BrokerUnavailable("nobody is there")
+
+
+async def take_in_a_coroutine(job: StagedJob) -> None:
+    """Take a staged job as ``take`` does."""
+    await sync_to_async(take)(job)
+
+
+def take_yielding(job: StagedJob) -> Iterator[None]:
+    """Take nothing: a call of a generator function runs no line of it."""
+    yield take(job)
+
+
+class CoroutineBackend:
+    """A queue of the project's own that takes jobs in a coroutine."""
+
+    async def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
+        """Take each job, as ``take`` does."""
+        for job in jobs:
+            await take_in_a_coroutine(job)
+        return {}
+
+
+class ForgetfulBackend:
+    """A queue of the project's own that does not say which jobs it refused."""
+
+    said: Any = None
+
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Any:
+        """Take each job, as ``take`` does."""
+        for job in jobs:
+            take(job)
+        return self.said
+
+
+class MistakenBackend(ForgetfulBackend):
+    """A queue of the project's own that names what it refused by something else than ids."""
+
+    said: ClassVar = {"017f22e2": ValueError("refused")}
 
 
 class UnbuiltBackend:

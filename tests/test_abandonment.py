@@ -1,5 +1,6 @@
 """What nobody could finish is settled once by the view's ``on_abandon``, or handed to a person."""
 
+from asyncio import CancelledError
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -61,6 +62,14 @@ def test_its_response_finishes_the_key(abandoned: Any, sender: Sender, caplog: p
     assert claimed[-1] == "reaper", "who reads it at night knows which process ran it"
 
 
+def test_it_may_be_a_coroutine_function(abandoned: Any, sender: Sender) -> None:
+    async def refund(key: IdempotencyKey) -> HttpResponseBase:
+        return JsonResponse({"refunded": key.recovery_point}, status=410)
+
+    assert settle(abandoned(refund).pk, using="default") is True
+    assert sender.send().json() == {"refunded": "started"}
+
+
 def test_it_is_found_below_i18n_patterns(sender: Sender, settings: Settings) -> None:
     @idempotent(recovery_points=[], on_abandon=lambda key: HttpResponse(status=410))
     def view(request: HttpRequest) -> HttpResponseBase:
@@ -85,13 +94,22 @@ def test_without_one_a_person_hears_of_it(abandoned: Any, sender: Sender) -> Non
     assert sender.send().status_code == 409
 
 
-@pytest.mark.parametrize("answer", [OSError("Stripe is down"), HttpResponse(status=503)], ids=["raises", "503"])
-def test_one_that_fails_leaves_the_key_to_a_person(abandoned: Any, answer: Any) -> None:
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (OSError("Stripe is down"), "OSError: Stripe is down"),
+        (CancelledError("by its event loop"), "CancelledError: by its event loop"),
+        (HttpResponse(status=503), "status 503, which is never stored"),
+        (None, "it returned NoneType, not a response"),
+    ],
+    ids=["raises", "is cancelled", "503", "nothing"],
+)
+def test_one_that_fails_leaves_the_key_to_a_person(abandoned: Any, answer: Any, said: str) -> None:
     calls: list[int] = []
 
     def on_abandon(key: IdempotencyKey) -> HttpResponseBase:
         calls.append(1)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         found: HttpResponse = answer
         return found
@@ -101,7 +119,7 @@ def test_one_that_fails_leaves_the_key_to_a_person(abandoned: Any, answer: Any) 
     assert len(calls) == 1
     key.refresh_from_db()
     assert key.stuck_code == "on_abandon"
-    assert "Stripe is down" in key.stuck_reason or "503" in key.stuck_reason
+    assert said in key.stuck_reason
 
 
 def test_a_death_in_the_middle_leaves_the_key_to_a_person(abandoned: Any) -> None:

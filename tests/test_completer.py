@@ -2,6 +2,7 @@
 
 import json
 import sys
+from asyncio import CancelledError
 from datetime import timedelta
 from functools import wraps
 from types import ModuleType
@@ -16,7 +17,7 @@ from django.db import connection
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.urls import get_script_prefix, get_urlconf, path, reverse, set_script_prefix, set_urlconf
-from django.utils import translation
+from django.utils import timezone, translation
 from django.views.decorators.http import require_POST
 from pytest_django import Settings
 from rest_framework.throttling import BaseThrottle
@@ -97,8 +98,10 @@ def test_a_key_whose_client_has_gone_is_finished_as_its_user(shop: Shop, sender:
     shop.broken = False
     assert complete_once() == CompletePass(finished=1)
     by_client, by_completer = shop.seen
-    # The demo has no LocaleMiddleware: the client's own run spoke the default language.
-    assert by_completer == by_client | {"language": "de"}
+    assert by_completer == by_client
+    assert by_client["language"] == django_settings.LANGUAGE_CODE, (
+        "without a LocaleMiddleware nobody asked the client for its language"
+    )
     assert by_completer["user"] == sender.user.pk
     answer = sender.send("/view/?b=2", body={"c": "ü"}, headers=headers)
     assert (answer.status_code, answer["Idempotent-Replayed"]) == (201, "true")
@@ -191,6 +194,63 @@ def test_a_view_below_i18n_patterns_is_found_and_speaks_its_language(
     by_client, by_completer = shop.seen
     assert by_completer == by_client
     assert by_client["language"] == language
+
+
+def test_a_client_is_spoken_to_in_the_language_that_a_middleware_chose(
+    shop: Shop, sender: Sender, settings: Settings, in_two_languages: Any
+) -> None:
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", shop.view, name="view")]})
+    sender.send(headers={"Accept-Language": "de"})
+    abandon()
+    complete_once()
+    assert [run["language"] for run in shop.seen] == ["de", "de"]
+
+
+async def as_the_user_wants_it(request: HttpRequest, key: IdempotencyKey) -> None:
+    """Activate what a middleware of the project would have."""
+    timezone.activate("Pacific/Auckland")
+    translation.activate("de")
+
+
+def test_what_prepare_request_activates_holds_for_the_view_and_no_longer(
+    serve: Any, sender: Sender, settings: Settings
+) -> None:
+    seen: list[tuple[str | None, str]] = []
+
+    def view(request: HttpRequest) -> HttpResponse:
+        seen.append((translation.get_language(), timezone.get_current_timezone_name()))
+        return HttpResponse(status=503)
+
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": as_the_user_wants_it}
+    serve(view=idempotent(recovery_points=[])(view))
+    sender.send()
+    abandon()
+    before = (translation.get_language(), timezone.get_current_timezone_name())
+    complete_once()
+    assert seen == [before, ("de", "Pacific/Auckland")]
+    assert (translation.get_language(), timezone.get_current_timezone_name()) == before
+
+
+@pytest.mark.parametrize("leave", [SystemExit, CancelledError])
+def test_a_view_that_would_end_its_process_ends_neither_the_pass_nor_the_loop(
+    leave: type[BaseException], serve: Any, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs: list[str] = []
+
+    async def view(request: HttpRequest) -> HttpResponse:
+        runs.append(request.idempotency_key.idempotency_key)
+        if len(runs) <= 2:
+            return HttpResponse(status=503)
+        raise leave("on purpose")
+
+    serve(view=idempotent(recovery_points=[])(view))
+    for key in ("one", "two"):
+        sender.send(key=key)
+    abandon()
+    assert complete_once() == CompletePass(failed=2)
+    assert runs == ["one", "two"] * 2
+    assert set(IdempotencyKey.objects.values_list("last_error", "locked_at")) == {(f"{leave.__name__}: on purpose", None)}
+    assert "the completer could not finish key" in caplog.text
 
 
 def test_a_path_that_looks_like_a_language_is_none_without_i18n_patterns(

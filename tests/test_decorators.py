@@ -99,6 +99,15 @@ def test_an_argument_of_another_kind_is_refused_at_decoration(name: str, value: 
         idempotent(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["validate", "scope", "using", "key_from"])
+def test_a_coroutine_function_that_nobody_would_await_is_refused_at_decoration(name: str) -> None:
+    async def function(request: HttpRequest) -> Any:
+        return None
+
+    with pytest.raises(ValueError, match=f"^{name} must be .*function of the request"):
+        idempotent(**{name: function})
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "TRACE"])
 @both_kinds
 def test_safe_methods_pass_through_without_a_query(method: str, kind: Kind, serve: Serve, sender: Sender) -> None:

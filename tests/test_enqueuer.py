@@ -259,6 +259,32 @@ def test_a_backend_that_cannot_be_built_undoes_nothing_of_other_queues(broker, s
     assert "nobody listens there" in StagedJob.objects.get().last_error
 
 
+@pytest.mark.parametrize("path", ["take_in_a_coroutine", "CoroutineBackend"])
+def test_jobs_are_handed_over_to_a_coroutine_function_too(path, settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"tests.jobs_for_tests.{path}"}}
+    stage(3, job_args=[UserFactory().pk])
+    assert enqueue_once() == EnqueuePass(handed_over=3)
+    assert AuditRecord.objects.count() == 3
+
+
+def test_a_function_that_yields_takes_no_job_and_loses_none(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.jobs_for_tests.take_yielding"}}
+    stage(3)
+    assert enqueue_once() == EnqueuePass(refused=3)
+    assert all("is a generator function" in job.last_error for job in StagedJob.objects.all())
+
+
+@pytest.mark.parametrize("path", ["ForgetfulBackend", "MistakenBackend"])
+def test_a_backend_that_does_not_say_what_it_refused_sends_nothing_of_other_queues_again(path, broker, settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "idempotency.contrib.rq.RQBackend", "bad": f"tests.jobs_for_tests.{path}"}}
+    stage(2)
+    stage(2, queue="bad", job_args=[UserFactory().pk])
+    assert enqueue_once() == EnqueuePass(handed_over=2, refused=2)
+    assert enqueue_once() == EnqueuePass()
+    assert (len(queued(broker)), AuditRecord.objects.count()) == (2, 2)
+    assert all("must return a dict of job ids and errors" in job.last_error for job in StagedJob.objects.all())
+
+
 def test_a_poison_job_fails_alone(broker, settings):
     settings.IDEMPOTENCY = PICKY
     [poison] = stage(1, job_name="shop.jobs.poison")

@@ -9,7 +9,7 @@ from django.db import connection, transaction
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
-from idempotency import inbox, interventions
+from idempotency import claims, inbox, interventions
 from idempotency.completer import CompletePass, complete_once
 from idempotency.contrib.rq import run_once
 from idempotency.decorators import idempotent
@@ -151,6 +151,22 @@ def test_a_key_that_is_handed_back_is_run_by_the_completer(shop: Shop, sender: S
     assert complete_once() == CompletePass()
     assert interventions.hand_back(key.pk, key.claim_token, by="jane")
     assert complete_once() == CompletePass(finished=1)
+
+
+def test_completing_a_key_that_another_run_took_once_it_was_handed_back_says_so(
+    shop: Shop, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender.send()
+    key = make_stuck()
+    hand_back = interventions.hand_back
+
+    def hand_back_and_meet_the_client(*args: Any, **kwargs: Any) -> bool:
+        done = hand_back(*args, **kwargs)
+        assert claims.claim_by_id(key.pk, delay_seconds=0, using="default")
+        return done
+
+    monkeypatch.setattr(interventions, "hand_back", hand_back_and_meet_the_client)
+    assert interventions.complete_now(key.pk, key.claim_token, by="jane") == "handed back"
 
 
 def test_completing_refuses_to_run_in_a_transaction(shop: Shop, sender: Sender) -> None:

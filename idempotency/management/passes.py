@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -118,7 +119,7 @@ class Loop:
         try:
             close_old_connections()
             counts = self._run_pass(stop=self._stop_requested)
-        except (Exception, SystemExit) as error:  # A view or a backend may call sys.exit().
+        except (Exception, SystemExit, CancelledError) as error:  # A backend or on_abandon may raise any of them.
             self._note_failure(error)
             connections.close_all()
             return
