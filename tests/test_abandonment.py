@@ -14,7 +14,7 @@ from django.urls import path
 from django.utils import translation
 from pytest_django import Settings
 
-from idempotency import interventions
+from idempotency import claims, interventions
 from idempotency.abandonment import settle
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
@@ -60,6 +60,15 @@ def test_its_response_finishes_the_key(abandoned: Any, sender: Sender, caplog: p
     assert (key.stuck_at, key.locked_at) == (None, None)
     claimed = [event["detail"] for event in key.history if event["event"] == "claimed"]
     assert claimed[-1] == "reaper", "who reads it at night knows which process ran it"
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_a_key_that_a_run_has_taken_meanwhile_is_left_alone(abandoned: Any, settles: bool) -> None:
+    key = abandoned((lambda key: HttpResponse(status=410)) if settles else None)
+    assert claims.claim_by_id(key.pk, delay_seconds=0, using="default")
+    assert settle(key.pk, using="default") is None
+    key.refresh_from_db()
+    assert (key.stuck_at, key.finished_at) == (None, None)
 
 
 def test_it_may_be_a_coroutine_function(abandoned: Any, sender: Sender) -> None:

@@ -15,6 +15,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from django.test import Client
 from django.urls import path, resolve
 
+from idempotency import claims, interventions
 from idempotency.abandonment import ON_ABANDON, RETENTION_PASSED
 from idempotency.admin import keys
 from idempotency.admin.actions import BUTTONS as ALL_BUTTONS
@@ -311,6 +312,35 @@ def test_the_page_says_what_happens_next() -> None:
         if name == "abandoned":
             make_older(3600, "created_at", "last_run_at")
         assert sentence in client.get(f"{KEYS}{key.pk}/change/").text, name
+
+
+def test_the_page_of_a_finished_key_says_when_its_retention_is_over() -> None:
+    key = IdempotencyKeyFactory(finished=True)
+    assert "each retry of its client gets the stored response" in person().get(f"{KEYS}{key.pk}/change/").text
+    make_older(73 * 3600, "finished_at")
+    assert "Its retention is over: the reaper deletes it" in person().get(f"{KEYS}{key.pk}/change/").text
+
+
+def test_completing_a_request_that_no_view_answers_says_that_it_is_stuck_again() -> None:
+    key = stuck_key(request_path="/nowhere")
+    done = press(person("complete_idempotencykey"), key, "complete")
+    assert told(done) == "The request was run, and is stuck again: see the reason."
+    key.refresh_from_db()
+    assert key.stuck_code == "view_missing"
+
+
+def test_completing_says_and_keeps_that_another_run_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, hand_back = stuck_key(), interventions.hand_back
+
+    def hand_back_and_meet_the_client(*args: Any, **kwargs: Any) -> bool:
+        done = hand_back(*args, **kwargs)
+        assert claims.claim_by_id(key.pk, delay_seconds=0, using="default")
+        return done
+
+    monkeypatch.setattr(interventions, "hand_back", hand_back_and_meet_the_client)
+    done = press(person("complete_idempotencykey"), key, "complete")
+    assert told(done) == "The key was handed back, and another process is running it now."
+    assert LogEntry.objects.get().get_change_message() == "Handed back to the completer."
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from django.db import connection, transaction
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from pytest_django import Settings
 
 from idempotency import claims, inbox, interventions
 from idempotency.completer import CompletePass, complete_once
@@ -211,6 +212,14 @@ def test_an_answer_that_ends_nothing_is_refused(status: int) -> None:
     key = IdempotencyKeyFactory(claim_token=uuid4())
     with pytest.raises(ValueError, match=str(status)):
         interventions.answer(key.pk, key.claim_token, HttpResponse(status=status), by="jane")
+    assert the_key().finished_at is None
+
+
+def test_an_answer_that_would_not_be_kept_is_refused(settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"MAX_STORED_BODY_BYTES": 10}
+    key = IdempotencyKeyFactory(claim_token=uuid4())
+    with pytest.raises(ValueError, match="longer than 10 bytes"):
+        interventions.answer(key.pk, key.claim_token, HttpResponse(b"x" * 11), by="jane")
     assert the_key().finished_at is None
 
 

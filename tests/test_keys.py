@@ -282,3 +282,11 @@ def test_every_update_of_a_phased_key_but_the_last_stays_hot() -> None:
     # Were an index touched, none would be HOT. How many are depends on whose snapshot keeps pages full just now, that of an
     # ANALYZE of the server's own among them: half of them were seen.
     assert hot_after > hot_before
+
+
+def test_a_level_that_is_none_opens_no_transaction() -> None:
+    with (
+        pytest.raises(ValueError, match="isolation must be one of 'read committed'"),
+        durable_transaction("x", using="default"),
+    ):
+        pass

@@ -405,3 +405,11 @@ def test_a_key_read_from_the_database_says_where_it_can_be_used(db: None) -> Non
             use()
     with pytest.raises(RuntimeError, match="recovery_points"), atomic_phase(key):
         pass
+
+
+def test_a_response_that_no_phase_has_stored_is_asked_for_in_vain(serve: Any, sender: Sender) -> None:
+    serve(view=idempotent(recovery_points=[])(lambda request: request.idempotency_key.response()))
+    sender.client.raise_request_exception = True
+    with pytest.raises(RuntimeError, match="before a phase stored a response"):
+        sender.send()
+    assert IdempotencyKey.objects.get().recovery_point == "started"

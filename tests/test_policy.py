@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from django.contrib.auth.decorators import login_required
+from django.core.validators import RegexValidator
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.test import override_settings
 from django.urls import include, path, re_path
@@ -127,6 +128,12 @@ def test_there_are_kinds() -> None:
 def test_a_protected_view_for_safe_methods_alone_is_seen_by_the_checks() -> None:
     urls = type("Urls", (), {"urlpatterns": [path("", require_GET(idempotent(answer)))]})
     assert [view.methods for view in protected_views(urls)] == [()]
+
+
+def test_a_validator_that_is_an_object_stands_in_the_policy_by_its_class() -> None:
+    with override_settings(IDEMPOTENCY={"KEY_VALIDATOR": RegexValidator("^[a-z]+$")}):
+        [policy] = found(path("", idempotent(answer)))
+    assert policy.key_validator == "django.core.validators.RegexValidator"
 
 
 def test_options_and_settings_stand_in_the_policy() -> None:
