@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from django.db import transaction
 
 from idempotency.contrib.celery import OnceTask
 from tests.celery_for_tests import broker_url
-from tests.jobs_for_tests import record
+from tests.jobs_for_tests import record, yielding
 
 app = Celery("once", broker=broker_url(settings.REDIS_URL), backend=broker_url(settings.REDIS_URL), set_as_current=False)
 app.conf.update(worker_hijack_root_logger=False, broker_connection_retry_on_startup=True)
@@ -71,12 +70,6 @@ def whole(user: int, mark: str) -> None:
     part(user, mark)
 
 
-@app.task(base=OnceTask, max_retries=0)
-def yielding(user: int) -> Iterator[None]:
-    """Do nothing: a call of a generator function runs no line of it."""
-    yield record(user)
-
-
 @app.task(base=OnceTask)
 def charge(user: int, mark: str) -> str:
     """Die right after COMMIT the first time."""
@@ -107,4 +100,5 @@ def slow(user: int, mark: str) -> None:
 
 
 app.task(slow.run, base=OnceTask, name="slow_by_nature", time_limit=1)
+does_nothing = app.task(yielding, base=OnceTask, max_retries=0)
 app.task(slow.run, base=OnceTask, name="on_its_own", reject_on_worker_lost=False)

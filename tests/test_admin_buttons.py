@@ -1,6 +1,7 @@
 """The buttons of the admin: who may press them, what the person is told, and what the admin log keeps."""
 
 import re
+from functools import partial
 from html import unescape
 from typing import Any
 from uuid import uuid4
@@ -15,7 +16,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from django.test import Client
 from django.urls import path, resolve
 
-from idempotency import claims, interventions
+from idempotency import interventions
 from idempotency.abandonment import ON_ABANDON, RETENTION_PASSED
 from idempotency.admin import keys
 from idempotency.admin.actions import BUTTONS as ALL_BUTTONS
@@ -31,6 +32,7 @@ from tests.conformance.views import make_older, two_phases
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
 from tests.models import Entry
 from tests.serving import Sender
+from tests.test_interventions import hand_back_and_meet_another_run
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -330,15 +332,8 @@ def test_completing_a_request_that_no_view_answers_says_that_it_is_stuck_again()
 
 
 def test_completing_says_and_keeps_that_another_run_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    key, hand_back = stuck_key(), interventions.hand_back
-
-    def hand_back_and_meet_the_client(*args: Any, **kwargs: Any) -> bool:
-        done = hand_back(*args, **kwargs)
-        assert claims.claim_by_id(key.pk, delay_seconds=0, using="default")
-        return done
-
-    monkeypatch.setattr(interventions, "hand_back", hand_back_and_meet_the_client)
-    done = press(person("complete_idempotencykey"), key, "complete")
+    monkeypatch.setattr(interventions, "hand_back", partial(hand_back_and_meet_another_run, interventions.hand_back))
+    done = press(person("complete_idempotencykey"), stuck_key(), "complete")
     assert told(done) == "The key was handed back, and another process is running it now."
     assert LogEntry.objects.get().get_change_message() == "Handed back to the completer."
 

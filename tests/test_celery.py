@@ -12,7 +12,7 @@ from idempotency.contrib.celery import CeleryBackend
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
 from tests.brokers import Celery
-from tests.celery_once_tasks import app, asynchronous, book, charge, refund, slow, tree, whole, yielding
+from tests.celery_once_tasks import app, asynchronous, book, charge, does_nothing, refund, slow, tree, whole
 from tests.factories import StagedJobFactory, UserFactory
 from tests.waiting import eventually
 
@@ -68,9 +68,9 @@ def test_a_task_that_calls_itself_does_all_of_its_calls_once_in_one_run(worker, 
 
 
 def test_a_generator_function_fails_in_place_of_doing_nothing(worker, user):
-    result = yielding.delay(user)
+    result = does_nothing.delay(user)
     assert worker.finish(result) == []
-    assert "tests.celery_once_tasks.yielding is a generator function" in str(result.result)
+    assert "tests.jobs_for_tests.yielding is a generator function" in str(result.result)
     assert not ProcessedMessage.objects.exists()
 
 

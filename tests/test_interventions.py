@@ -1,6 +1,7 @@
 """What a person does to a key takes effect once, only on what the person saw, and fences off whoever comes late."""
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -154,19 +155,19 @@ def test_a_key_that_is_handed_back_is_run_by_the_completer(shop: Shop, sender: S
     assert complete_once() == CompletePass(finished=1)
 
 
+def hand_back_and_meet_another_run(hand_back: Any, pk: int, *args: Any, **kwargs: Any) -> bool:
+    """Hand a key back, and let somebody else claim it at this moment."""
+    done: bool = hand_back(pk, *args, **kwargs)
+    assert claims.claim_by_id(pk, delay_seconds=0, using="default")
+    return done
+
+
 def test_completing_a_key_that_another_run_took_once_it_was_handed_back_says_so(
     shop: Shop, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender.send()
     key = make_stuck()
-    hand_back = interventions.hand_back
-
-    def hand_back_and_meet_the_client(*args: Any, **kwargs: Any) -> bool:
-        done = hand_back(*args, **kwargs)
-        assert claims.claim_by_id(key.pk, delay_seconds=0, using="default")
-        return done
-
-    monkeypatch.setattr(interventions, "hand_back", hand_back_and_meet_the_client)
+    monkeypatch.setattr(interventions, "hand_back", partial(hand_back_and_meet_another_run, interventions.hand_back))
     assert interventions.complete_now(key.pk, key.claim_token, by="jane") == "handed back"
 
 
