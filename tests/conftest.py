@@ -14,6 +14,8 @@ from django.conf import settings
 from rides_demo.processes import ProcessError
 from rides_demo.services import Postgres, Redis
 from tests import pgbouncer
+from tests.kit import tables
+from tests.kit.servers import HastyPostgres
 from tests.serving import sender, serve  # noqa: F401 - fixtures
 
 POSTGRES = pytest.StashKey[Postgres]()
@@ -34,6 +36,7 @@ NOT_WITH_A_POOL = {
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start PostgreSQL where the settings say it is; the workers of pytest-xdist find it running."""
+    tables.install()
     behind_pgbouncer = os.environ.get("RIDES_TEST_PGBOUNCER") == "1"
     if behind_pgbouncer:
         # PgBouncer holds connections, with which no database can be dropped; the folder of the run goes anyway.
@@ -41,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or "RIDES_TEST_POSTGRES" not in os.environ or config.option.collectonly:
         return
     _remove_what_killed_runs_left()
-    server = config.stash[POSTGRES] = Postgres(settings.TEST_FOLDER / "postgres", max_connections=200)
+    server = config.stash[POSTGRES] = HastyPostgres(settings.TEST_FOLDER / "postgres", max_connections=200)
     try:
         server.start()
     except ProcessError as error:

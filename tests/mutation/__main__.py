@@ -23,8 +23,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from rides_demo.services import Postgres
+from tests.kit.servers import HastyPostgres
 from tests.mutation.mutants import MODULES, SQL_MODULE, Mutant, mutants
-from tests.mutation.stand import ROOT, Found, HastyPostgres, Stand
+from tests.mutation.stand import ROOT, Found, Stand
 
 #: The mutants that nobody can see; they meet the quick tests alone.
 EXPLAINED = set(re.findall(r"^- `(.*)`$", (Path(__file__).parent / "SURVIVORS.md").read_text(), re.M))

@@ -25,15 +25,6 @@ FEW = 3
 COPIED = ("idempotency", "rides_demo", "tests", "manage.py", "setup.cfg", "pyproject.toml")
 
 
-class HastyPostgres(Postgres):
-    """A PostgreSQL that would lose data in a crash of the machine, which does not matter here: emptying tables is quick."""
-
-    def prepare(self) -> None:
-        """Choose haste."""
-        super().prepare()
-        self.command += ["-c", "fsync=off", "-c", "synchronous_commit=off", "-c", "full_page_writes=off"]
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """What a run of tests found: "survived", "killed" or "endless", and by which test."""

@@ -6,7 +6,6 @@ others are written into the copy of the project, and meet a pytest of their own 
 Reads one job a line from its standard input, and answers each with one line: a test that failed, "" if none did, null when
 time was up.
 """
-# ruff: noqa: S608 - the names of tables are Django's
 
 import gc
 import json
@@ -115,7 +114,6 @@ def _answer(job: dict[str, Any], items: dict[str, pytest.Item]) -> str | None:
 def _run(job: dict[str, Any], items: dict[str, pytest.Item]) -> str:
     """Run the tests in this fork until one fails, and return its name."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    _empty_quickly()
     if job["covering"]:
         return _cover(
             [item for item in items.values() if item.nodeid.partition("::")[0] in job["tests"]], Path(job["covering"])
@@ -174,31 +172,6 @@ def _adopt_database() -> None:
         return name
 
     BaseDatabaseCreation.create_test_db = adopt
-
-
-#: What migrations have written, and no test changes.
-_WRITTEN_ONCE = {"django_migrations", "django_content_type", "auth_permission"}
-
-
-def _empty_quickly() -> None:
-    """Let tests empty only the tables that hold something: Django truncates all, and writes all permissions anew."""
-    from django.db import connections
-    from django.test import TransactionTestCase
-
-    def empty(self: TransactionTestCase) -> None:
-        for alias in self._databases_names(include_mirrors=False):
-            connection = connections[alias]
-            names = set(connection.introspection.django_table_names(only_existing=True)) - _WRITTEN_ONCE
-            postgresql = connection.vendor == "postgresql"
-            with connection.cursor() as cursor:
-                cursor.execute(" UNION ALL ".join(f"SELECT '{name}' WHERE EXISTS (SELECT 1 FROM {name})" for name in names))
-                filled = [name for (name,) in cursor.fetchall()]
-                cursor.execute("SET session_replication_role = replica" if postgresql else "PRAGMA foreign_keys = off")
-                for name in filled:
-                    cursor.execute(f"DELETE FROM {name}")
-                cursor.execute("RESET session_replication_role" if postgresql else "PRAGMA foreign_keys = on")
-
-    TransactionTestCase._fixture_teardown = empty
 
 
 def keep_database(name: str) -> None:
