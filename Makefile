@@ -1,14 +1,14 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-pools conformance fuzz proof coverage mutants docs bench bench-scale package matrix lint clean
+.PHONY: demo soak serve test test-processes test-all test-pools conformance fuzz proof coverage mutants docs bench bench-scale package matrix lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
 
-# Steps are all run; n counts those that failed.
-steps := failed=0; step() { "$$@" || failed=$$((failed + 1)); }
+# Steps are all run; n counts those that failed. The seconds are those after set-up.
+steps := failed=0; began=$$(date +%s); step() { "$$@" || failed=$$((failed + 1)); }
 # $(call end,NAME)
-end = if [ $$failed -eq 0 ]; then echo "$(1): ok"; else echo "$(1): FAILED $$failed"; exit 1; fi
+end = echo "$$(($$(date +%s) - began)) seconds"; if [ $$failed -eq 0 ]; then echo "$(1): ok"; else echo "$(1): FAILED $$failed"; exit 1; fi
 # $(call set-up,NAME,STAMP)
 set-up = @$(MAKE) -s .venv/$(2).stamp || { echo "$(1): FAILED 2"; exit 2; }
 
@@ -25,14 +25,34 @@ serve:
 	$(call set-up,serve,demo)
 	@exec $(PY) manage.py serve
 
-# Everything on PostgreSQL, then what needs no PostgreSQL on SQLite; two files at a time.
-test: PYTEST_ARGS ?= -n 2 --dist loadfile
+# The tiers of the suite (tests/kit/tiers.py). Each prints its ten slowest tests, and fails on a skip that is not expected.
+WORKERS := -n 2 --dist worksteal
+SQLITE = env DATABASE_URL=sqlite:///$(CURDIR)/.run/core.sqlite3 $(PY) -m pytest
+IN_PROCESS := not processes and not full
+
+# Everything that runs in one process, on PostgreSQL; the core, the contract and five kinds of view on SQLite too.
 test:
 	$(call set-up,test,test)
 	@$(steps); \
-	step $(PY) -m pytest $(PYTEST_ARGS); \
-	step env DATABASE_URL=sqlite:///$(CURDIR)/.run/core.sqlite3 $(PY) -m pytest -m "not postgres and not murphy" $(PYTEST_ARGS); \
+	step $(PY) -m pytest -m "$(IN_PROCESS)" $(WORKERS) $(PYTEST_ARGS); \
+	step $(SQLITE) -m "not postgres and $(IN_PROCESS)" $(CORE) tests/frameworks $(WORKERS) $(PYTEST_ARGS); \
 	$(call end,test)
+
+# Real processes, kills, brokers, a browser, the demo. SAMPLE=1: one case for each queue and each kind of kill.
+test-processes:
+	$(call set-up,test-processes,test)
+	@$(steps); \
+	step $(PY) -m pytest -m "processes$(if $(SAMPLE), and sample)" -n 2 --dist loadfile $(PYTEST_ARGS); \
+	$(call end,test-processes)
+
+# Both, with all kinds of view and all of SQLite; then the crash kit, the fuzz tests and the poolers.
+test-all:
+	$(call set-up,test-all,test)
+	@$(steps); \
+	step $(PY) -m pytest -m "not processes" $(WORKERS) $(PYTEST_ARGS); \
+	step $(SQLITE) -m "not postgres and not processes" $(WORKERS) $(PYTEST_ARGS); \
+	for tier in test-processes proof fuzz test-pools; do step $(MAKE) $$tier; done; \
+	$(call end,test-all)
 
 CORE := $(addprefix tests/,test_keys.py test_decorators.py test_phases.py test_foreign_calls.py test_calls_in_doubt.py test_abandonment.py \
 	test_completer.py test_completer_and_deploys.py test_reaper.py test_enqueuer.py test_jobs.py \
@@ -43,8 +63,8 @@ CORE := $(addprefix tests/,test_keys.py test_decorators.py test_phases.py test_f
 test-pools:
 	$(call set-up,test-pools,test)
 	@$(steps); \
-	step env RIDES_TEST_POOL=1 $(PY) -m pytest -m "not murphy" $(CORE) $(PYTEST_ARGS); \
-	step env RIDES_TEST_PGBOUNCER=1 $(PY) -m pytest -m "not murphy" $(CORE) $(PYTEST_ARGS); \
+	step env RIDES_TEST_POOL=1 $(PY) -m pytest -m "$(IN_PROCESS)" $(CORE) $(WORKERS) $(PYTEST_ARGS); \
+	step env RIDES_TEST_PGBOUNCER=1 $(PY) -m pytest -m "$(IN_PROCESS)" $(CORE) $(WORKERS) $(PYTEST_ARGS); \
 	$(call end,test-pools)
 
 # Each number of the contract as a line, and what the suites of others say.
@@ -67,19 +87,16 @@ proof:
 	step env DATABASE_URL=sqlite:///$(CURDIR)/.run/crash.sqlite3 $(PY) -m tests.crash.table $(PYTEST_ARGS); \
 	$(call end,proof)
 
-# Branch coverage of the app by its quick tests, and what is not covered; docs/contributing/coverage.md.
-ELSEWHERE := browser outside murphy model fuzz mutation test_processes_killed.py test_rides_* test_sandbox.py test_services.py \
-	test_supervisor.py test_soak.py test_benchmarks.py test_packaging.py test_typing.py test_tutorial.py \
-	frameworks/test_first_requests.py frameworks/test_retries.py
+# Branch coverage of the app by its tests in process, and what is not covered; docs/contributing/coverage.md.
 ON_SQLITE := $(addprefix tests/,test_keys.py test_claims_and_phases.py test_phases.py test_foreign_calls.py test_calls_in_doubt.py test_completer.py \
 	test_reaper.py test_enqueuer.py test_inbox.py test_doctor.py)
 coverage:
 	$(call set-up,coverage,test)
 	@$(steps); \
 	rm -rf .run/coverage; mkdir -p .run/coverage; \
-	step $(PY) -m coverage run -m pytest -q -n 2 --dist loadfile $(ELSEWHERE:%='--ignore-glob=*/tests/%') $(PYTEST_ARGS); \
-	step env DATABASE_URL=sqlite:///$(CURDIR)/.run/core.sqlite3 $(PY) -m coverage run -m pytest -q -m "not postgres and not murphy" \
-		-n 2 --dist loadfile $(ON_SQLITE) $(PYTEST_ARGS); \
+	step $(PY) -m coverage run -m pytest -q -m "$(IN_PROCESS)" $(WORKERS) $(PYTEST_ARGS); \
+	step env DATABASE_URL=sqlite:///$(CURDIR)/.run/core.sqlite3 $(PY) -m coverage run -m pytest -q -m "not postgres and $(IN_PROCESS)" \
+		$(ON_SQLITE) $(WORKERS) $(PYTEST_ARGS); \
 	step $(PY) -m coverage combine --quiet; \
 	step $(PY) -m coverage report; \
 	$(call end,coverage)
@@ -134,7 +151,6 @@ package:
 # PostgreSQL, which Debian has. What is not found is said. CELLS: only some of them. MINUTES: after so many, no cell but the first.
 CELLS := py311-django52 py312-django52 py312-django60 py312-django61 py313-django52 py313-django60 py313-django61 postgres15
 IN_CELLS := $(CORE) $(addprefix tests/,test_admin.py test_checks.py test_jobs_offered_again.py test_tasks.py)
-matrix: PYTEST_ARGS ?= -n 2 --dist loadfile
 matrix:
 	$(call set-up,matrix,test)
 	@$(MAKE) -s .venv-package/package.stamp || { echo "matrix: FAILED 2"; exit 2; }
@@ -142,8 +158,8 @@ matrix:
 	others=$$(pyenv versions --bare 2>/dev/null | grep -xE '3\.1[123]\.[0-9]+' | paste -sd:); \
 	[ -z "$$others" ] || export PYENV_VERSION="$$others"; \
 	tox() { .venv-package/bin/python -m tox run --discover "$$python" -e $$cell "$$@"; }; \
-	cell_postgres() { $(PY) -m tests.debian_postgres 15 $(PY) -m pytest -q -m "not murphy" $(IN_CELLS) $(PYTEST_ARGS); }; \
-	cell_tox() { tox --skip-pkg-install -- $(IN_CELLS) $(PYTEST_ARGS); }; \
+	cell_postgres() { $(PY) -m tests.debian_postgres 15 $(PY) -m pytest -q -m "$(IN_PROCESS)" $(IN_CELLS) $(WORKERS) $(PYTEST_ARGS); }; \
+	cell_tox() { tox --skip-pkg-install -- $(IN_CELLS) $(WORKERS) $(PYTEST_ARGS); }; \
 	for cell in $(CELLS); do \
 		log=.run/matrix-$$cell.log; \
 		if [ $$ended -gt 0 ] && [ $$(($$(date +%s) - began)) -ge $$(($(or $(MINUTES),600) * 60)) ]; then echo "$$cell: left out (no time)"; continue; fi; \

@@ -14,7 +14,7 @@ from django.conf import settings
 from rides_demo.processes import ProcessError
 from rides_demo.services import Postgres, Redis
 from tests import pgbouncer
-from tests.kit import tables
+from tests.kit import tables, tiers
 from tests.kit.servers import HastyPostgres
 from tests.serving import sender, serve  # noqa: F401 - fixtures
 
@@ -37,6 +37,7 @@ NOT_WITH_A_POOL = {
 def pytest_configure(config: pytest.Config) -> None:
     """Start PostgreSQL where the settings say it is; the workers of pytest-xdist find it running."""
     tables.install()
+    config.pluginmanager.register(tiers, "tiers")
     behind_pgbouncer = os.environ.get("RIDES_TEST_PGBOUNCER") == "1"
     if behind_pgbouncer:
         # PgBouncer holds connections, with which no database can be dropped; the folder of the run goes anyway.
@@ -83,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         _skip_behind_poolers(items)
         return
     for item in items:
-        if item.get_closest_marker("postgres") or item.get_closest_marker("murphy"):
+        if item.get_closest_marker("postgres") or item.get_closest_marker("processes"):
             item.add_marker(pytest.mark.skip(reason="needs PostgreSQL"))
 
 

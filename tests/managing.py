@@ -1,14 +1,16 @@
 """Run ``manage.py`` commands in processes of their own, on the database and the Redis of the test."""
 
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 from urllib.parse import quote
 
 from django.conf import settings
+from django.core.management import execute_from_command_line
 from django.db import connection
 
 
@@ -49,3 +51,14 @@ def run(*arguments: str, **changes: str) -> "subprocess.CompletedProcess[str]":
     with start(*arguments, **changes) as process:
         output, errors = process.communicate(timeout=120)
     return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+
+
+def run_here(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a management command in this process, as a shell would: its exit status, output and errors."""
+    output, errors, status = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(output), redirect_stderr(errors):
+        try:
+            execute_from_command_line(["manage.py", *arguments])
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())

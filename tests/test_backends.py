@@ -24,7 +24,7 @@ from tests.factories import StagedJobFactory, UserFactory
 from tests.test_inbox import waits_for_a_lock
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True), pytest.mark.processes]
 
 
 def follow_up_after(seconds, monkeypatch):
@@ -113,6 +113,7 @@ def test_a_job_that_raises_leaves_nothing_and_is_tried_again(queue, user, tmp_pa
     assert effects() == 1
 
 
+@pytest.mark.sample
 def test_a_job_whose_worker_is_killed_is_run_by_another(queue, user, tmp_path):
     stage("record_after_a_kill", user.pk, str(tmp_path / "mark"))
     enqueue_once()

@@ -16,7 +16,7 @@ from tests.celery_once_tasks import app, asynchronous, book, charge, does_nothin
 from tests.factories import StagedJobFactory, UserFactory
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True), pytest.mark.processes]
 
 
 class Worker(Celery):

@@ -125,6 +125,7 @@ def test_a_router_that_parts_what_commits_together_is_an_error(settings):
     assert found(settings) == ["idempotency.E009"]
 
 
+@pytest.mark.processes
 def test_the_checks_ask_no_database():
     done = run("check", DATABASE_URL="postgresql://postgres@127.0.0.1:1/nowhere")
     assert done.returncode == 0, done.stderr

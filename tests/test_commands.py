@@ -16,7 +16,7 @@ from django.db import connection, transaction
 from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo.services import free_port
 from tests.factories import StagedJobFactory
-from tests.managing import run, start
+from tests.managing import run, run_here, start
 from tests.test_inbox import waits_for_a_lock
 from tests.test_reaper import expired_keys
 from tests.waiting import eventually
@@ -49,12 +49,19 @@ def backends():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_one_pass_on_an_empty_table_exits_0(command, broker):
-    done = run(command)
+    done = run_here(command)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(rf"{command}: 0 .*\n", done.stdout)
 
 
+@pytest.mark.processes
+def test_the_exit_status_of_a_process_is_that_of_its_command(broker):
+    assert run("enqueue_jobs").returncode == 0
+    assert run("reap_keys", "--interval", "0").returncode == 2
+
+
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.processes
 def test_a_database_that_cannot_be_reached_exits_1_with_one_line(command):
     done = run(command, DATABASE_URL=NOBODY.format(free_port()))
     assert done.returncode == 1
@@ -62,6 +69,7 @@ def test_a_database_that_cannot_be_reached_exits_1_with_one_line(command):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.processes
 def test_a_broker_that_cannot_be_reached_exits_1_and_burns_nothing():
     StagedJobFactory()
     done = run("enqueue_jobs", REDIS_URL=f"redis://127.0.0.1:{free_port()}/0")
@@ -76,7 +84,7 @@ def test_a_broker_that_cannot_be_reached_exits_1_and_burns_nothing():
     [["--interval", "0"], ["--interval", "soon"], ["--batch-size", "0"], ["--database", "nowhere"], ["--unknown"], ["extra"]],
 )
 def test_a_wrong_argument_exits_2(arguments):
-    done = run("reap_keys", *arguments)
+    done = run_here("reap_keys", *arguments)
     assert done.returncode == 2
     assert "usage:" in done.stderr
 
@@ -93,7 +101,7 @@ def test_a_wrong_argument_exits_2(arguments):
     ],
 )
 def test_a_wrong_argument_is_told_what_is_right(arguments, said):
-    done = run(*arguments)
+    done = run_here(*arguments)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -106,7 +114,7 @@ def test_a_missing_migration_is_told_in_one_line_with_its_cure(command, broker):
             "ALTER TABLE idempotency_idempotencykey RENAME TO away; ALTER TABLE idempotency_stagedjob RENAME TO away_too"
         )
     try:
-        done = run(*command.split())
+        done = run_here(*command.split())
     finally:
         with connection.cursor() as cursor:
             cursor.execute(
@@ -118,7 +126,7 @@ def test_a_missing_migration_is_told_in_one_line_with_its_cure(command, broker):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_names_the_options_the_defaults_and_the_exit_status(command):
-    done = run(command, "--help")
+    done = run_here(command, "--help")
     assert done.returncode == 0
     for word in ("--loop", "--interval", "--batch-size", "--dry-run", "--database", "default:", "Exit status"):
         assert word in " ".join(done.stdout.split())
@@ -126,6 +134,7 @@ def test_help_names_the_options_the_defaults_and_the_exit_status(command):
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.processes
 def test_a_loop_ends_with_0_when_it_is_told_to_even_while_it_waits(command, number, broker):
     before = backends()  # Of a process that has just ended, the server may still have one.
     with start(command, "--loop", "--interval", "3600") as process:
@@ -135,6 +144,7 @@ def test_a_loop_ends_with_0_when_it_is_told_to_even_while_it_waits(command, numb
     assert (process.returncode, errors) == (0, "")
 
 
+@pytest.mark.processes
 def test_a_loop_goes_on_working_and_says_nothing_when_idle(loop, broker):
     process = loop("enqueue_jobs")
     StagedJobFactory()
@@ -149,6 +159,7 @@ def test_a_loop_goes_on_working_and_says_nothing_when_idle(loop, broker):
     assert (process.returncode, errors) == (0, "")
 
 
+@pytest.mark.processes
 def test_a_loop_outlives_its_database_connection_and_logs_one_line_per_change(loop, broker):
     process = loop("enqueue_jobs")
     for _ in range(2):
@@ -166,6 +177,7 @@ def test_a_loop_outlives_its_database_connection_and_logs_one_line_per_change(lo
     assert errors.count("cannot go on") == errors.count("goes on again") <= 2
 
 
+@pytest.mark.processes
 def test_a_loop_outlives_its_broker_and_logs_one_line_per_change(loop, broker, tmp_path):
     from rides_demo.services import Redis
 
@@ -186,6 +198,7 @@ def test_a_loop_outlives_its_broker_and_logs_one_line_per_change(loop, broker, t
     assert rest.count("goes on again") == 1
 
 
+@pytest.mark.processes
 def test_sigterm_finishes_the_batch_and_leaves_the_rest(loop, broker):
     """The signal comes while a batch waits for a lock; the batch commits, the next ones are not begun."""
     keys = expired_keys(40)
@@ -230,6 +243,7 @@ def test_a_dry_run_says_so_and_changes_nothing(broker, capsys):
     assert IdempotencyKey.objects.count() == 2
 
 
+@pytest.mark.processes
 def test_the_reaper_counts_on_a_terminal_and_nowhere_else(broker):
     """A real terminal, and a pipe."""
     expired_keys(30)
@@ -246,9 +260,9 @@ def test_the_reaper_counts_on_a_terminal_and_nowhere_else(broker):
 
 
 def test_the_completer_takes_a_number_of_threads(broker):
-    done = run("complete_keys", "--concurrency", "3")
+    done = run_here("complete_keys", "--concurrency", "3")
     assert (done.returncode, done.stderr) == (0, "")
-    assert run("complete_keys", "--concurrency", "0").returncode == 2
+    assert run_here("complete_keys", "--concurrency", "0").returncode == 2
 
 
 def test_it_can_be_called_from_code(broker, capsys):

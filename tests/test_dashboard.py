@@ -112,6 +112,7 @@ def test_a_heartbeat_is_one_row_that_is_written_now_and_then(django_assert_num_q
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.processes
 def test_each_loop_gives_signs_of_life_until_it_is_told_to_stop() -> None:
     with start("idempotency_worker", "--enqueue-interval=0.1", "--complete-interval=0.1", "--reap-interval=0.1") as process:
         eventually(lambda: set(ProcessHeartbeat.objects.values_list("name", flat=True)) == set(dashboard.LOOPS))
@@ -170,6 +171,7 @@ def scans_whole_table(sql: str) -> bool:
 
 @pytest.mark.postgres
 @pytest.mark.django_db
+@pytest.mark.processes
 def test_no_page_costs_more_at_two_hundred_thousand_keys_than_at_one_thousand() -> None:
     client = staff()
     for _ in range(60):

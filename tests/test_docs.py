@@ -251,7 +251,7 @@ def test_the_python_that_a_page_asks_for_is_the_oldest_that_is_supported() -> No
 
 
 def test_the_readme_says_on_what_make_test_runs() -> None:
-    python, django, postgres = re.findall(r"whole suite on Python ([\d.]+), Django ([\d.]+) and\sPostgreSQL (\d+),", README)[0]
+    python, django, postgres = re.findall(r"runs on Python ([\d.]+), Django ([\d.]+) and\sPostgreSQL (\d+),", README)[0]
     assert re.search(rf"^django=={django}\.", (ROOT / "requirements" / "test.txt").read_text(), re.M)
     assert f"for python in python{python} " in (ROOT / "Makefile").read_text()
     # The wheel has one PostgreSQL; that it is this one, the test of the versions asks.

@@ -114,6 +114,7 @@ def test_the_command_says_what_to_do_and_exits_with_1():
     assert told["measured"]["jobs_due"] == 0
 
 
+@pytest.mark.processes
 def test_a_database_that_is_away_is_said_in_one_line():
     done = run("idempotency_doctor", DATABASE_URL="postgresql://postgres@127.0.0.1:1/nowhere")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)

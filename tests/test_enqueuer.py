@@ -137,6 +137,8 @@ def test_two_enqueuers_at_once_hand_no_job_over_twice(broker):
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
+@pytest.mark.sample
 def test_an_enqueuer_that_is_killed_between_hand_over_and_delete_sends_nothing_twice(broker):
     user = UserFactory()
     [job] = stage(1, job_name="tests.jobs_for_tests.record", job_args={"user": user.pk})
@@ -319,6 +321,7 @@ def test_a_job_for_a_queue_that_nobody_knows_is_refused_with_the_reason(broker, 
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_the_worker_runs_a_staged_job_with_its_arguments(broker):
     user = UserFactory()
     stage(1, job_name="tests.jobs_for_tests.record", job_args=[user.pk, "by position"])
@@ -329,6 +332,7 @@ def test_the_worker_runs_a_staged_job_with_its_arguments(broker):
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_a_job_that_fails_leaves_nothing_and_waits_for_its_next_try(broker):
     [job] = stage(1, job_name="tests.jobs_for_tests.record_and_fail", job_args=[UserFactory().pk])
     enqueue_once()
@@ -339,6 +343,7 @@ def test_a_job_that_fails_leaves_nothing_and_waits_for_its_next_try(broker):
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_a_job_that_meets_its_own_first_delivery_comes_back(broker, monkeypatch):
     """The worker puts it back on the queue as long as the other delivery runs, and it takes effect once."""
     monkeypatch.setattr("idempotency.inbox.WAIT_SECONDS", 1)

@@ -611,6 +611,7 @@ def test_a_conflict_that_a_plain_view_answers_itself_is_stored(serve: Serve, sen
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_a_storm_of_plain_requests_with_rollbacks_and_mismatches(serve: Serve, sender: Sender) -> None:
     import random
 
@@ -648,6 +649,7 @@ def test_a_storm_of_plain_requests_with_rollbacks_and_mismatches(serve: Serve, s
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_a_storm_over_expired_keys_with_reapers(serve: Serve, sender: Sender) -> None:
     from idempotency.reaper import reap_once
 
@@ -825,6 +827,7 @@ def test_completers_at_one_key_on_a_database_that_is_repeatable_read_by_default(
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_storm_of_both_kinds(serve: Serve, sender: Sender, settings: Settings) -> None:
     """A rolling deploy: some processes run the view as a plain one, some as a phased one."""
     old, new = idempotent(create), phased(create)

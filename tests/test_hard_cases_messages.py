@@ -113,6 +113,7 @@ def test_messages_in_threads_of_their_own_know_nothing_of_each_other() -> None:
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_a_wait_for_a_message_that_was_cancelled_takes_no_other_message_with_it() -> None:
     entered, leave = threading.Event(), threading.Event()
 
@@ -208,6 +209,7 @@ with process_once("queue", "1"):
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_a_delivery_that_stands_still_does_not_hold_its_message_for_ever() -> None:
     with managing.start(python=TAKE_AND_STAND_STILL) as process:
         assert process.stdout.readline() == "taken\n"
@@ -335,6 +337,7 @@ def unless_refused(work: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_a_delivery_that_is_killed_at_any_point_takes_effect_once(killed: Any) -> None:
     number = 1
     while killed("deliver", f"d{number}", number):
@@ -346,6 +349,7 @@ def test_a_delivery_that_is_killed_at_any_point_takes_effect_once(killed: Any) -
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_a_run_that_is_killed_at_any_point_calls_once_or_a_person_hears_of_it(killed: Any) -> None:
     number, ends = 1, set()
     while killed("text", f"t{number}", number):
@@ -361,6 +365,7 @@ def test_a_run_that_is_killed_at_any_point_calls_once_or_a_person_hears_of_it(ki
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_an_on_abandon_that_is_killed_at_any_point_runs_once_or_a_person_hears_of_it(killed: Any) -> None:
     number, ends = 1, set()
     while True:

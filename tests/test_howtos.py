@@ -153,6 +153,7 @@ def bank(shop: Callable[..., SimpleNamespace]) -> Any:
     return made
 
 
+@pytest.mark.processes
 def test_the_view_with_phases_survives(page: Callable[..., ModuleType], client: Client, bank: Any) -> None:
     page("add-phases.md").charge_card = bank.honest
     client.raise_request_exception = True
@@ -389,6 +390,7 @@ def test_a_message_of_rabbitmq_that_fails_is_not_acknowledged(consumers: ModuleT
     assert (channel.said, Entry.objects.count()) == ([("ack", None)], 1)
 
 
+@pytest.mark.processes
 def test_a_message_of_rabbitmq_that_another_consumer_has_goes_back(consumers: ModuleType, monkeypatch: Any) -> None:
     monkeypatch.setattr(inbox, "WAIT_SECONDS", 1)
     channel, done = RabbitChannel(), Event()

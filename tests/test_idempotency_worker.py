@@ -15,7 +15,7 @@ from tests.managing import run, start
 from tests.test_reaper import ago, expired_key
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True), pytest.mark.processes]
 
 INTERVALS = [f"--{loop}-interval=0.1" for loop in ("enqueue", "complete", "reap")]
 LOOPS = {"enqueue_jobs", "complete_keys", "reap_keys"}

@@ -150,6 +150,7 @@ def test_options_and_settings_stand_in_the_policy() -> None:
     assert (policy.wait_seconds, policy.redact, policy.store_body) == (2, ("card",), True)
 
 
+@pytest.mark.processes
 def test_the_command_asks_no_database() -> None:
     done = run("describe_idempotency", "--json", DATABASE_URL="postgresql://postgres@127.0.0.1:1/nowhere")
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ from tests.processes_service import HOPELESS, JOB
 from tests.test_reaper import ago, expired_keys
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.murphy, pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.processes, pytest.mark.django_db(transaction=True)]
 
 SETTINGS = "tests.processes_settings"
 COMMANDS = {
@@ -96,6 +96,7 @@ def entries():
     return Counter(Entry.objects.values_list("name", flat=True))
 
 
+@pytest.mark.sample
 def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broker, tmp_path):
     chance = random.Random(SEED)
     names = [f"job {number}" for number in range(JOBS)]

@@ -280,6 +280,7 @@ def test_a_signature_in_prose_is_that_of_the_code(function: Callable[..., object
     assert f"{function.__name__}{written}" in OVERVIEW
 
 
+@pytest.mark.processes
 def test_what_the_page_names_can_be_imported_with_django_alone() -> None:
     page = (DOCS / "reference/python.md").read_text()
     named = re.findall(r"^\.\. auto(?:function|class|exception|module|method):: (idempotency\.[a-z_]+)", page, re.M)

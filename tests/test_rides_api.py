@@ -240,6 +240,7 @@ class TestPayment:
         assert [charge.id for charge in charges()] == [Ride.objects.get().stripe_charge_id]
         assert AuditRecord.objects.count() == 1
 
+    @pytest.mark.processes
     def test_a_charge_that_takes_too_long_is_made_once(self, jane, sandbox, slowness, settings):
         settings.IDEMPOTENCY = settings.IDEMPOTENCY | {"LOCK_TIMEOUT_SECONDS": 10}
         sandbox.faults.replace([{"fault": "slow", "count": 1}])

@@ -18,7 +18,7 @@ from rides_demo.simulator import KINDS, Plan, Simulation
 from tests.rides_fixtures import RIDE, jane, joe, sandbox  # noqa: F401
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.postgres]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.postgres, pytest.mark.processes]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from rides_demo import services
 from rides_demo.services import Postgres, Redis, ServiceError, free_port
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.postgres
+pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

@@ -351,6 +351,7 @@ celery_app.task(base=OnceTask)(enter_after_a_failure)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__.lower())
+@pytest.mark.processes
 def test_the_workers_of_each_queue_try_a_job_again_in_its_shard(
     kind: Any, broker: Any, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +393,7 @@ def in_each_shard(factory: Any, **values: Any) -> None:
         factory._meta.model.objects.using(alias).create(**factory.stub(**values).__dict__)
 
 
+@pytest.mark.processes
 def test_the_commands_work_on_the_shard_they_are_given(broker: Any) -> None:
     long_ago = {"created_at": Now() - timedelta(hours=74), "finished_at": Now() - timedelta(hours=73)}
     in_each_shard(StagedJobFactory)
@@ -418,6 +420,7 @@ def abandon_unfinished() -> None:
         unfinished.update(created_at=Now() - timedelta(hours=1), last_run_at=Now() - timedelta(hours=1))
 
 
+@pytest.mark.processes
 def test_the_worker_of_a_shard_works_on_that_shard(broker: Any) -> None:
     in_each_shard(StagedJobFactory)
     in_each_shard(IdempotencyKeyFactory, request_path="/nowhere")

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import httpx
 import pytest
@@ -32,6 +31,7 @@ from rides_demo.simulated_proxy import Proxies, Route, cut_replies, cuts
 from rides_demo.simulated_report import never_struck
 from rides_demo.simulator import FAULTS, SOAK_FAULTS, Plan, Simulation
 from rides_demo.supervisor import BASE_FOLDER, manage
+from tests.managing import run_here
 from tests.rides_fixtures import RIDE, jane, joe, max_, sandbox  # noqa: F401
 from tests.waiting import eventually
 
@@ -317,7 +317,7 @@ def test_the_log_of_a_client_says_what_it_sent_and_saw():
     }  # fmt: skip
 
 
-@pytest.mark.murphy
+@pytest.mark.processes
 def test_a_short_soak_under_every_fault_ends_with_right_books(tmp_path):
     report = tmp_path / "report.json"
     # Of the environment of the tests nothing that names their own services.
@@ -342,6 +342,6 @@ def test_a_short_soak_under_every_fault_ends_with_right_books(tmp_path):
 
 def test_a_length_that_is_none_is_refused():
     for text in ("0", "-1", "ten", "nan", "9999"):
-        done = subprocess.run(manage("soak", "--minutes", text), cwd=Path(BASE_FOLDER), capture_output=True, text=True)
+        done = run_here("soak", "--minutes", text)
         assert done.returncode == 2
         assert "is not a number of minutes" in done.stderr

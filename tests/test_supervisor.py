@@ -22,7 +22,7 @@ from rides_demo.simulator import FAULTS
 from rides_demo.supervisor import BASE_FOLDER
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.murphy
+pytestmark = pytest.mark.processes
 NAMES = {"supervisor", "postgres", "redis", "sandbox", "web", "enqueuer", "worker", "completer", "reaper"}
 
 
@@ -142,6 +142,7 @@ def test_what_is_killed_runs_again_within_two_seconds(served, name):
 
 
 @pytest.mark.parametrize("fault", VICTIMS)
+@pytest.mark.sample
 def test_each_crash_of_the_simulator_strikes_and_the_service_is_back_afterwards(served, fault):
     def strike() -> float:
         crashes = Crashes(served.folder, random.Random(1))

@@ -141,6 +141,7 @@ def test_a_backend_without_workers_behind_it_is_named(settings):
 
 
 @pytest.mark.postgres
+@pytest.mark.processes
 def test_it_is_the_default_backend_from_the_start_of_the_process():
     """The task of this very package asks for the default backend while its module is imported."""
     code = (

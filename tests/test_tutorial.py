@@ -29,7 +29,7 @@ from rides_demo.services import free_port, wheel_binary
 from tests.test_packaging import TOOLS, built, one  # noqa: F401 - a fixture
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.postgres
+pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "tutorial" / "a-payment-that-survives.md").read_text()

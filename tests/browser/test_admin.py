@@ -12,7 +12,7 @@ from tests.browser.visitor import STRIPE_WORKS, Visitor, log_in
 from tests.murphy.rider import Rider
 from tests.murphy.service import Service
 
-pytestmark = [pytest.mark.postgres, pytest.mark.murphy]
+pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 
 KEYS = "/admin/idempotency/idempotencykey/"
 DASHBOARD = f"{KEYS}dashboard/"

@@ -8,7 +8,7 @@ from playwright.sync_api import Route, expect
 from tests.browser.visitor import STRIPE_WORKS, Visitor
 from tests.murphy.service import SLOW_SECONDS, Service
 
-pytestmark = [pytest.mark.postgres, pytest.mark.murphy]
+pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 
 ACCEPTED = "Payment accepted."
 looks = pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("light", 390), ("dark", 1280), ("dark", 390)])

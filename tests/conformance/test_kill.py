@@ -16,6 +16,8 @@ from tests.models import Entry
 from tests.serving import Sender
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.processes
+
 #: The states that a killed request may leave: recovery point and entries written.
 WHOLE = {
     "plain": {("no row", 0), ("finished", 2)},
@@ -41,6 +43,7 @@ def dying_process(sender: Sender) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "phased"])
+@pytest.mark.sample
 def test_13_kill_at_any_point_leaves_work_and_completion_both_or_neither(
     kind: str, serve: Callable[..., None], sender: Sender, dying_process: "subprocess.Popen[str]"
 ) -> None:

@@ -17,7 +17,7 @@ from rides_demo.models import Ride
 from rides_demo.sandbox import Sandbox
 from tests.rides_fixtures import RIDE, Phone, jane, joe, sandbox  # noqa: F401
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.processes]
 
 Line = Callable[[str, str], None]
 

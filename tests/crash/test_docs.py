@@ -20,7 +20,7 @@ from tests.factories import UserFactory
 from tests.frameworks.test_examples import blocks, example  # noqa: F401
 from tests.models import Entry
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.processes]
 
 ROOT = Path(__file__).parents[2]
 Line = Callable[[str, str], None]

@@ -11,6 +11,8 @@ from idempotency.testing import diagnosis as cures
 from tests.crash import views
 from tests.serving import Sender
 
+pytestmark = pytest.mark.processes
+
 RIGHT = ["plain", "refusal", "patient", "asynchronous", "phased", "texting"]
 #: The view, the cure that the message must name, and the line that it must name, as its text.
 WRONG = [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pytest_django import Settings
 
-from tests.frameworks.kinds import KINDS, Kind
+from tests.frameworks.kinds import FAMILIES, KINDS, Kind
 from tests.frameworks.service import Service
 
 PLAIN, PHASED = False, True
@@ -23,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare what a case says of itself."""
     config.addinivalue_line("markers", "styles(*phased): whether the views of the case are plain, phased, or both in turn")
     config.addinivalue_line("markers", "not_for(kinds, reason): kinds of view to which the case does not apply")
+    config.addinivalue_line("markers", "adapter: a case that depends on how a framework calls its views: it runs on all kinds")
     config.addinivalue_line("markers", "inside_testcase: the case runs in the transaction of a TestCase")
 
 
@@ -34,9 +35,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     excepted = markers.get("not_for")
     parameters = []
     for kind in KINDS:
+        of_tier = [] if kind.name in FAMILIES or "adapter" in markers else [pytest.mark.full]
         for phased in markers["styles"].args:
             marks = [pytest.mark.skip(reason=excepted.args[1])] if excepted and excepted.args[0](kind) else []
-            parameters.append(pytest.param(kind, phased, id=f"{kind}-{'phased' if phased else 'plain'}", marks=marks))
+            name = f"{kind}-{'phased' if phased else 'plain'}"
+            parameters.append(pytest.param(kind, phased, id=name, marks=[*marks, *of_tier]))
     metafunc.parametrize(("kind", "phased"), parameters)
 
 

@@ -29,6 +29,7 @@ def refusing(refusal: type[Exception]) -> Work:
 
 
 @both
+@pytest.mark.adapter
 def test_01_first_request_runs_and_its_writes_point_at_the_key(service: Service) -> None:
     work = service.serve()
     response = service.send()
@@ -74,6 +75,7 @@ def test_04_key_that_is_not_valid_is_refused(service: Service) -> None:
 
 
 @both
+@pytest.mark.adapter
 def test_10_refused_authentication_leaves_no_record(service: Service) -> None:
     work = service.serve()
     assert Caller(service.kind).send().status_code == service.kind.refusal
@@ -114,6 +116,7 @@ def test_15_definitive_refusal_is_stored(service: Service, status: int) -> None:
 
 @both
 @pytest.mark.parametrize(("refusal", "status"), [(Missing, 404), (Invalid, 400)], ids=["missing", "invalid"])
+@pytest.mark.adapter
 def test_15_raised_refusal_is_rolled_back_and_its_answer_stored(
     service: Service, refusal: type[Exception], status: int
 ) -> None:
@@ -152,6 +155,7 @@ def test_16_returned_5xx_is_rolled_back_and_not_stored(service: Service) -> None
 
 
 @both
+@pytest.mark.adapter
 def test_16_raised_error_is_rolled_back_and_not_stored(service: Service) -> None:
     work = service.serve(failing_first(crash))
     assert service.send().status_code == 500
@@ -222,6 +226,7 @@ def test_hook_runs_once_and_after_the_commit(service: Service) -> None:
 
 
 @both
+@pytest.mark.adapter
 def test_system_checks_have_nothing_to_say(service: Service) -> None:
     before = run_checks()
     service.serve()
@@ -230,6 +235,7 @@ def test_system_checks_have_nothing_to_say(service: Service) -> None:
 
 
 @both
+@pytest.mark.adapter
 def test_42_atomic_requests_change_nothing(service: Service) -> None:
     service.use_atomic_requests()
     work = service.serve(failing_first(crash))

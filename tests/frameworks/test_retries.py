@@ -22,6 +22,7 @@ both = pytest.mark.styles(False, True)
 
 
 @both
+@pytest.mark.adapter
 def test_20_replay_has_the_same_status_bytes_and_headers(service: Service) -> None:
     work = service.serve()
     first, second = service.send(), service.send()
@@ -170,6 +171,7 @@ def test_31_late_run_changes_nothing_after_another_took_over(service: Service) -
 
 @both
 @pytest.mark.postgres
+@pytest.mark.adapter
 def test_32_serialization_failure_is_retried_inside_the_request(service: Service) -> None:
     account = Account.objects.create(name="one")
 
@@ -241,6 +243,7 @@ def abandoned(service: Service, calls: Callable[[], object]) -> Work:
 
 
 @phased
+@pytest.mark.adapter
 def test_39_completer_finishes_it_as_its_user(service: Service) -> None:
     calls = iter([crash, lambda: None])
     work = abandoned(service, lambda: next(calls)())

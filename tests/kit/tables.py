@@ -8,11 +8,13 @@ from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.test import TransactionTestCase
 
-#: Written by the migrations. A test that changes one of these fails, since every later test would see the change.
+#: Written by the migrations, and kept.
 WRITTEN_ONCE = ("auth_permission", "django_content_type", "django_migrations")
+#: A test that leaves one of these changed fails, since every later test would see the change.
+GUARDED = WRITTEN_ONCE[:2]
 
 _tables: dict[str, list[str]] = {}
-_counts: dict[str, list[int]] = {}
+_sums: dict[str, list[int]] = {}
 
 
 def install() -> None:
@@ -22,26 +24,28 @@ def install() -> None:
 
 def _teardown(case: TransactionTestCase) -> None:
     changed = [alias for alias in case._databases_names(include_mirrors=False) if not empty(connections[alias])]
-    assert not changed, f"The test changed one of {', '.join(WRITTEN_ONCE)} on {changed}: undo it at the end of the test."
+    assert not changed, f"The test changed one of {', '.join(GUARDED)} on {changed}: undo it at the end of the test."
 
 
 def empty(connection: BaseDatabaseWrapper) -> bool:
-    """Delete all rows that tests have written, committed on return. Return False if a table of WRITTEN_ONCE was changed."""
-    alias = connection.settings_dict["NAME"]
+    """Delete all rows that tests have written, committed on return. Return False if a table of GUARDED was changed."""
+    database = connection.settings_dict["NAME"]
     quote = connection.ops.quote_name
-    if alias not in _tables:
+    if database not in _tables:
         names = connection.introspection.django_table_names(only_existing=True, include_views=False)
-        _tables[alias] = sorted({*names} - {*WRITTEN_ONCE})
+        _tables[database] = sorted({*names} - {*WRITTEN_ONCE})
     with connection.cursor() as cursor:
-        holding = [f"SELECT '{name}' WHERE EXISTS (SELECT 1 FROM {quote(name)})" for name in _tables[alias]]
-        # Each number of a primary key is given once, so that a row that is deleted and written anew changes the sum.
-        sums = ", ".join(f"(SELECT COALESCE(SUM(id), 0) FROM {quote(name)})" for name in WRITTEN_ONCE)
-        cursor.execute(f"SELECT {sums}")
-        counts = [int(number) for number in cursor.fetchone()]
+        # A number is given to one row only, so that the sum tells a row that was deleted and written anew.
+        cursor.execute("SELECT " + ", ".join(f"(SELECT COALESCE(SUM(id), 0) FROM {quote(name)})" for name in GUARDED))
+        sums = [int(number) for number in cursor.fetchone()]
+        holding = (f"SELECT '{name}' WHERE EXISTS (SELECT 1 FROM {quote(name)})" for name in _tables[database])
         cursor.execute(" UNION ALL ".join(holding))
-        if filled := [name for (name,) in cursor.fetchall()]:
-            _delete(connection, filled)
-    return _counts.setdefault(alias, counts) == counts
+        filled = [name for (name,) in cursor.fetchall()]
+    if filled:
+        _delete(connection, filled)
+    # The next test is compared with what this one left, so that only the test that made the change fails.
+    before, _sums[database] = _sums.get(database, sums), sums
+    return before == sums
 
 
 def _delete(connection: BaseDatabaseWrapper, names: list[str]) -> None:

@@ -28,7 +28,7 @@ from tests.conformance.views import make_older
 from tests.model.actors import Actor, send, stop_here
 from tests.models import Entry
 
-pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True), pytest.mark.processes]
 
 KEYS, BODIES = ("a", "b", "c"), (1, 2)
 #: So many runs of so many steps: at least 5,000 steps.

@@ -10,7 +10,7 @@ from django.test.client import encode_multipart
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.processes]
 
 FORM = b"to=joe&amount=2000"
 MULTIPART = encode_multipart("x", {"to": "joe", "amount": "2000"})

@@ -17,7 +17,7 @@ from tests.murphy.service import LOCK_TIMEOUT_SECONDS, SLOW_SECONDS, Service
 from tests.rides_fixtures import RIDE
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.murphy
+pytestmark = [pytest.mark.processes, pytest.mark.sample]
 
 SLOW = {"fault": "slow", "seconds": SLOW_SECONDS}
 

@@ -18,7 +18,7 @@ from rides_demo.documents import OPENAPI
 from rides_demo.services import free_port
 from rides_demo.supervisor import Supervisor
 
-pytestmark = [pytest.mark.postgres, pytest.mark.murphy]
+pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 
 CONFIGURATION = Path(__file__).with_name("schemathesis.toml")
 #: For each rider. The two of them need less than a minute; this ends one that hangs, and is no measure of speed.

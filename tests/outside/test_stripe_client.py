@@ -21,7 +21,7 @@ from tests.concurrency import Gate, all_at_once
 from tests.conformance.views import Counted, both_kinds
 from tests.models import Entry
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.postgres]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.postgres, pytest.mark.processes]
 
 CHARGE = {"amount": 2000, "currency": "usd", "source": "tok_visa"}
 #: What happens to a request on its way.

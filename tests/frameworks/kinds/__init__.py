@@ -3,7 +3,7 @@
 from tests.frameworks.kinds import django_views, ninja_views, rest_views
 from tests.frameworks.kinds.base import Job, Kind
 
-__all__ = ["KINDS", "Job", "Kind"]
+__all__ = ["FAMILIES", "KINDS", "Job", "Kind"]
 
 KINDS = [
     Kind("function", django_views.function, 302),
@@ -22,3 +22,7 @@ KINDS = [
     Kind("Ninja", ninja_views.operation, 401, by_token=True),
     Kind("Ninja async", ninja_views.async_operation, 401, by_token=True),
 ]
+
+#: One kind of each family. The other kinds are called by the same adapters: they run the cases marked ``adapter``, and all
+#: cases in ``make test-all``.
+FAMILIES = {"function", "async function", "form", "DRF APIView", "Ninja"}

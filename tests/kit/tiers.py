@@ -1,0 +1,60 @@
+"""The tiers of the suite: each test belongs to one, and none is skipped in silence.
+
+``make test`` runs what is marked neither ``processes`` nor ``full``; ``make test-processes`` runs what is marked ``processes``;
+``make test-all`` runs everything. ``sample`` marks the tests of ``processes`` that ``.ci/run`` runs too.
+"""
+
+import re
+from typing import Any
+
+import pytest
+
+#: Why a test may be skipped. A skip for any other reason fails the run.
+ALLOWED_SKIPS = (
+    r"needs PostgreSQL$",
+    r"a pooler (chooses|keeps) ",
+    r"it sets what belongs to a session$",
+    r"statements prepared by an earlier test have no text$",
+    r"the pool has connections to the old address$",
+    r"make (package|lint) installs ",
+    r"a form is sent by POST, ",
+    r"the fields of a form have an order, ",
+    r"it has the key in the field of a form already$",
+    r"needs root, to mount a small disk$",
+    r"may not mount$",
+    r"the server has no unix socket here$",
+    r"There is no (Chromium|PgBouncer|npm)",
+    r"(Chromium|PgBouncer) could not be installed",
+    r"npm could not fetch ",
+    r"apt-get installed ",
+)
+
+
+def skips_not_allowed(terminalreporter: Any) -> list[str]:
+    """Return a line for each skip whose reason is not in ALLOWED_SKIPS."""
+    lines = []
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        if not any(re.match(allowed, reason) for allowed in ALLOWED_SKIPS):
+            lines.append(f"{report.nodeid}: {reason}")
+    return lines
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> Any:
+    """Say which skips are not allowed, and fail the run for them."""
+    result = yield
+    if lines := skips_not_allowed(terminalreporter):
+        terminalreporter.section("skips that tests/kit/tiers.py does not allow", red=True)
+        for line in lines:
+            terminalreporter.write_line(line)
+    return result
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let a skip that is not allowed fail the run."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and session.exitstatus == pytest.ExitCode.OK and skips_not_allowed(reporter):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
