@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,9 +57,13 @@ def run(*arguments: str, **changes: str) -> "subprocess.CompletedProcess[str]":
 def run_here(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run a management command in this process, as a shell would: its exit status, output and errors."""
     output, errors, status = io.StringIO(), io.StringIO(), 0
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
     with redirect_stdout(output), redirect_stderr(errors):
         try:
             execute_from_command_line(["manage.py", *arguments])
         except SystemExit as end:
             status = int(end.code or 0)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
