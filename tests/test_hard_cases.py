@@ -531,6 +531,7 @@ def test_a_key_of_any_body_can_be_looked_at(body: bytes, admin_client: Client) -
 
 
 @pytest.mark.postgres
+@pytest.mark.full
 def test_a_key_of_any_depth_can_be_looked_at(admin_client: Client) -> None:
     admin_client.raise_request_exception = False
     broken = []

@@ -258,6 +258,7 @@ def test_another_method_is_refused(jane, method):
     key=st.text(st.characters(max_codepoint=255, exclude_characters="\r\n"), max_size=300),
     token=st.sampled_from(["demo-jane", "demo-jane", "demo-jane", "\x00", "\u00fc"]),
 )
+@pytest.mark.full
 def test_nothing_that_can_be_sent_is_an_internal_error(jane, body, content_type, key, token):
     response = Client(raise_request_exception=False).generic(
         "POST", "/rides", body, content_type, headers={"Authorization": f"Bearer {token}", "Idempotency-Key": key}

@@ -88,6 +88,7 @@ def body_of(size: int) -> str:
 
 
 @pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.full
 def test_what_a_key_takes_on_disk(name: str) -> None:
     assert bytes_on_disk(VIEWS[name], lambda: views.BODY) == pytest.approx(documented("on disk", name), rel=0.15)
 
@@ -96,6 +97,7 @@ def test_what_a_key_takes_on_disk(name: str) -> None:
     ("name", "of_wal", "on_disk"),
     [("plain view", 1, 2.5), ("ride of four commits", 4, 5.5)],
 )
+@pytest.mark.full
 def test_what_a_kilobyte_of_body_adds(name: str, of_wal: float, on_disk: float) -> None:
     text = PAGE.replace("\n", " ")
     assert "1 KB of WAL and 2.5 KB on disk to a plain view, 4 KB of WAL and 5.5 KB on disk to the ride" in text
