@@ -10,7 +10,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from django.conf import settings
-from django.db import connection, transaction
 from django_tasks_db.models import DBTaskResult
 
 from idempotency import backends, enqueuer
@@ -18,8 +17,9 @@ from idempotency.contrib import celery as celery_backend
 from idempotency.contrib import rq as rq_backend
 from idempotency.models import StagedJob
 from tests.celery_for_tests import app, broker_url
-from tests.managing import start
-from tests.waiting import eventually
+from tests.kit.commands import start
+from tests.kit.database import held_transaction, lock_table
+from tests.kit.waiting import eventually
 
 #: Each pass over a line that is held back lasts so long; one over a good line lasts as long as Redis syncs its disk.
 IMPATIENCE_SECONDS = 2
@@ -213,25 +213,8 @@ class Tasks(Broker):
 @contextmanager
 def tasks_table_locked() -> Iterator[None]:
     """Keep everybody else from the table of Django Tasks."""
-    locked, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        try:
-            with transaction.atomic(), connection.cursor() as cursor:
-                cursor.execute(f"LOCK TABLE {DBTaskResult._meta.db_table} IN ACCESS EXCLUSIVE MODE")
-                locked.set()
-                leave.wait(60)
-        finally:
-            connection.close()
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    try:
-        assert locked.wait(60)
+    with held_transaction(lambda: lock_table(DBTaskResult._meta.db_table)):
         yield
-    finally:
-        leave.set()
-        holder.join()
 
 
 KINDS = [Rq, Celery, Tasks]

@@ -15,8 +15,9 @@ from rides_demo.processes import ProcessError
 from rides_demo.services import Postgres, Redis
 from tests import pgbouncer
 from tests.kit import tables, tiers
+from tests.kit.packages import built  # noqa: F401 - a fixture
 from tests.kit.servers import HastyPostgres
-from tests.serving import sender, serve  # noqa: F401 - fixtures
+from tests.kit.serving import sender, serve  # noqa: F401 - fixtures
 
 POSTGRES = pytest.StashKey[Postgres]()
 PGBOUNCER = pytest.StashKey[pgbouncer.PgBouncer]()

@@ -2,13 +2,11 @@
 
 from asyncio import CancelledError
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.conf.urls.i18n import i18n_patterns
 from django.db import connection
-from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.urls import path
 from django.utils import translation
@@ -18,8 +16,9 @@ from idempotency import claims, interventions
 from idempotency.abandonment import settle
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from tests.concurrency import all_at_once
-from tests.serving import Sender
+from tests.kit.ageing import past_the_retention
+from tests.kit.serving import Sender
+from tests.kit.threads import all_at_once
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -35,7 +34,7 @@ def abandoned(serve: Any, sender: Sender) -> Callable[..., IdempotencyKey]:
 
         serve(view=view)
         sender.send()
-        IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=73), last_run_at=Now() - timedelta(hours=72))
+        past_the_retention()
         return IdempotencyKey.objects.get()
 
     return leave

@@ -1,6 +1,5 @@
 """The admin: what became of each request, for a person who may look and not touch."""
 
-from datetime import timedelta
 from uuid import uuid4
 
 import pytest
@@ -11,6 +10,7 @@ from idempotency.admin import reading
 from idempotency.admin.states import state_of
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
+from tests.kit.ageing import ago
 from tests.models import Entry
 
 pytestmark = pytest.mark.django_db
@@ -24,10 +24,6 @@ def staff(client):
     """Return a client signed in as an administrator."""
     client.force_login(UserFactory(is_staff=True, is_superuser=True))
     return client
-
-
-def ago(**span):
-    return timezone.now() - timedelta(**span)
 
 
 def one_of_each_state():

@@ -27,12 +27,13 @@ from idempotency.exceptions import KeyStuck
 from idempotency.interventions import acknowledge
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, StagedJob
 from rides_demo.urls import urlpatterns
-from tests.concurrency import all_at_once
-from tests.conformance.views import make_older, two_phases
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
+from tests.kit.ageing import make_older
+from tests.kit.claims import hand_back_and_meet_another_run
+from tests.kit.serving import Sender
+from tests.kit.threads import all_at_once
+from tests.kit.views import two_phases
 from tests.models import Entry
-from tests.serving import Sender
-from tests.test_interventions import hand_back_and_meet_another_run
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

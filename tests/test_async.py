@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
-from asgiref.testing import ApplicationCommunicator
-from django.core.handlers.asgi import ASGIHandler
-from django.db import connection, connections
+from django.db import connection
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.test import AsyncClient
 from django.views import View
@@ -20,9 +18,10 @@ from idempotency.decorators import idempotent
 from idempotency.jobs import astage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.phases import atomic_phase, foreign_call
-from tests.conformance.views import make_older
+from tests.kit.ageing import make_older
+from tests.kit.asgi import ask, begin, run
+from tests.kit.serving import Sender
 from tests.models import Entry
-from tests.serving import Sender
 
 WAIT_SECONDS = 60
 Serve = Callable[..., None]
@@ -50,37 +49,6 @@ async def phased(request: HttpRequest) -> HttpResponse:
                     await astage_job("tests.jobs_for_tests.note", {"text": "hello"})
                     phase.set_response(await create(request))
     return key.response()
-
-
-async def begin(path: str, key: str, body: bytes) -> ApplicationCommunicator:
-    """Send one request to Django's ASGI handler, as a server would."""
-    sent = {"host": "testserver", "idempotency-key": key, "content-type": "application/json", "content-length": str(len(body))}
-    headers = [(name.encode(), value.encode()) for name, value in sent.items()]
-    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "http_version": "1.1"}
-    application = ApplicationCommunicator(ASGIHandler(), scope)
-    await application.send_input({"type": "http.request", "body": body})
-    return application
-
-
-async def ask(path: str, key: str, body: bytes = b"{}") -> tuple[int, dict[str, str], bytes]:
-    """Send one request and return status, headers and body of its answer."""
-    application = await begin(path, key, body)
-    start = await application.receive_output(WAIT_SECONDS)
-    content = await application.receive_output(WAIT_SECONDS)
-    await application.wait(WAIT_SECONDS)
-    return start["status"], {name.decode(): value.decode() for name, value in start["headers"]}, content["body"]
-
-
-def run(scenario: Callable[[], Any]) -> None:
-    """Run a scenario on an event loop of its own, and close the connection that its own queries have opened."""
-
-    async def whole() -> None:
-        try:
-            await scenario()
-        finally:
-            await sync_to_async(connections.close_all)()
-
-    asyncio.run(whole())
 
 
 @pytest.mark.parametrize("view", [idempotent(create), phased], ids=["plain", "phased"])

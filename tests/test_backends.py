@@ -1,13 +1,10 @@
 """The backends of the enqueuer, one suite for all: with real brokers and real workers a staged job takes effect once."""
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
-from django.db import connection
 from django.utils import timezone
 
 from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable
@@ -21,8 +18,9 @@ from rides_demo.services import free_port
 from tests.brokers import KINDS, Celery, SlowLine, Tasks, tasks_table_locked
 from tests.celery_for_tests import app
 from tests.factories import StagedJobFactory, UserFactory
-from tests.test_inbox import waits_for_a_lock
-from tests.waiting import eventually
+from tests.kit.database import waits_for_a_lock
+from tests.kit.threads import Gate, background
+from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True), pytest.mark.processes]
 
@@ -133,27 +131,26 @@ def test_a_job_whose_database_connection_is_lost_is_tried_again(queue, user, tmp
 def test_a_delivery_that_meets_another_one_comes_back(queue, user):
     job = stage("record", user.pk)
     enqueue_once()
-    entered, leave = threading.Event(), threading.Event()
+    gate = Gate()
 
     def other_delivery():
-        try:
-            with process_once(STAGED_JOBS, str(job.pk)):
-                entered.set()
-                assert leave.wait(120)
-                raise RuntimeError("on purpose")
-        finally:
-            connection.close()
+        with process_once(STAGED_JOBS, str(job.pk)):
+            gate.wait_here()
+            raise RuntimeError("on purpose")
 
-    with ThreadPoolExecutor(1) as pool, queue.working():
-        other = pool.submit(other_delivery)
-        try:
-            assert entered.wait(60)
-            for _ in range(2):  # It was refused, and came back.
-                eventually(lambda: enqueue_once() and waits_for_a_lock())
-                eventually(lambda: not waits_for_a_lock())
-        finally:
-            leave.set()
-        assert isinstance(other.exception(), RuntimeError)
+    def failing_delivery():
+        with pytest.raises(RuntimeError, match="on purpose"):
+            other_delivery()
+
+    with queue.working():
+        with background(failing_delivery):
+            try:
+                gate.wait_until_reached()
+                for _ in range(2):  # It was refused, and came back.
+                    eventually(lambda: enqueue_once() and waits_for_a_lock())
+                    eventually(lambda: not waits_for_a_lock())
+            finally:
+                gate.open()
         eventually(lambda: enqueue_once() and effects())
         eventually(queue.idle)
     assert effects() == 1

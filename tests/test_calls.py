@@ -17,7 +17,7 @@ from rest_framework.views import APIView
 
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from tests.serving import Sender
+from tests.kit.serving import Sender
 
 Serve = Callable[..., None]
 

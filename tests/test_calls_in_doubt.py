@@ -25,13 +25,13 @@ from idempotency.models import ForeignCall, IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
 from idempotency.reaper import reap_once
 from rides_demo.urls import urlpatterns
-from tests.concurrency import Gate, background
-from tests.conformance.views import another_client, make_older
 from tests.factories import UserFactory
-from tests.serving import Sender, problem
-from tests.test_async import ask, run
-from tests.test_inbox import waits_for_a_lock
-from tests.waiting import eventually
+from tests.kit.ageing import make_older
+from tests.kit.asgi import ask, run
+from tests.kit.database import waits_for_a_lock
+from tests.kit.serving import Sender, another_client, problem
+from tests.kit.threads import Gate, background
+from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -14,7 +14,7 @@ from rides_demo.models import AuditRecord
 from tests.brokers import Celery
 from tests.celery_once_tasks import app, asynchronous, book, charge, does_nothing, refund, slow, tree, whole
 from tests.factories import StagedJobFactory, UserFactory
-from tests.waiting import eventually
+from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True), pytest.mark.processes]
 

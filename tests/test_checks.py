@@ -21,9 +21,8 @@ from rest_framework.views import APIView
 from idempotency import scopes
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey, ProcessedMessage
-from tests.frameworks.kinds.base import Job
-from tests.managing import run
-from tests.test_policy import KINDS
+from tests.frameworks.kinds import KINDS, Job
+from tests.kit.commands import run
 
 RIGHT = {"*": "idempotency.contrib.rq.RQBackend", "mail": "tests.jobs_for_tests.PickyBackend"}
 
@@ -146,9 +145,9 @@ class Answering(View):
         return HttpResponse()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_no_kind_of_view_is_a_false_alarm(kind, settings, monkeypatch):
-    patterns = [pattern for phased in (False, True) for pattern in kind(Job(work=None, options={}, phased=phased))]
+    patterns = [pattern for phased in (False, True) for pattern in kind.patterns(Job(work=None, options={}, phased=phased))]
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
     assert found(settings) == []
     monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)

@@ -12,32 +12,18 @@ from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
 from idempotency import claims, keys, signals
-from idempotency.claims import ClaimedRequest, Outcome
+from idempotency.claims import Outcome
 from idempotency.decorators import idempotent
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
-from tests.concurrency import background
-from tests.serving import Sender
-from tests.test_keys import claim, finish, request
+from tests.kit.ageing import expire_lock
+from tests.kit.claims import claim, claim_as_completer, claim_plain, finish, request
+from tests.kit.serving import Sender
+from tests.kit.threads import background
 
 pytestmark = pytest.mark.django_db(transaction=True)
 LONG_AGO = timedelta(seconds=91)
-
-
-def older(seconds: float) -> None:
-    """Let the lock of each key have been taken so many seconds ago."""
-    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=seconds))
-
-
-def plain(described: ClaimedRequest | None = None) -> claims.Claim:
-    """Claim as a plain view does."""
-    return claims.claim_plain(described or request(), using="default")
-
-
-def by_completer(key: IdempotencyKey, *, delay: float = 60, early: bool = False) -> IdempotencyKey | None:
-    """Claim as the completer does."""
-    return claims.claim_by_id(key.pk, delay_seconds=delay, using="default", early=early)
 
 
 def test_a_claim_writes_down_all_of_the_request() -> None:
@@ -87,28 +73,28 @@ def test_a_takeover_by_a_client_renews_lock_and_time_of_the_run() -> None:
 def test_a_finished_key_cannot_be_claimed_by_the_completer() -> None:
     key = claim().key
     finish(key)
-    assert by_completer(key) is None
+    assert claim_as_completer(key) is None
 
 
 def test_the_completer_claims_what_nobody_holds_and_not_before_its_delay() -> None:
     key = claim().key
-    assert by_completer(key) is None
-    older(91)
-    taken = by_completer(key)
+    assert claim_as_completer(key) is None
+    expire_lock(91)
+    taken = claim_as_completer(key)
     assert taken is not None
     assert (taken.attempts, taken.completer_attempts) == (2, 1)
     assert taken.fence not in (None, key.fence)
     assert [(event["event"], event["detail"]) for event in taken.history][-1] == ("claimed", "completer")
     assert IdempotencyKey.objects.filter(locked_at__gt=Now() - timedelta(seconds=30)).exists()
-    older(91)
-    assert by_completer(key) is None
-    assert by_completer(key, early=True) is not None
+    expire_lock(91)
+    assert claim_as_completer(key) is None
+    assert claim_as_completer(key, early=True) is not None
 
 
 def test_a_stuck_key_is_not_claimed_by_the_completer() -> None:
     key = claim().key
     keys.mark_stuck(key, "code", "reason", using="default")
-    assert by_completer(key) is None
+    assert claim_as_completer(key) is None
 
 
 def test_only_a_view_that_knows_the_point_takes_a_key_over() -> None:
@@ -187,7 +173,7 @@ def test_no_reason_is_a_reason() -> None:
 
 def test_a_release_that_comes_late_is_logged_with_the_hash_of_the_key(caplog: pytest.LogCaptureFixture) -> None:
     late = claim().key
-    older(91)
+    expire_lock(91)
     claim()
     with caplog.at_level(logging.INFO, "idempotency"):
         keys.release(late, "late", using="default")
@@ -204,7 +190,7 @@ def test_a_key_that_gets_stuck_is_logged_with_its_code(caplog: pytest.LogCapture
     assert [record.getMessage() for record in caplog.records] == [f"key {key.key_hash} is stuck (a code): the reason"]
 
 
-@pytest.mark.parametrize("look", [claim, plain])
+@pytest.mark.parametrize("look", [claim, claim_plain])
 def test_a_key_of_a_former_secret_is_the_same_request(look: Any) -> None:
     finish(claim(request(fingerprint="v1:old")).key)
     described = replace(request(fingerprint="v1:new"), former_fingerprints=("v1:older", "v1:old"))
@@ -214,18 +200,18 @@ def test_a_key_of_a_former_secret_is_the_same_request(look: Any) -> None:
 
 def test_the_plain_claim_refuses_what_a_phased_view_left() -> None:
     claim()
-    assert plain().outcome is Outcome.IN_PROGRESS
-    older(91)
-    refused = plain()
+    assert claim_plain().outcome is Outcome.IN_PROGRESS
+    expire_lock(91)
+    refused = claim_plain()
     assert (refused.outcome, refused.key.recovery_point) == (Outcome.UNKNOWN_POINT, "started")
-    assert plain(request(fingerprint="v1:two")).outcome is Outcome.MISMATCH
+    assert claim_plain(request(fingerprint="v1:two")).outcome is Outcome.MISMATCH
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("look", [claim, plain])
+@pytest.mark.parametrize("look", [claim, claim_plain])
 def test_while_a_plain_view_runs_another_session_learns_whether_it_is_the_same_request(look: Any) -> None:
     with transaction.atomic():
-        assert plain().outcome is Outcome.CLAIMED
+        assert claim_plain().outcome is Outcome.CLAIMED
         for described, outcome in ((request(), Outcome.IN_PROGRESS), (request(fingerprint="v1:two"), Outcome.MISMATCH)):
             with background(lambda described=described: look(described)) as other:
                 refused = other.result(60)
@@ -381,7 +367,7 @@ def test_a_foreign_call_renews_the_lock(serve: Any, sender: Sender) -> None:
     seen: list[bool] = []
 
     def body(key: IdempotencyKey) -> None:
-        older(60)
+        expire_lock(60)
         with foreign_call(key, "sms") as call:
             seen.append(IdempotencyKey.objects.filter(locked_at__gt=Now() - timedelta(seconds=30)).exists())
             call.record()
@@ -398,7 +384,7 @@ def test_a_phase_renews_the_lock_however_it_ends(serve: Any, sender: Sender, end
     seen: list[bool] = []
 
     def body(key: IdempotencyKey) -> None:
-        older(60)
+        expire_lock(60)
         with atomic_phase(key) as phase:
             if end == "advance":
                 phase.set_recovery_point("one")
@@ -419,7 +405,7 @@ def test_an_expired_key_is_retired_by_whoever_comes_and_only_then() -> None:
     IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=99))
     assert claim(request(fingerprint="v1:two")).outcome is Outcome.MISMATCH
     IdempotencyKey.objects.update(finished_at=Now() - timedelta(hours=73))
-    assert plain(request(fingerprint="v1:two")).outcome is Outcome.CLAIMED
+    assert claim_plain(request(fingerprint="v1:two")).outcome is Outcome.CLAIMED
     assert IdempotencyKey.objects.filter(scope=f"expired:{key.pk}").count() == 1
 
 

@@ -4,22 +4,20 @@ import os
 import pty
 import re
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
-from django.db import connection, transaction
+from django.db import connection
 
 from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo.services import free_port
 from tests.factories import StagedJobFactory
-from tests.managing import run, run_here, start
-from tests.test_inbox import waits_for_a_lock
-from tests.test_reaper import expired_keys
-from tests.waiting import eventually
+from tests.kit.ageing import expired_keys
+from tests.kit.commands import run, run_here, start
+from tests.kit.database import held_transaction, lock_table, waits_for_a_lock
+from tests.kit.waiting import eventually
 
 COMMANDS = ["enqueue_jobs", "complete_keys", "reap_keys"]
 REST = "0 settled, 0 stuck, 0 messages\n"
@@ -202,28 +200,11 @@ def test_a_loop_outlives_its_broker_and_logs_one_line_per_change(loop, broker, t
 def test_sigterm_finishes_the_batch_and_leaves_the_rest(loop, broker):
     """The signal comes while a batch waits for a lock; the batch commits, the next ones are not begun."""
     keys = expired_keys(40)
-    locked, leave = threading.Event(), threading.Event()
-
-    def hold_lock():
-        """Keep others from a table whose references to the keys the batch must set to null."""
-        try:
-            with transaction.atomic(), connection.cursor() as cursor:
-                cursor.execute("LOCK TABLE tests_entry IN ACCESS EXCLUSIVE MODE")
-                locked.set()
-                assert leave.wait(60)
-        finally:
-            connection.close()
-
-    with ThreadPoolExecutor(1) as pool:
-        holder = pool.submit(hold_lock)
-        try:
-            assert locked.wait(60)
-            process = loop("reap_keys", "--batch-size", "10")
-            eventually(waits_for_a_lock)
-            os.kill(process.pid, signal.SIGTERM)
-        finally:
-            leave.set()
-        holder.result()
+    # A table whose references to the keys the batch must set to null.
+    with held_transaction(lambda: lock_table("tests_entry")):
+        process = loop("reap_keys", "--batch-size", "10")
+        eventually(waits_for_a_lock)
+        os.kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 0
     assert IdempotencyKey.objects.count() == len(keys) - 10

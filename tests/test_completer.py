@@ -1,6 +1,5 @@
 """The completer finishes what clients have left, as the user who sent it, and nothing else."""
 
-import json
 import sys
 from asyncio import CancelledError
 from datetime import timedelta
@@ -12,13 +11,11 @@ from urllib.parse import unquote
 import pytest
 from django.conf import settings as django_settings
 from django.conf.urls.i18n import i18n_patterns
-from django.contrib.auth.decorators import login_required
 from django.db import connection
 from django.db.models.functions import Now
-from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
-from django.urls import get_script_prefix, get_urlconf, path, reverse, set_script_prefix, set_urlconf
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.urls import get_script_prefix, get_urlconf, path, set_script_prefix, set_urlconf
 from django.utils import timezone, translation
-from django.views.decorators.http import require_POST
 from pytest_django import Settings
 from rest_framework.throttling import BaseThrottle
 from rest_framework.views import APIView
@@ -27,66 +24,22 @@ from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey
-from idempotency.phases import atomic_phase
 from idempotency.signals import key_conflict, key_replayed, key_stuck
-from tests.concurrency import Gate, all_at_once, background
 from tests.factories import IdempotencyKeyFactory
+from tests.kit.ageing import abandon
+from tests.kit.serving import Sender
+from tests.kit.shop import Shop, open_shop
+from tests.kit.threads import Gate, all_at_once, background
+from tests.kit.waiting import eventually
 from tests.models import Entry
-from tests.serving import Sender
-from tests.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-class Shop:
-    """A phased view that fails between its phases while ``broken``, and notes what each run saw."""
-
-    def __init__(self) -> None:
-        self.broken = True
-        self.seen: list[dict[str, Any]] = []
-        self.gate: Gate | None = None
-        self.view = require_POST(login_required(idempotent(recovery_points=["entry_created"])(self._view)))
-
-    def _view(self, request: HttpRequest, number: int = 0) -> HttpResponseBase:
-        key = request.idempotency_key
-        for recovery_point in key.phases():
-            if recovery_point == "started":
-                with atomic_phase(key) as phase:
-                    Entry.objects.create(name="entry", idempotency_key=key)
-                    phase.set_recovery_point("entry_created")
-                continue
-            self.seen.append(
-                {
-                    "user": request.user.pk,
-                    "body": json.loads(request.body) if request.content_type == "application/json" else request.POST.dict(),
-                    "query": request.GET.dict(),
-                    "host": request.get_host(),
-                    "receipt": request.build_absolute_uri(reverse("view")),
-                    "language": translation.get_language(),
-                    "derived": key.derive("charge"),
-                }
-            )
-            if self.gate:
-                self.gate.wait_here()
-            if self.broken:
-                raise OSError("Stripe is down")
-            with atomic_phase(key) as phase:
-                phase.set_response(JsonResponse({"entry": Entry.objects.get(idempotency_key=key).pk}, status=201))
-        return key.response()
 
 
 @pytest.fixture
 def shop(serve: Any) -> Shop:
     """Return the shop, which answers at /view/."""
-    shop = Shop()
-    serve(view=shop.view)
-    return shop
-
-
-def abandon(times: int = 1) -> None:
-    """Let each key be 301 seconds old and idle for 61; or a second past limits that are so many times the default."""
-    old, idle = (Now() - timedelta(seconds=times * limit + 1) for limit in (300, 60))
-    IdempotencyKey.objects.update(created_at=old, last_run_at=idle, next_run_at=None)
+    return open_shop(serve)
 
 
 def test_a_key_whose_client_has_gone_is_finished_as_its_user(shop: Shop, sender: Sender, settings: Settings) -> None:
@@ -303,7 +256,7 @@ def test_a_key_that_is_young_busy_or_a_persons_is_left_alone(
 def test_a_finished_key_and_an_empty_table_are_nothing_to_do(shop: Shop) -> None:
     assert complete_once() == CompletePass()
     IdempotencyKeyFactory(finished=True)
-    IdempotencyKey.objects.update(created_at=Now() - timedelta(seconds=301), last_run_at=Now() - timedelta(seconds=301))
+    abandon()
     assert complete_once() == CompletePass()
 
 

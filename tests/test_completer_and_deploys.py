@@ -9,14 +9,21 @@ from idempotency import interventions
 from idempotency.completer import CompletePass, complete_once
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.signals import key_claimed
-from tests.serving import Sender
-from tests.test_completer import Shop, abandon, shop  # noqa: F401 - a fixture
+from tests.kit.ageing import abandon
+from tests.kit.serving import Sender
+from tests.kit.shop import Shop, open_shop
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def left(shop: Shop, sender: Sender) -> IdempotencyKey:  # noqa: F811
+def shop(serve: Any) -> Shop:
+    """Return the shop, which answers at /view/."""
+    return open_shop(serve)
+
+
+@pytest.fixture
+def left(shop: Shop, sender: Sender) -> IdempotencyKey:
     """Return a key that a deploy has left, and the completer has met once."""
     sender.send()
     IdempotencyKey.objects.update(recovery_point="of_another_release")
@@ -37,7 +44,7 @@ def test_nothing_comes_between_a_person_and_the_key(left: IdempotencyKey) -> Non
     assert not IdempotencyKey.objects.stuck().exists(), "what was acknowledged stays off the list"
 
 
-def test_it_goes_on_once_the_code_knows_the_point(left: IdempotencyKey, shop: Shop) -> None:  # noqa: F811
+def test_it_goes_on_once_the_code_knows_the_point(left: IdempotencyKey, shop: Shop) -> None:
     IdempotencyKey.objects.update(recovery_point="entry_created")
     abandon()
     shop.broken = False
@@ -46,7 +53,7 @@ def test_it_goes_on_once_the_code_knows_the_point(left: IdempotencyKey, shop: Sh
 
 def test_when_it_fails_under_the_new_code_it_is_tried_and_given_up_on_as_any_other(
     left: IdempotencyKey,
-    shop: Shop,  # noqa: F811
+    shop: Shop,
     settings: Settings,
 ) -> None:
     settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 2}
@@ -65,7 +72,7 @@ def test_a_view_that_is_gone_meanwhile_changes_nothing(left: IdempotencyKey, ser
 
 
 def test_a_key_that_a_person_hands_back_in_the_middle_of_a_pass_has_its_attempts_again(
-    shop: Shop,  # noqa: F811
+    shop: Shop,
     sender: Sender,
     settings: Settings,
 ) -> None:

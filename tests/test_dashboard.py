@@ -17,8 +17,9 @@ from idempotency.admin import dashboard
 from idempotency.heartbeats import Heartbeat
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessHeartbeat, StagedJob
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
-from tests.managing import start
-from tests.waiting import eventually
+from tests.kit.ageing import ago
+from tests.kit.commands import start
+from tests.kit.waiting import eventually
 
 KEYS, JOBS = "/admin/idempotency/idempotencykey/", "/admin/idempotency/stagedjob/"
 DASHBOARD = f"{KEYS}dashboard/"
@@ -28,10 +29,6 @@ def staff(**changes: Any) -> Client:
     client = Client()
     client.force_login(UserFactory(is_staff=True, **{"is_superuser": True, **changes}))
     return client
-
-
-def ago(**span: float) -> Any:
-    return timezone.now() - timedelta(**span)
 
 
 def stuck(code: str) -> dict[str, Any]:

@@ -24,12 +24,13 @@ from idempotency.decorators import idempotent
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.phases import atomic_phase
-from tests.conformance.threads import Gate, at_once, elsewhere, in_background
-from tests.conformance.views import Counted, another_client, both_kinds, create, phased, plain, two_phases
 from tests.factories import UserFactory
+from tests.kit.database import statements
+from tests.kit.serving import Sender, View, another_client, problem
+from tests.kit.threads import Gate, at_once, elsewhere, in_background
+from tests.kit.views import Counted, both_kinds, create, phased, plain, two_phases
+from tests.kit.waiting import eventually
 from tests.models import Account, Entry
-from tests.serving import Sender, View, problem, statements
-from tests.waiting import eventually
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -438,7 +439,7 @@ def test_deadlock_is_retried(kind: Kind, serve: Serve, sender: Sender) -> None:
         first, second = (one, other) if request.headers["Idempotency-Key"] == "a" else (other, one)
         Account.objects.filter(pk=first.pk).update(balance=F("balance") + 1)
         if not gate.entered.is_set():
-            gate.stop_here()
+            gate.wait_here()
         else:
             gate.open()
         Account.objects.filter(pk=second.pk).update(balance=F("balance") + 1)
@@ -446,7 +447,7 @@ def test_deadlock_is_retried(kind: Kind, serve: Serve, sender: Sender) -> None:
 
     serve(view=kind(work := Counted(pay)))
     running = in_background(lambda: another_client(sender).send(key="a"))
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     assert sender.send(key="b").status_code == 201
     assert running.result(60).status_code == 201
     assert work.runs >= 3

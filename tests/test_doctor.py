@@ -1,7 +1,6 @@
 """The doctor: each ailment is found and has a cure; a healthy site has none."""
 
 import json
-from datetime import timedelta
 from io import StringIO
 
 import pytest
@@ -12,19 +11,16 @@ from django.utils import timezone
 
 from idempotency.doctor import COUNT_LIMIT, LOOPS, diagnose
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
-from tests.concurrency import Gate, background
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
-from tests.managing import run
-from tests.waiting import eventually
+from tests.kit.ageing import ago
+from tests.kit.commands import run
+from tests.kit.threads import Gate, background
+from tests.kit.waiting import eventually
 
 TABLE = IdempotencyKey._meta.db_table
 pytestmark = pytest.mark.django_db
 #: What the tests' own server is run with, for speed, or has from other tests.
 OF_THE_SERVER = {"not_durable", "hot_ratio", "dead_rows", "old_transaction"}
-
-
-def ago(**time):
-    return timezone.now() - timedelta(**time)
 
 
 def codes():

@@ -22,13 +22,14 @@ from idempotency.decorators import idempotent
 from idempotency.exceptions import CallNotRecorded, UnknownRecoveryPoint
 from idempotency.models import ForeignCall, IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
-from tests.concurrency import Gate, background
 from tests.factories import IdempotencyKeyFactory
+from tests.kit.ageing import expire_lock, past_the_retention
+from tests.kit.claims import claim, claim_as_completer, claim_plain, finish, request
+from tests.kit.database import default_isolation, statements, waits_for_a_lock
+from tests.kit.serving import Sender
+from tests.kit.threads import Gate, background
+from tests.kit.waiting import eventually
 from tests.models import Entry
-from tests.serving import Sender, default_isolation, statements
-from tests.test_claims_and_phases import older, plain
-from tests.test_keys import claim, finish, request
-from tests.waiting import eventually
 
 Body = Callable[[IdempotencyKey], None]
 
@@ -50,13 +51,6 @@ def phased(body: Body, **options: Any) -> Any:
     return view
 
 
-def sessions_that_wait() -> int:
-    """Return how many sessions wait for a lock of another."""
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()")
-        return int(cursor.fetchone()[0])
-
-
 @contextmanager
 def meanwhile(first: Callable[[], Any], second: Callable[[], Any]) -> Iterator["Future[Any]"]:
     """Do ``first`` in a transaction that commits when ``second``, in another session, waits for it; yield its future."""
@@ -70,7 +64,7 @@ def meanwhile(first: Callable[[], Any], second: Callable[[], Any]) -> Iterator["
     with background(work) as holder:
         gate.wait_until_reached()
         with background(second) as other:
-            eventually(lambda: sessions_that_wait() or other.done())
+            eventually(lambda: waits_for_a_lock() or other.done())
             gate.open()
             holder.result(60)
             yield other
@@ -80,9 +74,9 @@ def meanwhile(first: Callable[[], Any], second: Callable[[], Any]) -> Iterator["
 
 
 def plainly_at_once() -> Claim:
-    """Claim as a plain view does, in a transaction of its own."""
+    """Claim as a claim_plain view does, in a transaction of its own."""
     with transaction.atomic():
-        return plain()
+        return claim_plain()
 
 
 @pytest.mark.postgres
@@ -136,10 +130,10 @@ def test_who_holds_the_same_key_in_another_database_of_the_server_is_in_nobodys_
 def test_a_duplicate_of_a_plain_request_is_refused_with_one_statement(committing: None) -> None:
     def again() -> tuple[Outcome, int]:
         with transaction.atomic(), statements() as seen:
-            return plain().outcome, len(seen)
+            return claim_plain().outcome, len(seen)
 
     with transaction.atomic():
-        assert plain().outcome is Outcome.CLAIMED
+        assert claim_plain().outcome is Outcome.CLAIMED
         with background(again) as other:
             assert other.result(60) == (Outcome.IN_PROGRESS, 1)
 
@@ -147,7 +141,7 @@ def test_a_duplicate_of_a_plain_request_is_refused_with_one_statement(committing
 def test_a_plain_key_is_finished_at_the_time_that_its_claim_wrote(committing: None) -> None:
     """Another time would move the row in the index of finished keys."""
     with transaction.atomic():
-        key = plain().key
+        key = claim_plain().key
         claimed_at = IdempotencyKey.objects.get().finished_at
         finish(key)
     assert IdempotencyKey.objects.get().finished_at == claimed_at
@@ -162,7 +156,7 @@ def test_only_an_expired_key_of_its_scope_is_moved_out_of_the_way(committing: No
         return rows.execute(rows.statements("default").retire, {"id": key.pk, "scope": scope}, "default")
 
     assert retired(key.scope) == 0
-    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=74), finished_at=Now() - timedelta(hours=73))
+    past_the_retention()
     assert [retired(scope) for scope in ("user:2", key.scope, key.scope)] == [0, 1, 0]
 
 
@@ -195,12 +189,12 @@ def test_while_a_plain_view_runs_over_an_expired_key_the_next_is_refused_at_once
     def at_once() -> Claim:
         with transaction.atomic(), connection.cursor() as cursor:
             cursor.execute("SET LOCAL lock_timeout = '3s'")
-            return plain()
+            return claim_plain()
 
     finish(claim().key)
-    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=74), finished_at=Now() - timedelta(hours=73))
+    past_the_retention()
     with transaction.atomic():
-        assert plain().outcome is Outcome.CLAIMED
+        assert claim_plain().outcome is Outcome.CLAIMED
         with background(at_once) as other:
             assert other.result(60).outcome is Outcome.IN_PROGRESS
 
@@ -211,14 +205,14 @@ def test_what_is_wrong_with_a_claim_is_raised_at_once(committing: None) -> None:
     with pytest.raises(Error):
         claim(request("NUL \0 is no text for PostgreSQL"))
     key = claim().key
-    older(91)
+    expire_lock(91)
     with pytest.raises(Error):
         claims.claim_by_id(key.pk, delay_seconds=float("inf"), using="default")
 
 
 def test_the_completer_waits_for_the_end_of_its_delay_unless_it_is_told_not_to(committing: None) -> None:
     key = claim().key
-    older(91)
+    expire_lock(91)
     IdempotencyKey.objects.update(next_run_at=Now() + timedelta(hours=1))
     assert claims.claim_by_id(key.pk, delay_seconds=60, using="default") is None
     assert claims.claim_by_id(key.pk, delay_seconds=60, using="default", early=True) is not None
@@ -228,26 +222,21 @@ def test_a_key_is_locked_to_the_last_moment(committing: None) -> None:
     claim()
     found = None
     while found is None or found.outcome is Outcome.CLAIMED:  # this machine was too slow
-        older(89.2)
+        expire_lock(89.2)
         found = claim()
     assert found.key is not None
     assert 0 < found.lock_seconds < 1
 
 
-def of_completer(key: IdempotencyKey) -> IdempotencyKey | None:
-    """Claim as the completer does."""
-    return claims.claim_by_id(key.pk, delay_seconds=60, using="default")
-
-
 @pytest.mark.postgres
-@pytest.mark.parametrize("look", [of_completer, lambda key: claim()])
+@pytest.mark.parametrize("look", [claim_as_completer, lambda key: claim()])
 @pytest.mark.parametrize("in_transaction", [False, True], ids=["autocommit", "transaction"])
 def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
     committing: None, look: Callable[[IdempotencyKey], Any], in_transaction: bool
 ) -> None:
     """In a transaction it says so: no other statement could follow there."""
     key = claim().key
-    older(91)
+    expire_lock(91)
 
     def take_over() -> Any:
         with default_isolation("repeatable read"):

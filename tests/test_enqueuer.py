@@ -2,9 +2,8 @@
 
 import os
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.db import connection, transaction
@@ -23,8 +22,9 @@ from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
 from rides_demo.services import free_port
 from tests.factories import StagedJobFactory, UserFactory
-from tests.managing import run, start
-from tests.waiting import eventually
+from tests.kit.commands import run, start
+from tests.kit.threads import Gate, at_once, background
+from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -81,58 +81,43 @@ def test_a_batch_is_the_last_when_it_is_asked_to_stop(broker):
 @pytest.mark.postgres
 def test_a_job_that_commits_late_with_a_lower_id_is_not_lost(broker):
     """The published drain reads up to the last id and deletes all ids below: it loses this job."""
-    staged, commit = threading.Event(), threading.Event()
-    late = []
+    gate, late = Gate(), []
 
     def slow_request():
-        try:
-            with transaction.atomic():
-                late.append(stage_job("shop.jobs.late"))
-                staged.set()
-                assert commit.wait(60)
-        finally:
-            connection.close()
+        with transaction.atomic():
+            late.append(stage_job("shop.jobs.late"))
+            gate.wait_here()
 
-    with ThreadPoolExecutor(1) as pool:
-        request = pool.submit(slow_request)
-        assert staged.wait(60)
+    with background(slow_request) as request:
+        gate.wait_until_reached()
         with transaction.atomic():
             early = stage_job("shop.jobs.early")
         assert late[0].pk < early.pk
-        commit_while_handing_over(commit, request)
+        commit_while_handing_over(gate, request)
     enqueue_once()
     assert sorted(queued(broker)) == sorted([str(late[0].pk), str(early.pk)])
 
 
-def commit_while_handing_over(commit, request):
+def commit_while_handing_over(gate, request):
     """Run a pass during which, between its SELECT and its DELETE, the slow request commits."""
 
     def execute(call, sql, *args):
         result = call(sql, *args)
-        if sql.startswith("SELECT") and "SKIP LOCKED" in sql and not commit.is_set():
-            commit.set()
+        if sql.startswith("SELECT") and "SKIP LOCKED" in sql and not request.done():
+            gate.open()
             request.result(60)
         return result
 
     with connection.execute_wrapper(execute):
-        assert enqueue_once().handed_over >= 1
+        enqueue_once()
+    assert request.done(), "it did not commit during the pass"
 
 
 @pytest.mark.postgres
 def test_two_enqueuers_at_once_hand_no_job_over_twice(broker):
     jobs = stage(1000)
-    together = threading.Barrier(4)
-
-    def one(_):
-        try:
-            together.wait(60)
-            return enqueue_once(batch_size=50).handed_over
-        finally:
-            connection.close()
-
-    with ThreadPoolExecutor(4) as pool:
-        counts = list(pool.map(one, range(4)))
-    assert sum(counts) == 1000
+    passes = at_once([partial(enqueue_once, batch_size=50)] * 4)
+    assert sum(found.handed_over for found in passes) == 1000
     assert sorted(queued(broker)) == sorted(str(job.pk) for job in jobs)
 
 
@@ -350,27 +335,25 @@ def test_a_job_that_meets_its_own_first_delivery_comes_back(broker, monkeypatch)
     user = UserFactory()
     [job] = stage(1, job_name="tests.jobs_for_tests.record", job_args=[user.pk])
     enqueue_once()
-    entered, leave = threading.Event(), threading.Event()
+    gate = Gate()
 
     def other_delivery():
-        try:
-            with process_once(STAGED_JOBS, str(job.pk)):
-                entered.set()
-                assert leave.wait(60)
-                raise RuntimeError("on purpose")
-        finally:
-            connection.close()
+        with process_once(STAGED_JOBS, str(job.pk)):
+            gate.wait_here()
+            raise RuntimeError("on purpose")
 
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(other_delivery)
-        assert entered.wait(60)
+    def failing_delivery():
+        with pytest.raises(RuntimeError, match="on purpose"):
+            other_delivery()
+
+    with background(failing_delivery):
+        gate.wait_until_reached()
         former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         SimpleWorker(["default"], connection=broker).work(burst=True, max_jobs=2)
         for number, handler in former.items():
             signal.signal(number, handler)
         assert queued(broker) == [str(job.pk)]
-        leave.set()
-        assert isinstance(other.exception(), RuntimeError)
+        gate.open()
     work(broker)
     assert AuditRecord.objects.count() == 1
 

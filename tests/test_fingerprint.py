@@ -11,8 +11,8 @@ from django.test import RequestFactory
 from django.test.client import encode_multipart
 
 from idempotency.fingerprint import fingerprint
-from tests.conformance.views import Counted, both_kinds, create
-from tests.serving import Sender, View
+from tests.kit.serving import Sender, View
+from tests.kit.views import Counted, both_kinds, create
 
 factory = RequestFactory()
 

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.db import connection
-from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
 from idempotency.decorators import idempotent
 from idempotency.exceptions import CallNotRecorded
 from idempotency.models import ForeignCall, IdempotencyKey
 from idempotency.phases import MadeCall, atomic_phase, foreign_call
-from tests.concurrency import Gate, background
-from tests.serving import Sender, problem
+from tests.kit.ageing import expire_lock
+from tests.kit.serving import Sender, problem
+from tests.kit.threads import Gate, background
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -378,7 +377,7 @@ def test_a_late_result_is_recorded_after_a_takeover(serve: Any, sender: Sender) 
     serve(view=texting(block))
     with background(sender.send) as first:
         gate.wait_until_reached()
-        IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=91))
+        expire_lock()
         assert sender.send().status_code == 409
         assert IdempotencyKey.objects.get().stuck_code == "call_in_doubt"
         gate.open()

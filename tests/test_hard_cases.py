@@ -27,22 +27,19 @@ from idempotency.decorators import idempotent
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
 from idempotency.phases import atomic_phase
-from tests.conformance.threads import Gate, at_once, elsewhere, in_background
-from tests.conformance.views import another_client, both_kinds, create, make_older, phased, plain, two_phases
 from tests.factories import IdempotencyKeyFactory
+from tests.kit.ageing import abandon, make_older
+from tests.kit.database import default_isolation
+from tests.kit.serving import Sender, another_client
+from tests.kit.threads import Gate, at_once, elsewhere, in_background
+from tests.kit.views import both_kinds, create, phased, plain, two_phases
 from tests.models import Account, Entry
-from tests.serving import Sender, default_isolation
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 Serve = Callable[..., None]
 proven = partial(pytest.mark.xfail, strict=True)
 JOB_ID = "00000000-0000-7000-8000-00000000000a"
-
-
-def abandon() -> None:
-    """Let each key be old and idle enough for the completer."""
-    make_older(1000, "created_at", "last_run_at", "locked_at", "next_run_at")
 
 
 def conflict() -> None:
@@ -229,10 +226,10 @@ def test_reading_the_key_again_does_not_pass_the_fence(serve: Serve, sender: Sen
             if len(runs) == 1:
                 make_older(91, "locked_at")
                 winner.append(in_background(another_client(sender).send))
-                gate.wait_for_visitor()
+                gate.wait_until_reached()
                 key.refresh_from_db()  # the late one wakes up, and looks how far it is
             else:
-                gate.stop_here()
+                gate.wait_here()
             with atomic_phase(key) as phase:
                 Entry.objects.create(name="paid")
                 phase.set_response(HttpResponse(status=201))
@@ -798,7 +795,7 @@ def test_a_view_whose_other_database_is_down_stops_no_other_key(serve: Serve, se
 @pytest.mark.postgres
 def test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default() -> None:
     from idempotency import claims
-    from tests.test_keys import POINTS, request
+    from tests.kit.claims import POINTS, request
 
     for turn in range(40):
         claims.claim_phased(request(f"key-{turn}"), POINTS, using="default")
@@ -815,7 +812,7 @@ def test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default() -> 
 @pytest.mark.postgres
 def test_completers_at_one_key_on_a_database_that_is_repeatable_read_by_default() -> None:
     from idempotency import claims
-    from tests.test_keys import POINTS, request
+    from tests.kit.claims import POINTS, request
 
     keys = [claims.claim_phased(request(f"key-{turn}"), POINTS, using="default").key.pk for turn in range(40)]
     make_older(91, "locked_at")

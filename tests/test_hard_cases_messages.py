@@ -31,13 +31,13 @@ from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
 from idempotency.reaper import reap_once
-from tests import managing
-from tests.concurrency import background
-from tests.conformance.views import make_older
 from tests.factories import IdempotencyKeyFactory
+from tests.kit import commands
+from tests.kit.ageing import make_older
+from tests.kit.serving import Sender
+from tests.kit.threads import background
+from tests.kit.waiting import eventually
 from tests.models import Entry
-from tests.serving import Sender
-from tests.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -211,7 +211,7 @@ with process_once("queue", "1"):
 @pytest.mark.postgres
 @pytest.mark.processes
 def test_a_delivery_that_stands_still_does_not_hold_its_message_for_ever() -> None:
-    with managing.start(python=TAKE_AND_STAND_STILL) as process:
+    with commands.start(python=TAKE_AND_STAND_STILL) as process:
         assert process.stdout.readline() == "taken\n"
         process.send_signal(signal.SIGSTOP)
         with process_once("queue", "1") as first:
@@ -301,7 +301,7 @@ def killed(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     code = "import django; django.setup(); from tests.test_hard_cases_messages import die_in; die_in()"
     with subprocess.Popen(
         [sys.executable, "-c", code],
-        env=managing.environment(),
+        env=commands.environment(),
         cwd=settings.BASE_DIR,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

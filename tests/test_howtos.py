@@ -7,6 +7,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from threading import Event
 from types import ModuleType, SimpleNamespace
@@ -32,9 +33,9 @@ from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.phases import atomic_phase
 from idempotency.testing import Downstream, age, assert_survives
 from rides_demo.models import Ride
-from tests.concurrency import background
 from tests.factories import RideFactory, UserFactory
-from tests.frameworks.test_examples import GUIDES, blocks
+from tests.kit.examples import GUIDES, serve_page, shop_modules
+from tests.kit.threads import background
 from tests.models import Account, Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -46,37 +47,13 @@ ORDER = {"name": "one"}
 @pytest.fixture
 def shop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     """Return a function that makes the modules of the shop that the pages import, with these models and functions."""
-
-    def make(**modules: dict[str, Any]) -> SimpleNamespace:
-        made = {name: ModuleType(f"shop.{name}") for name in ("models", "bank", "jobs", *modules)}
-        vars(made["models"]).update({"Order": Entry, "Account": Account})
-        for name, contents in modules.items():
-            vars(made[name]).update(contents)
-        package = ModuleType("shop")
-        vars(package).update(made)
-        monkeypatch.setitem(sys.modules, "shop", package)
-        for name, module in made.items():
-            monkeypatch.setitem(sys.modules, f"shop.{name}", module)
-        return SimpleNamespace(**made)
-
-    make()
-    return make
+    return shop_modules(monkeypatch)
 
 
 @pytest.fixture
 def page(shop: Callable[..., SimpleNamespace], settings: Settings) -> Callable[..., ModuleType]:
     """Return a function that executes the Python blocks of a guide, one after the other, and serves their URLs."""
-
-    def execute(guide: str, *numbers: int) -> ModuleType:
-        module = ModuleType("example")
-        found = blocks(guide, "python")
-        for number in numbers or range(len(found)):
-            exec(compile(found[number], guide, "exec"), vars(module))
-        if hasattr(module, "urlpatterns"):
-            settings.ROOT_URLCONF = module
-        return module
-
-    return execute
+    return partial(serve_page, settings)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The how-to guides that are mostly settings: each block is executed as it stands, and then used."""
 
 import re
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -30,10 +31,15 @@ from idempotency.models import StagedJob
 from tests import jobs_for_tests
 from tests.celery_for_tests import app as celery_app
 from tests.factories import StagedJobFactory
-from tests.frameworks.test_examples import GUIDES, blocks
-from tests.test_howtos import shop  # noqa: F401 - a fixture
+from tests.kit.examples import GUIDES, blocks, shop_modules
 
 pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def shop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+    """Return a function that makes the modules of the shop that the pages import, with these models and functions."""
+    return shop_modules(monkeypatch)
 
 
 def executed(guide: str, *numbers: int, **names: Any) -> SimpleNamespace:
@@ -46,7 +52,7 @@ def executed(guide: str, *numbers: int, **names: Any) -> SimpleNamespace:
 # choose-a-queue.md
 
 
-def test_each_queue_of_the_settings_gets_its_jobs(broker: Any, settings: Settings, shop: Any) -> None:  # noqa: F811
+def test_each_queue_of_the_settings_gets_its_jobs(broker: Any, settings: Settings, shop: Any) -> None:
     sent: list[StagedJob] = []
     shop(audit={"send": sent.append})
     settings.IDEMPOTENCY = executed("choose-a-queue.md", 0).IDEMPOTENCY
@@ -61,7 +67,7 @@ def test_each_queue_of_the_settings_gets_its_jobs(broker: Any, settings: Setting
     broker.flushdb()
 
 
-def test_the_task_of_the_page_is_one_that_celery_is_given(broker: Any, settings: Settings, shop: Any) -> None:  # noqa: F811
+def test_the_task_of_the_page_is_one_that_celery_is_given(broker: Any, settings: Settings, shop: Any) -> None:
     shop(tasks={"__name__": "shop.tasks"})
     made = executed("choose-a-queue.md", 1, __name__="shop.tasks")
     name = re.findall(r'stage_job\("(shop\.tasks\.\w+)", \{"ride_id"', (GUIDES / "choose-a-queue.md").read_text())[0]

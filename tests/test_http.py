@@ -20,14 +20,13 @@ from idempotency import scopes
 from idempotency.header import key_of as key_carried_by
 from idempotency.models import IdempotencyKey
 from idempotency.problems import Problem
-from tests.concurrency import background
-from tests.conformance.threads import at_once, elsewhere
-from tests.conformance.views import Counted, another_client, both_kinds, create, phased_outside, plain
 from tests.factories import UserFactory
+from tests.kit.database import default_isolation, waits_for_a_lock
+from tests.kit.serving import Sender, View, another_client, problem
+from tests.kit.threads import at_once, background, elsewhere
+from tests.kit.views import Counted, both_kinds, create, phased_outside, plain
+from tests.kit.waiting import eventually
 from tests.models import Entry
-from tests.serving import Sender, View, default_isolation, problem
-from tests.test_inbox import waits_for_a_lock
-from tests.waiting import eventually
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

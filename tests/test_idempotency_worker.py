@@ -11,9 +11,9 @@ from django.db import connection
 
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
-from tests.managing import run, start
-from tests.test_reaper import ago, expired_key
-from tests.waiting import eventually
+from tests.kit.ageing import ago, expired_key
+from tests.kit.commands import run, start
+from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True), pytest.mark.processes]
 

@@ -1,7 +1,7 @@
 """The inbox: a message that is delivered twice takes effect once."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
+from functools import partial
 
 import pytest
 from django.db import connection, transaction
@@ -13,48 +13,38 @@ from idempotency.models import ProcessedMessage
 from idempotency.transactions import durable_transaction
 from rides_demo.models import AuditRecord
 from tests.factories import AuditRecordFactory, UserFactory
-from tests.waiting import eventually
+from tests.kit.database import waits_for_a_lock
+from tests.kit.threads import Gate, elsewhere, in_background
+from tests.kit.waiting import eventually
 
 
-def deliver(user, *, until=None, started=None, fail=False):
-    """Take one delivery of the message in this thread: leave a row, then wait for ``until``."""
-    try:
-        with process_once("stripe", "evt_1") as first:
-            if started:
-                started.set()
-            if first:
-                AuditRecordFactory(user=user)
-                if until:
-                    assert until.wait(60)
-                if fail:
-                    raise RuntimeError("on purpose")
-            return first
-    finally:
-        connection.close()
-
-
-def waits_for_a_lock():
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()")
-        return cursor.fetchone()[0] == 1
+def deliver(user, *, gate=None, fail=False):
+    """Take one delivery of the message: leave a row, then wait at the gate."""
+    with process_once("stripe", "evt_1") as first:
+        if first:
+            AuditRecordFactory(user=user)
+            if gate:
+                gate.wait_here()
+            if fail:
+                raise RuntimeError("on purpose")
+        return first
 
 
 @pytest.fixture
 def first_delivery(monkeypatch):
     """Run a delivery that holds its transaction open until the test lets it go; the second one is patient."""
     monkeypatch.setattr(inbox, "WAIT_SECONDS", 60)
-    user, started, until = UserFactory(), threading.Event(), threading.Event()
-    with ThreadPoolExecutor(2) as pool:
-        future = None
+    gate, begun = Gate(), []
 
-        def start(**options):
-            nonlocal future
-            future = pool.submit(deliver, user, until=until, started=started, **options)
-            assert started.wait(60)
-            return user, pool, until, future
+    def start(**options):
+        user = UserFactory()
+        begun.append(in_background(partial(deliver, user, gate=gate, **options)))
+        gate.wait_until_reached()
+        return user, gate, begun[0]
 
-        yield start
-        until.set()
+    yield start
+    gate.open()
+    wait(begun, 60)
 
 
 @pytest.mark.postgres
@@ -101,24 +91,24 @@ def test_sources_number_their_messages_each_for_itself():
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
 def test_a_second_delivery_waits_for_the_first_and_does_nothing(first_delivery):
-    user, pool, until, first = first_delivery()
-    second = pool.submit(deliver, user)
+    user, gate, first = first_delivery()
+    second = in_background(lambda: deliver(user))
     eventually(waits_for_a_lock)
-    until.set()
-    assert (first.result(), second.result()) == (True, False)
+    gate.open()
+    assert (first.result(60), second.result(60)) == (True, False)
     assert AuditRecord.objects.count() == 1
 
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
 def test_a_second_delivery_does_the_work_when_the_first_fails(first_delivery):
-    user, pool, until, first = first_delivery(fail=True)
-    second = pool.submit(deliver, user)
+    user, gate, first = first_delivery(fail=True)
+    second = in_background(lambda: deliver(user))
     eventually(waits_for_a_lock)
-    until.set()
+    gate.open()
     with pytest.raises(RuntimeError):
-        first.result()
-    assert second.result() is True
+        first.result(60)
+    assert second.result(60) is True
     assert AuditRecord.objects.count() == 1
 
 
@@ -127,11 +117,11 @@ def test_a_second_delivery_is_refused_when_the_first_takes_too_long(first_delive
     monkeypatch.setattr(inbox, "WAIT_SECONDS", 1)
     if connection.vendor == "sqlite":
         monkeypatch.setitem(connection.settings_dict["OPTIONS"], "timeout", 1)
-    user, pool, until, first = first_delivery()
+    user, gate, first = first_delivery()
     with pytest.raises(MessageInProgress):
-        pool.submit(deliver, user).result()
-    until.set()
-    assert first.result() is True
+        elsewhere(lambda: deliver(user))
+    gate.open()
+    assert first.result(60) is True
     assert deliver(user) is False
     assert AuditRecord.objects.count() == 1
 
@@ -140,13 +130,13 @@ def test_a_second_delivery_is_refused_when_the_first_takes_too_long(first_delive
 @pytest.mark.django_db(transaction=True)
 def test_a_refusal_in_an_outer_transaction_leaves_it_usable(first_delivery, monkeypatch):
     monkeypatch.setattr(inbox, "WAIT_SECONDS", 1)
-    user, _, until, first = first_delivery()
+    user, gate, first = first_delivery()
     with transaction.atomic():
         with pytest.raises(MessageInProgress), process_once("stripe", "evt_1"):
             pytest.fail("this delivery must not run")
         AuditRecordFactory(user=user, action="outer")
-    until.set()
-    assert first.result() is True
+    gate.open()
+    assert first.result(60) is True
     assert AuditRecord.objects.filter(action="outer").exists()
 
 

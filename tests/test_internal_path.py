@@ -11,7 +11,7 @@ from django.views.decorators.http import require_POST
 from idempotency.decorators import idempotent
 from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
 from idempotency.models import IdempotencyKey
-from tests.serving import Sender
+from tests.kit.serving import Sender
 
 pytestmark = pytest.mark.django_db(transaction=True)
 NAMES = [CLAIMED_KEY_ATTRIBUTE, CLAIMED_KEY_ATTRIBUTE.strip("_"), CLAIMED_KEY_ATTRIBUTE.replace("_", "-").strip("-")]

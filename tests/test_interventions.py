@@ -11,7 +11,7 @@ from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from pytest_django import Settings
 
-from idempotency import claims, inbox, interventions
+from idempotency import inbox, interventions
 from idempotency.completer import CompletePass, complete_once
 from idempotency.contrib.rq import run_once
 from idempotency.decorators import idempotent
@@ -21,12 +21,13 @@ from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_finished, key_stuck
 from rides_demo.models import AuditRecord
-from tests.concurrency import Gate, all_at_once, background
-from tests.conformance.threads import elsewhere
-from tests.conformance.views import another_client, make_older, two_phases
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
+from tests.kit.ageing import make_older, past_the_retention
+from tests.kit.claims import hand_back_and_meet_another_run
+from tests.kit.serving import Sender, another_client, problem
+from tests.kit.threads import Gate, all_at_once, background, elsewhere
+from tests.kit.views import two_phases
 from tests.models import Entry
-from tests.serving import Sender, problem
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -84,10 +85,6 @@ def test_a_stuck_key_is_completed_with_all_its_attempts_anew(shop: Shop, sender:
     answer = sender.send()
     assert (answer.status_code, answer["Idempotent-Replayed"]) == (201, "true")
     assert Entry.objects.get().name == "delivered"
-
-
-def past_the_retention() -> None:
-    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=80), last_run_at=Now() - timedelta(hours=79))
 
 
 def test_what_a_person_gives_back_past_the_retention_is_not_undone_by_the_reaper(sender: Sender, serve: Any) -> None:
@@ -153,13 +150,6 @@ def test_a_key_that_is_handed_back_is_run_by_the_completer(shop: Shop, sender: S
     assert complete_once() == CompletePass()
     assert interventions.hand_back(key.pk, key.claim_token, by="jane")
     assert complete_once() == CompletePass(finished=1)
-
-
-def hand_back_and_meet_another_run(hand_back: Any, pk: int, *args: Any, **kwargs: Any) -> bool:
-    """Hand a key back, and let somebody else claim it at this moment."""
-    done: bool = hand_back(pk, *args, **kwargs)
-    assert claims.claim_by_id(pk, delay_seconds=0, using="default")
-    return done
 
 
 def test_completing_a_key_that_another_run_took_once_it_was_handed_back_says_so(

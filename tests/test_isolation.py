@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import connection
 from django.db.models import F, Sum
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
 from idempotency.conf import Settings
 from idempotency.decorators import idempotent
 from idempotency.phases import atomic_phase
-from tests.conformance.threads import PATIENCE_SECONDS, Gate, at_once, elsewhere, in_background
-from tests.conformance.views import Counted, Work, another_client, plain
+from tests.kit.database import waits_for_a_lock
+from tests.kit.serving import Sender, View, another_client
+from tests.kit.threads import WAIT_SECONDS, Gate, at_once, elsewhere, in_background
+from tests.kit.views import Counted, Work, plain
+from tests.kit.waiting import eventually
 from tests.models import Account, Entry
-from tests.serving import Sender, View
-from tests.waiting import eventually
 
 pytestmark = pytest.mark.postgres
 PAGE = (Path(__file__).parent.parent / "docs" / "explanation" / "isolation.md").read_text()
@@ -54,7 +54,7 @@ class Meeting:
         """Return when both have come."""
         if not hasattr(self._been_here, "once"):
             self._been_here.once = True
-            self._barrier.wait(PATIENCE_SECONDS)
+            self._barrier.wait(WAIT_SECONDS)
 
 
 def name_of(request: HttpRequest) -> str:
@@ -252,42 +252,26 @@ def test_the_table_names_each_cure() -> None:
     assert {row[0] for row in rows_of("against")} <= set(ANOMALIES)
 
 
-@pytest.fixture
-def waits_for_a_lock() -> Callable[[], bool]:
-    """Tell whether some connection waits for a lock that another one holds."""
-
-    def waits() -> bool:
-        with connection.cursor() as cursor:
-            cursor.execute(
-                "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-            )
-            return bool(cursor.fetchone()[0])
-
-    return waits
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("cure", CURES)
-def test_the_second_waits_and_sees_what_the_first_did(
-    cure: str, level: str, kind: str, serve: Serve, sender: Sender, waits_for_a_lock: Callable[[], bool]
-) -> None:
+def test_the_second_waits_and_sees_what_the_first_did(cure: str, level: str, kind: str, serve: Serve, sender: Sender) -> None:
     gate = Gate()
     step, right = CURES[cure]
 
     def work(request: HttpRequest) -> HttpResponse:
         step(request)
-        gate.stop_here()
+        gate.wait_here()
         return HttpResponse()
 
     tried = Anomaly(sender)
     serve(view=KINDS[kind](work, isolation=level))
     first = in_background(lambda: tried.send("a"))
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     second = in_background(lambda: tried.send("b"))
     eventually(waits_for_a_lock)
     gate.open()
-    assert [answer.result(PATIENCE_SECONDS).status_code for answer in (first, second)] == [200, 200]
+    assert [answer.result(WAIT_SECONDS).status_code for answer in (first, second)] == [200, 200]
     assert right()
 
 
@@ -314,16 +298,16 @@ def test_the_same_key_never_meets_itself(serve: Serve, sender: Sender) -> None:
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         Account.objects.update(balance=F("balance") + 10)
         return HttpResponse()
 
     Account.objects.create(name="a")
     serve(view=plain(counted := Counted(work), isolation="read committed"))
     first = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     assert sender.send().status_code == 409
     gate.open()
-    assert first.result(PATIENCE_SECONDS).status_code == 200
+    assert first.result(WAIT_SECONDS).status_code == 200
     assert sender.send()["Idempotent-Replayed"] == "true"
     assert (counted.runs, Account.objects.get().balance) == (1, 10)

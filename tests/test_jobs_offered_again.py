@@ -20,8 +20,8 @@ from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.interventions import retry_jobs
 from idempotency.models import ProcessedMessage, StagedJob
 from idempotency.reaper import ReapPass, reap_once
-from tests.concurrency import all_at_once
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
+from tests.kit.threads import all_at_once
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -10,45 +10,20 @@ from django.db import IntegrityError, connection, transaction
 from django.db.models.functions import Now
 
 from idempotency import claims, keys
-from idempotency.claims import ClaimedRequest, Outcome
+from idempotency.claims import Outcome
 from idempotency.exceptions import LockLost
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.sql import HISTORY_LIMIT
 from idempotency.transactions import durable_transaction
-from tests.concurrency import all_at_once
 from tests.factories import IdempotencyKeyFactory
+from tests.kit.ageing import expire_lock, past_the_retention
+from tests.kit.claims import claim, finish, request
+from tests.kit.database import statements
+from tests.kit.threads import all_at_once
 from tests.models import Entry
-from tests.serving import statements
 
 pytestmark = pytest.mark.django_db(transaction=True)
-POINTS = ("started", "paid")
-
-
-def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:one") -> ClaimedRequest:
-    """Return a request as the HTTP side describes it."""
-    return ClaimedRequest(
-        scope=scope,
-        idempotency_key=key,
-        user_id=None,
-        method="POST",
-        path="/rides",
-        body=b"{}",
-        content_type="application/json",
-        headers={},
-        remote_addr="127.0.0.1",
-        fingerprint=fingerprint,
-    )
-
-
-def claim(described: ClaimedRequest | None = None) -> claims.Claim:
-    """Claim as a phased view does."""
-    return claims.claim_phased(described or request(), POINTS, using="default")
-
-
-def finish(key: IdempotencyKey) -> None:
-    """Store an empty answer."""
-    keys.finish(key, 200, {}, b"", using="default")
 
 
 def test_a_new_key_is_claimed_with_one_statement() -> None:
@@ -68,7 +43,7 @@ def test_of_claims_in_a_race_one_wins() -> None:
 
 def test_a_locked_key_is_refused_with_the_rest_of_its_lock() -> None:
     claim()
-    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=30))
+    expire_lock(30)
     refused = claim()
     assert refused.outcome is Outcome.IN_PROGRESS
     assert 55 < refused.lock_seconds < 60.01
@@ -76,7 +51,7 @@ def test_a_locked_key_is_refused_with_the_rest_of_its_lock() -> None:
 
 def test_a_key_locked_91_seconds_ago_is_taken_over_with_another_token() -> None:
     first = claim().key
-    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=91))
+    expire_lock()
     second = claim()
     assert (second.outcome, second.key.pk, second.key.attempts) == (Outcome.CLAIMED, first.pk, 2)
     assert second.key.claim_token != first.claim_token
@@ -94,7 +69,7 @@ def test_a_key_locked_91_seconds_ago_is_taken_over_with_another_token() -> None:
 )
 def test_the_fence_stops_whoever_lost_the_key(change: Any) -> None:
     late = claim().key
-    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=91))
+    expire_lock()
     winner = claim().key
     before = IdempotencyKey.objects.values().get()
     with pytest.raises(LockLost):
@@ -129,7 +104,7 @@ def test_an_expired_key_is_new_again_and_its_row_stays_for_whoever_points_at_it(
     old = claim().key
     finish(old)
     entry = Entry.objects.create(name="ride", idempotency_key=old)
-    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=74), finished_at=Now() - timedelta(hours=73))
+    past_the_retention()
     found = claim(request(fingerprint="v1:two"))
     assert (found.outcome, found.key.attempts) == (Outcome.CLAIMED, 1)
     assert found.key.pk != old.pk
@@ -154,7 +129,7 @@ def test_an_unfinished_key_never_expires_by_itself() -> None:
 def test_the_plain_claim_retires_an_expired_key_with_its_own_transaction() -> None:
     old = claim().key
     finish(old)
-    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=74), finished_at=Now() - timedelta(hours=73))
+    past_the_retention()
     with transaction.atomic():
         found = claims.claim_plain(request(), using="default")
         transaction.set_rollback(True)
@@ -196,7 +171,7 @@ def test_an_error_is_kept_as_both_databases_take_it() -> None:
 def test_giving_up_spares_a_key_that_somebody_holds() -> None:
     key = claim().key
     assert keys.give_up(key.pk, "code", "reason", using="default") is False
-    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=91))
+    expire_lock()
     assert keys.give_up(key.pk, "code", "reason", using="default") is True
     assert keys.give_up(key.pk, "other", "reason", using="default") is False
     assert IdempotencyKey.objects.get().stuck_code == "code"

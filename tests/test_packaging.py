@@ -1,9 +1,6 @@
 """What is published is the app, all of it, and nothing else; in an empty project it works. ``make package`` sets this up."""
 
-import os
 import re
-import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -12,8 +9,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-TOOLS = ROOT / ".venv-package" / "bin" / "python"
+from tests.kit.packages import ROOT, TOOLS, one, run
+
 pytestmark = [pytest.mark.postgres, pytest.mark.skipif(not TOOLS.exists(), reason="make package installs the tools")]
 
 VIEWS = """
@@ -65,28 +62,6 @@ settings.configure(
 django.setup()
 importlib.import_module(sys.argv[1])
 """
-
-
-BUILT = pytest.StashKey[Path]()
-
-
-@pytest.fixture(scope="session")
-def built(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the sdist and of the wheel built from it: once a run, also where other tests import this fixture."""
-    if BUILT not in pytestconfig.stash:
-        pytestconfig.stash[BUILT] = build(tmp_path_factory)
-    return pytestconfig.stash[BUILT]
-
-
-def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build both of the files that git knows, away from all else that lies in this folder."""
-    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines():
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name)
-    run(TOOLS, "-m", "build", "--no-isolation", "--outdir", out, copy, cwd=out)
-    return out
 
 
 def test_the_wheel_holds_each_file_of_the_app_and_nothing_else(built: Path) -> None:
@@ -155,16 +130,3 @@ def test_a_new_project_answers_the_retry_of_a_payment_with_the_first_answer(buil
 def files_of_the_app() -> set[PurePosixPath]:
     files = (path for path in (ROOT / "idempotency").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {PurePosixPath(path.relative_to(ROOT)) for path in files}
-
-
-def one(folder: Path, pattern: str) -> Path:
-    (found,) = folder.glob(pattern)
-    return found
-
-
-def run(*command: str | Path, cwd: Path, **more: str) -> str:
-    outside = {"DJANGO_SETTINGS_MODULE", "PYTHONPATH", "DATABASE_URL"}
-    environment = {name: value for name, value in os.environ.items() if name not in outside} | more
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from django.db import transaction
 from django.db.models import F
-from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.utils import timezone
 from pytest_django import Settings
@@ -16,17 +15,12 @@ from idempotency.decorators import idempotent
 from idempotency.exceptions import DownstreamKeyExpired, KeyStuck, PhaseDidNotAdvance, UnknownRecoveryPoint
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
-from tests.concurrency import Gate, background
+from tests.kit.ageing import expire_lock
+from tests.kit.serving import Sender, problem
+from tests.kit.threads import Gate, background
 from tests.models import Entry
-from tests.serving import Sender, problem
 
 pytestmark = pytest.mark.django_db(transaction=True)
-LONG_AGO = timezone.timedelta(seconds=91)
-
-
-def expire_lock() -> None:
-    """Let the lock of each key be 91 seconds old, one more than its timeout."""
-    IdempotencyKey.objects.update(locked_at=Now() - LONG_AGO)
 
 
 def two_phases(between: Any = lambda: None, inside: Any = lambda: None) -> Any:

@@ -17,9 +17,8 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 
 from idempotency.decorators import idempotent
 from idempotency.policy import Policy, policies, protected_views
-from tests.frameworks.kinds import django_views, ninja_views, rest_views
-from tests.frameworks.kinds.base import Job, Patterns
-from tests.managing import run
+from tests.frameworks.kinds import KINDS, Job, Kind
+from tests.kit.commands import run
 
 UNSAFE = ("POST", "PUT", "PATCH", "DELETE")
 
@@ -98,19 +97,11 @@ def test_paths_and_names_hold_what_includes_and_namespaces_add() -> None:
     ]
 
 
-KINDS = [
-    value
-    for module in (django_views, rest_views, ninja_views)
-    for value in vars(module).values()
-    if getattr(value, "__annotations__", {}) == {"job": Job, "return": Patterns}
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_view_is_found(kind: Callable[[Job], Patterns]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_kind_of_view_is_found(kind: Kind) -> None:
     def of_kind(phased: bool) -> Iterator[Policy]:
         job = Job(work=lambda request: None, options={}, phased=phased)
-        return iter(found(*kind(job)))
+        return iter(found(*kind.patterns(job)))
 
     methods: dict[str, set[str]] = {}
     for policy in of_kind(phased=False):
@@ -119,10 +110,6 @@ def test_every_kind_of_view_is_found(kind: Callable[[Job], Patterns]) -> None:
     assert methods["/view/"] >= {"POST", "PUT"}
     assert "POST" in methods["/other/"]
     assert {policy.recovery_points for policy in of_kind(phased=True)} == {("started", "made", "called", "finished")}
-
-
-def test_there_are_kinds() -> None:
-    assert len(KINDS) >= 14
 
 
 def test_a_protected_view_for_safe_methods_alone_is_seen_by_the_checks() -> None:

@@ -18,12 +18,12 @@ from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from rides_demo.processes import Process
 from rides_demo.services import Postgres, Redis
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
-from tests.managing import environment, run
+from tests.kit.ageing import ago, expired_keys
+from tests.kit.commands import environment, run
+from tests.kit.waiting import eventually
 from tests.models import Entry
 from tests.processes_queues import QUEUES, Celery, Rq
 from tests.processes_service import HOPELESS, JOB
-from tests.test_reaper import ago, expired_keys
-from tests.waiting import eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.django_db(transaction=True)]
 

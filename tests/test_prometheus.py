@@ -22,10 +22,11 @@ from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
 from idempotency.phases import atomic_phase
-from tests.concurrency import Gate, background
-from tests.conformance.views import Counted, another_client, create, make_older, phased, plain, two_phases
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
-from tests.serving import Sender
+from tests.kit.ageing import make_older
+from tests.kit.serving import Sender, another_client
+from tests.kit.threads import Gate, background
+from tests.kit.views import Counted, create, phased, plain, two_phases
 
 PAGE = (Path(__file__).parent.parent / "docs" / "how-to" / "metrics-and-alerts.md").read_text()
 RULES = yaml.safe_load(re.search(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S).group(1))["groups"][0]["rules"]

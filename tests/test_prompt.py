@@ -11,7 +11,7 @@ from idempotency.jobs import stage_job
 from idempotency.models import StagedJob
 from rides_demo.models import AuditRecord
 from tests.factories import UserFactory
-from tests.waiting import eventually
+from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -1,12 +1,10 @@
 """The reaper: what has expired goes, what never finished is handed to a person, everything else stays."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from functools import partial
 from uuid import uuid4
 
 import pytest
-from django.db import connection, transaction
+from django.db import connection
 from django.db.models import ProtectedError
 from django.db.models.signals import pre_delete
 from django.utils import timezone
@@ -16,21 +14,11 @@ from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_stuck
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory
+from tests.kit.ageing import ago, expired_key, expired_keys
+from tests.kit.database import held_transaction
+from tests.kit.threads import at_once
 
 pytestmark = pytest.mark.django_db
-
-
-def ago(**span):
-    return timezone.now() - timedelta(**span)
-
-
-def expired_key(**values):
-    return IdempotencyKeyFactory(finished=True, **{"created_at": ago(hours=74), "finished_at": ago(hours=73), **values})
-
-
-def expired_keys(count):
-    times = {"created_at": ago(hours=74), "finished_at": ago(hours=73)}
-    return IdempotencyKey.objects.bulk_create(IdempotencyKeyFactory.build_batch(count, finished=True, **times))
 
 
 def test_an_empty_table_does_nothing():
@@ -202,18 +190,8 @@ def test_a_dry_run_only_counts():
 @pytest.mark.django_db(transaction=True)
 def test_several_reapers_share_the_work():
     expired_keys(300)
-    together = threading.Barrier(3)
-
-    def one(_):
-        try:
-            together.wait(60)
-            return reap_once(batch_size=20).deleted
-        finally:
-            connection.close()
-
-    with ThreadPoolExecutor(3) as pool:
-        counts = list(pool.map(one, range(3)))
-    assert sum(counts) == 300
+    passes = at_once([partial(reap_once, batch_size=20)] * 3)
+    assert sum(found.deleted for found in passes) == 300
     assert not IdempotencyKey.objects.exists()
 
 
@@ -221,22 +199,7 @@ def test_several_reapers_share_the_work():
 @pytest.mark.django_db(transaction=True)
 def test_a_key_that_somebody_works_on_is_passed_over_not_waited_for():
     held, free = expired_key(), expired_key()
-    locked, leave = threading.Event(), threading.Event()
-
-    def hold():
-        try:
-            with transaction.atomic():
-                IdempotencyKey.objects.select_for_update().get(pk=held.pk)
-                locked.set()
-                assert leave.wait(60)
-        finally:
-            connection.close()
-
-    with ThreadPoolExecutor(1) as pool:
-        holder = pool.submit(hold)
-        assert locked.wait(60)
+    with held_transaction(lambda: IdempotencyKey.objects.select_for_update().get(pk=held.pk)):
         assert reap_once() == ReapPass(deleted=1)
-        leave.set()
-        holder.result()
     assert not IdempotencyKey.objects.filter(pk=free.pk).exists()
     assert reap_once() == ReapPass(deleted=1)

@@ -14,8 +14,9 @@ from idempotency.decorators import idempotent
 from idempotency.fingerprint import fingerprint
 from idempotency.models import IdempotencyKey
 from idempotency.redaction import redacted_body
-from tests.conformance.views import Counted, both_kinds, make_older, phased, plain
-from tests.serving import Sender, View, problem
+from tests.kit.ageing import make_older
+from tests.kit.serving import Sender, View, problem
+from tests.kit.views import Counted, both_kinds, phased, plain
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

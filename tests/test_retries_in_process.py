@@ -21,10 +21,10 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from idempotency.decorators import idempotent
-from tests.conformance.threads import elsewhere
-from tests.conformance.views import both_kinds, phased, plain
+from tests.kit.serving import Sender, View
+from tests.kit.threads import elsewhere
+from tests.kit.views import both_kinds, phased, plain
 from tests.models import Account
-from tests.serving import Sender, View
 
 pytestmark = pytest.mark.postgres
 

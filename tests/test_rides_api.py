@@ -2,9 +2,9 @@
 
 # ruff: noqa: F811 (fixtures are imported, and named by the tests that use them)
 
-import threading
 import uuid
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.db import connection
@@ -15,8 +15,9 @@ from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo import payments, views
 from rides_demo.jobs import send_ride_receipt
 from rides_demo.models import AuditRecord, Receipt, Ride, User
+from tests.kit.threads import at_once
+from tests.kit.waiting import eventually
 from tests.rides_fixtures import RIDE, Phone, jane, joe, max_, sandbox, slowness  # noqa: F401
-from tests.waiting import eventually
 
 pytestmark = pytest.mark.django_db
 
@@ -358,22 +359,8 @@ class TestRecovery:
     @pytest.mark.django_db(transaction=True)
     @pytest.mark.postgres
     def test_equal_requests_at_the_same_moment_book_once(self, jane):
-        barrier, answers = threading.Barrier(6), []
-
-        def send():
-            try:
-                phone = Phone(jane.token)
-                barrier.wait(60)
-                answers.append(phone.book(key="at-once"))
-            finally:
-                connection.close()
-
-        threads = [threading.Thread(target=send) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
+        phones = [Phone(jane.token) for _ in range(6)]
+        answers = at_once([partial(phone.book, key="at-once") for phone in phones])
         assert {answer.status_code for answer in answers} <= {201, 409}
         (content,) = {answer.content for answer in answers if answer.status_code == 201}
         assert jane.book(key="at-once").content == content

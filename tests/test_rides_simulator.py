@@ -15,8 +15,8 @@ from rides_demo.services import free_port
 from rides_demo.simulated_clients import Booking, Outcome, Phones, Tally
 from rides_demo.simulated_crashes import VICTIMS
 from rides_demo.simulator import KINDS, Plan, Simulation
+from tests.kit.waiting import eventually
 from tests.rides_fixtures import RIDE, jane, joe, sandbox  # noqa: F401
-from tests.waiting import eventually
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.postgres, pytest.mark.processes]
 

@@ -18,8 +18,8 @@ import stripe
 
 from rides_demo.sandbox import Sandbox
 from rides_demo.services import free_port
+from tests.kit.waiting import eventually
 from tests.rides_fixtures import slowness  # noqa: F401
-from tests.waiting import eventually
 
 SECRET = "whsec_test"
 numbers = count()

@@ -25,10 +25,10 @@ from idempotency.conf import Settings
 from idempotency.doctor import LOOPS
 from idempotency.jobs import stage_job
 from idempotency.management.passes import Loop
-from tests.concurrency import background
 from tests.factories import IdempotencyKeyFactory
-from tests.test_reaper import ago
-from tests.waiting import eventually
+from tests.kit.ageing import ago
+from tests.kit.threads import background
+from tests.kit.waiting import eventually
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "explanation" / "scaling.md").read_text()

@@ -22,10 +22,11 @@ from pytest_django import Settings
 from idempotency import scopes
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from tests.conformance.views import Counted, both_kinds, create, two_phases
 from tests.factories import UserFactory
+from tests.kit.database import statements
+from tests.kit.serving import Sender, View, problem
+from tests.kit.views import Counted, both_kinds, create, two_phases
 from tests.models import Account
-from tests.serving import Sender, View, problem, statements
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

@@ -16,9 +16,10 @@ from django.utils import timezone
 from pytest_django import Settings
 
 from idempotency.models import IdempotencyKey
-from tests.conformance.views import Counted, both_kinds, create
 from tests.factories import IdempotencyKeyFactory, UserFactory
-from tests.serving import View, problem, statements
+from tests.kit.database import statements
+from tests.kit.serving import View, problem
+from tests.kit.views import Counted, both_kinds, create
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "explanation" / "security.md").read_text()

@@ -10,7 +10,7 @@ import redis
 
 from rides_demo import services
 from rides_demo.services import Postgres, Redis, ServiceError, free_port
-from tests.waiting import eventually
+from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 

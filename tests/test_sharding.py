@@ -33,15 +33,16 @@ from idempotency.jobs import stage_job
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat, StagedJob
 from idempotency.phases import atomic_phase, foreign_call
 from idempotency.reaper import ReapPass, reap_once
-from tests import managing
 from tests.brokers import KINDS
 from tests.celery_for_tests import app as celery_app
-from tests.concurrency import Gate, background
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
-from tests.frameworks.test_examples import blocks
+from tests.kit import commands
+from tests.kit.ageing import abandon, past_the_retention
+from tests.kit.examples import blocks
+from tests.kit.serving import Sender, problem
+from tests.kit.threads import Gate, background
+from tests.kit.waiting import eventually
 from tests.models import Entry
-from tests.serving import Sender, problem
-from tests.waiting import eventually
 
 #: What docs/how-to/shard-by-tenant.md has the shop write. The app of the tests takes the place of the shop's.
 GUIDE: dict[str, Any] = {"__name__": "shop.sharding", "ContextVar": ContextVar, "JsonResponse": JsonResponse, "Order": Entry}
@@ -128,11 +129,10 @@ def shop(serve: Any) -> Shop:
     return shop
 
 
-def abandon(hours: int = 1) -> None:
-    """Let the unfinished keys of both shards be old and idle."""
+def in_both_shards(change: Callable[..., object]) -> None:
+    """Let time pass for the keys of both shards."""
     for alias in SHARDS.values():
-        age = timedelta(hours=hours)
-        IdempotencyKey.objects.using(alias).update(created_at=Now() - age, last_run_at=Now() - age, next_run_at=None)
+        change(using=alias)
 
 
 def finished(alias: str) -> int:
@@ -254,7 +254,7 @@ def test_the_completer_of_a_shard_finishes_the_keys_of_that_shard(shop: Shop, se
     for tenant in ("a", "b"):
         for number in range(3):
             assert send(sender, tenant, key=f"key-{number}").status_code == 500
-    abandon()
+    in_both_shards(abandon)
     shop.broken = False
     shop.ran.clear()
     assert complete_once(using="shard_b", concurrency=concurrency) == CompletePass(finished=3)
@@ -271,7 +271,7 @@ def test_the_reaper_of_a_shard_deletes_and_settles_there(shop: Shop, sender: Sen
         send(sender, tenant, key="finished")
         shop.broken = True
         send(sender, tenant, key="unfinished")
-    abandon(hours=73)
+    in_both_shards(past_the_retention)
     for alias in SHARDS.values():
         keys = IdempotencyKey.objects.using(alias)
         keys.filter(finished_at__isnull=False).update(finished_at=Now() - timedelta(hours=73))
@@ -384,7 +384,7 @@ def test_a_worker_for_all_shards_is_told_what_the_router_of_the_enqueuer_knows(b
 
 def run(*arguments: str) -> Any:
     """Run a command in a process of its own, which knows both shards."""
-    return managing.run(*arguments, RIDES_TEST_SHARD_B=connections["shard_b"].settings_dict["NAME"])
+    return commands.run(*arguments, RIDES_TEST_SHARD_B=connections["shard_b"].settings_dict["NAME"])
 
 
 def in_each_shard(factory: Any, **values: Any) -> None:
@@ -399,7 +399,7 @@ def test_the_commands_work_on_the_shard_they_are_given(broker: Any) -> None:
     in_each_shard(StagedJobFactory)
     in_each_shard(IdempotencyKeyFactory, finished=True, **long_ago)
     in_each_shard(IdempotencyKeyFactory, request_path="/nowhere")
-    abandon_unfinished()
+    in_both_shards(abandon)
     outputs = [run(command, "--database", "shard_b").stdout for command in ("enqueue_jobs", "complete_keys", "reap_keys")]
     assert outputs == [
         "enqueue_jobs: 1 handed over, 0 refused, 0 failed\n",
@@ -413,21 +413,14 @@ def test_the_commands_work_on_the_shard_they_are_given(broker: Any) -> None:
     assert broker.llen("rq:queue:default") == 1
 
 
-def abandon_unfinished() -> None:
-    """Let the unfinished keys of both shards be old enough for the completer."""
-    for alias in SHARDS.values():
-        unfinished = IdempotencyKey.objects.using(alias).filter(finished_at__isnull=True)
-        unfinished.update(created_at=Now() - timedelta(hours=1), last_run_at=Now() - timedelta(hours=1))
-
-
 @pytest.mark.processes
 def test_the_worker_of_a_shard_works_on_that_shard(broker: Any) -> None:
     in_each_shard(StagedJobFactory)
     in_each_shard(IdempotencyKeyFactory, request_path="/nowhere")
-    abandon_unfinished()
+    in_both_shards(abandon)
     intervals = [f"--{loop}-interval=0.1" for loop in ("enqueue", "complete", "reap")]
     name = connections["shard_b"].settings_dict["NAME"]
-    with managing.start("idempotency_worker", "--database", "shard_b", *intervals, RIDES_TEST_SHARD_B=name) as process:
+    with commands.start("idempotency_worker", "--database", "shard_b", *intervals, RIDES_TEST_SHARD_B=name) as process:
         eventually(lambda: not StagedJob.objects.using("shard_b").exists())
         eventually(IdempotencyKey.objects.using("shard_b").stuck().exists)
         eventually(lambda: ProcessHeartbeat.objects.using("shard_b").count() == 3)
@@ -515,7 +508,7 @@ def test_with_a_router_the_completer_of_a_shard_finishes_its_keys(
 ) -> None:
     """The other shard has a key with the same number: its request is not the one to be made again."""
     assert send(sender, "a", body={"of": "a"}).status_code == send(sender, "b", body={"of": "b"}).status_code == 500
-    abandon()
+    in_both_shards(abandon)
     routed.broken = False
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": GUIDE["prepare_request"]} if prepared else {}
     with tenant(None if prepared else "shard_b"):
@@ -531,7 +524,7 @@ def test_with_a_router_the_reaper_settles_a_key_of_its_shard(routed: Shop, sende
     assert send(sender, "b", key="settled").status_code == send(sender, "b", key="in-doubt").status_code == 500
     key = IdempotencyKey.objects.using("shard_b").get(idempotency_key="in-doubt")
     ForeignCall.objects.using("shard_b").create(key_id=key.pk, name="sms", token=uuid4())
-    abandon(hours=73)
+    in_both_shards(past_the_retention)
     with tenant(alias):
         assert reap_once(using="shard_b") == ReapPass(settled=1, stuck=1)
     assert send(sender, "b", key="settled").status_code == 410
@@ -591,13 +584,13 @@ def test_the_processes_do_not_read_from_a_replica(replica: Shop, sender: Sender,
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.take"}}
     take.list = taken  # type: ignore[attr-defined]
     assert send(sender, "a").status_code == 500
-    abandon()
+    in_both_shards(abandon)
     replica.broken = False
     assert complete_once() == CompletePass(finished=1)
     assert enqueue_once() == EnqueuePass(handed_over=1)
     replica.broken = True
     assert send(sender, "a", key="left").status_code == 500
-    abandon(hours=73)
+    in_both_shards(past_the_retention)
     IdempotencyKey.objects.using("default").filter(finished_at__isnull=False).update(finished_at=Now() - timedelta(hours=73))
     assert reap_once() == ReapPass(deleted=1, settled=1)
 

@@ -16,7 +16,7 @@ from django.test import RequestFactory
 from idempotency.heartbeats import Heartbeat
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
 from tests.factories import IdempotencyKeyFactory
-from tests.test_keys import claim
+from tests.kit.claims import claim
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ from rides_demo.simulated_proxy import Proxies, Route, cut_replies, cuts
 from rides_demo.simulated_report import never_struck
 from rides_demo.simulator import FAULTS, SOAK_FAULTS, Plan, Simulation
 from rides_demo.supervisor import BASE_FOLDER, manage
-from tests.managing import run_here
+from tests.kit.commands import run_here
+from tests.kit.waiting import eventually
 from tests.rides_fixtures import RIDE, jane, joe, max_, sandbox  # noqa: F401
-from tests.waiting import eventually
 
 ALL_FAULTS = (*FAULTS, *SOAK_FAULTS)
 

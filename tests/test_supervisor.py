@@ -20,7 +20,7 @@ from rides_demo.services import free_port
 from rides_demo.simulated_crashes import VICTIMS, Crashes
 from rides_demo.simulator import FAULTS
 from rides_demo.supervisor import BASE_FOLDER
-from tests.waiting import eventually
+from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.processes
 NAMES = {"supervisor", "postgres", "redis", "sandbox", "web", "enqueuer", "worker", "completer", "reaper"}

@@ -16,7 +16,7 @@ from idempotency.models import StagedJob
 from rides_demo.models import AuditRecord
 from tests import jobs_for_tests
 from tests.factories import UserFactory
-from tests.managing import start
+from tests.kit.commands import start
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

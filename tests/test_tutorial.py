@@ -26,8 +26,8 @@ import pytest
 from django.db import connection
 
 from rides_demo.services import free_port, wheel_binary
-from tests.test_packaging import TOOLS, built, one  # noqa: F401 - a fixture
-from tests.waiting import eventually
+from tests.kit.packages import TOOLS, one
+from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 

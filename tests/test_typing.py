@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_packaging import TOOLS, built, one, run  # noqa: F401 - a fixture
+from tests.kit.packages import TOOLS, one, run
 
 ROOT = Path(__file__).parent.parent
 PROJECT = ROOT / "tests" / "typing" / "shop.py"
 pytestmark = [pytest.mark.postgres, pytest.mark.skipif(not TOOLS.exists(), reason="make package installs the tools")]
 
 
-def test_mypy_says_of_a_users_project_what_stands_at_its_lines(built: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_mypy_says_of_a_users_project_what_stands_at_its_lines(built: Path, tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="make lint installs it")
     environment = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)

@@ -32,7 +32,7 @@ def another_entry(request: HttpRequest) -> HttpResponseBase:
 
 def views() -> dict[str, Callable[..., HttpResponseBase]]:
     """Return the views by name: one of each kind."""
-    from tests.conformance.views import plain, two_phases
+    from tests.kit.views import plain, two_phases
 
     def both(request: HttpRequest) -> HttpResponseBase:
         one_entry(request)

@@ -11,11 +11,12 @@ from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
 
 from idempotency.models import IdempotencyKey
-from tests.conformance.threads import PATIENCE_SECONDS, Gate, elsewhere, in_background
-from tests.conformance.views import Counted, another_client, both_kinds, create, make_older, phased, plain, two_phases
+from tests.kit.ageing import make_older
+from tests.kit.serving import Sender, View, another_client, problem
+from tests.kit.threads import WAIT_SECONDS, Gate, elsewhere, in_background
+from tests.kit.views import Counted, both_kinds, create, phased, plain, two_phases
+from tests.kit.waiting import eventually
 from tests.models import Account, Entry
-from tests.serving import Sender, View, problem
-from tests.waiting import eventually
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -31,18 +32,18 @@ def gate() -> Gate:
 @pytest.mark.postgres
 def test_29_duplicate_in_flight_is_told_when_to_come_back(kind: Kind, gate: Gate, serve: Serve, sender: Sender) -> None:
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         return create(request)
 
     serve(view=kind(counted := Counted(work)))
     running = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     duplicate = sender.send()
     gate.open()
     assert (duplicate.status_code, problem(duplicate)["code"]) == (409, "key_in_use")
     assert problem(duplicate)["retryable"] is True
     assert 1 <= int(duplicate["Retry-After"]) <= (1 if kind is plain else 90)
-    assert running.result(PATIENCE_SECONDS).status_code == 201
+    assert running.result(WAIT_SECONDS).status_code == 201
     assert sender.send()["Idempotent-Replayed"] == "true"
     assert counted.runs == 1
 
@@ -52,17 +53,17 @@ def test_29_retry_after_is_at_most_what_is_left_of_the_lock(
     seconds_ago: float, at_most: int, serve: Serve, sender: Sender
 ) -> None:
     gates: list[Gate] = []
-    serve(view=two_phases(lambda request: None, create, call=lambda: gates[-1].stop_here()))
+    serve(view=two_phases(lambda request: None, create, call=lambda: gates[-1].wait_here()))
 
     def met() -> Any:
         gates.append(Gate())
         key = f"key-{len(gates)}"
         running = in_background(lambda: another_client(sender).send(key=key))
-        gates[-1].wait_for_visitor()
+        gates[-1].wait_until_reached()
         make_older(seconds_ago, "locked_at")
         answer = sender.send(key=key)
         gates[-1].open()
-        assert running.result(PATIENCE_SECONDS).status_code == 201
+        assert running.result(WAIT_SECONDS).status_code == 201
         # A moment is left of the lock: a duplicate that takes longer to come takes over, as it should.
         return answer.status_code != 201 and answer
 
@@ -72,14 +73,14 @@ def test_29_retry_after_is_at_most_what_is_left_of_the_lock(
 
 
 def test_31_takeover_resumes_and_the_late_one_changes_nothing(gate: Gate, serve: Serve, sender: Sender) -> None:
-    serve(view=two_phases(first := Counted(), second := Counted(partial(_create_second)), call=gate.stop_here))
+    serve(view=two_phases(first := Counted(), second := Counted(partial(_create_second)), call=gate.wait_here))
     late = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     make_older(91, "locked_at")
     winner = sender.send()
     finished = IdempotencyKey.objects.values().get()
     gate.open()
-    answer = late.result(PATIENCE_SECONDS)
+    answer = late.result(WAIT_SECONDS)
     assert (winner.status_code, answer.status_code) == (201, 201)
     assert answer.content == winner.content
     assert answer["Idempotent-Replayed"] == "true"
@@ -96,13 +97,13 @@ def _create_second(request: HttpRequest) -> HttpResponse:
 
 def test_31_no_takeover_before_the_lock_timeout(gate: Gate, serve: Serve, sender: Sender, settings: Settings) -> None:
     settings.IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": 3600}
-    serve(view=two_phases(lambda request: None, second := Counted(), call=gate.stop_here))
+    serve(view=two_phases(lambda request: None, second := Counted(), call=gate.wait_here))
     running = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     make_older(3600 - 60, "locked_at")
     assert sender.send().status_code == 409
     gate.open()
-    assert running.result(PATIENCE_SECONDS).status_code == 201
+    assert running.result(WAIT_SECONDS).status_code == 201
     assert second.runs == 1
 
 
@@ -110,16 +111,16 @@ def test_31_no_takeover_before_the_lock_timeout(gate: Gate, serve: Serve, sender
 def test_31_late_one_inside_its_phase_is_rolled_back(gate: Gate, serve: Serve, sender: Sender) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         response = _create_second(request)
-        gate.stop_here()
+        gate.wait_here()
         return response
 
     serve(view=two_phases(lambda request: None, Counted(work)))
     late = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     make_older(91, "locked_at")
     winner = sender.send()
     gate.open()
-    answer = late.result(PATIENCE_SECONDS)
+    answer = late.result(WAIT_SECONDS)
     assert (answer.status_code, answer.content) == (201, winner.content)
     assert Entry.objects.count() == 1
 
@@ -129,40 +130,40 @@ def test_31_late_one_that_fails_does_not_free_the_lock_of_the_winner(serve: Serv
 
     def call() -> None:
         visitor = calls.runs
-        gates[visitor - 1].stop_here()
+        gates[visitor - 1].wait_here()
         if visitor == 1:
             raise RuntimeError("late and broken")
 
     calls = Counted(lambda request: call())
     serve(view=two_phases(lambda request: None, create, call=partial(calls, None)))
     late = in_background(another_client(sender).send)
-    gates[0].wait_for_visitor()
+    gates[0].wait_until_reached()
     make_older(91, "locked_at")
     winner = in_background(another_client(sender).send)
-    gates[1].wait_for_visitor()
+    gates[1].wait_until_reached()
     gates[0].open()
-    assert late.result(PATIENCE_SECONDS).status_code == 500
+    assert late.result(WAIT_SECONDS).status_code == 500
     assert sender.send().status_code == 409
     assert IdempotencyKey.objects.get().last_error == ""
     gates[1].open()
-    assert winner.result(PATIENCE_SECONDS).status_code == 201
+    assert winner.result(WAIT_SECONDS).status_code == 201
     assert calls.runs == 2
 
 
 def test_31_late_one_is_sent_round_again_while_the_winner_runs(serve: Serve, sender: Sender) -> None:
     gates = [Gate(), Gate()]
-    calls = Counted(lambda request: gates[calls.runs - 1].stop_here())
+    calls = Counted(lambda request: gates[calls.runs - 1].wait_here())
     serve(view=two_phases(lambda request: None, create, call=partial(calls, None)))
     late = in_background(another_client(sender).send)
-    gates[0].wait_for_visitor()
+    gates[0].wait_until_reached()
     make_older(91, "locked_at")
     winner = in_background(another_client(sender).send)
-    gates[1].wait_for_visitor()
+    gates[1].wait_until_reached()
     gates[0].open()
-    answer = late.result(PATIENCE_SECONDS)
+    answer = late.result(WAIT_SECONDS)
     gates[1].open()
     assert (answer.status_code, problem(answer)["code"]) == (409, "key_in_use")
-    assert winner.result(PATIENCE_SECONDS).status_code == 201
+    assert winner.result(WAIT_SECONDS).status_code == 201
     assert Entry.objects.count() == 1
 
 
@@ -173,16 +174,16 @@ def test_31_silent_transaction_of_a_plain_view_is_ended_by_the_database(
     settings.IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": 3}
 
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         return create(request)
 
     serve(view=plain(work))
     silent = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     # 503 is a run that was silent for too long itself.
     took_over = eventually(lambda: (response := sender.send()).status_code not in (409, 503) and response)
     gate.open()
-    late = silent.result(PATIENCE_SECONDS)
+    late = silent.result(WAIT_SECONDS)
     assert took_over.status_code == 201
     assert (late.status_code, problem(late)["code"]) == (503, "database_unavailable")
     assert Entry.objects.count() == 1

@@ -10,8 +10,8 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from pytest_django import Settings
 
 from idempotency.exceptions import KeyStuck
-from tests.conformance.views import Counted, another_client, both_kinds, create, phased, two_phases
-from tests.serving import Sender, View
+from tests.kit.serving import Sender, View, another_client
+from tests.kit.views import Counted, both_kinds, create, phased, two_phases
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

@@ -7,9 +7,10 @@ from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
 
 from idempotency.models import IdempotencyKey
-from tests.conformance.views import Counted, both_kinds, create, make_older, two_phases
+from tests.kit.ageing import make_older
+from tests.kit.serving import Sender, View
+from tests.kit.views import Counted, both_kinds, create, two_phases
 from tests.models import Entry
-from tests.serving import Sender, View
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

@@ -12,10 +12,10 @@ from pytest_django import Settings
 
 from idempotency.http import not_stored
 from idempotency.models import IdempotencyKey
-from tests.conformance.threads import at_once
-from tests.conformance.views import Counted, Work, another_client, both_kinds, create, phased_outside, plain, two_phases
+from tests.kit.serving import Sender, View, another_client, problem
+from tests.kit.threads import at_once
+from tests.kit.views import Counted, Work, both_kinds, create, phased_outside, plain, two_phases
 from tests.models import Entry
-from tests.serving import Sender, View, problem
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

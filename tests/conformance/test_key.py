@@ -11,8 +11,8 @@ from pytest_django import Settings
 from pytest_django.live_server_helper import LiveServer
 
 from idempotency.models import IdempotencyKey
-from tests.conformance.views import Counted, both_kinds, plain
-from tests.serving import Sender, View, problem
+from tests.kit.serving import Sender, View, problem
+from tests.kit.views import Counted, both_kinds, plain
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

@@ -9,8 +9,8 @@ from pytest_django import Settings
 
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from tests.conformance.views import Counted, both_kinds, create
-from tests.serving import Sender, View, problem
+from tests.kit.serving import Sender, View, problem
+from tests.kit.views import Counted, both_kinds, create
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

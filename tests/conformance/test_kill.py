@@ -10,11 +10,11 @@ from django.conf import settings
 
 from idempotency.models import IdempotencyKey
 from tests.conformance import dying
-from tests.conformance.views import make_older
-from tests.managing import environment
+from tests.kit.ageing import make_older
+from tests.kit.commands import environment
+from tests.kit.serving import Sender
+from tests.kit.waiting import eventually
 from tests.models import Entry
-from tests.serving import Sender
-from tests.waiting import eventually
 
 pytestmark = pytest.mark.processes
 

@@ -13,9 +13,10 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from idempotency import interventions
 from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey
-from tests.concurrency import Gate, background
-from tests.conformance.views import Counted, another_client, both_kinds, create, make_older, phased, two_phases
-from tests.serving import Sender, View
+from tests.kit.ageing import make_older
+from tests.kit.serving import Sender, View, another_client
+from tests.kit.threads import Gate, background
+from tests.kit.views import Counted, both_kinds, create, phased, two_phases
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

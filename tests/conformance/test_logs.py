@@ -10,8 +10,9 @@ from idempotency.completer import complete_once
 from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey
 from idempotency.reaper import reap_once
-from tests.conformance.views import Counted, both_kinds, create, make_older, phased, plain, two_phases
-from tests.serving import Sender, View
+from tests.kit.ageing import make_older
+from tests.kit.serving import Sender, View
+from tests.kit.views import Counted, both_kinds, create, phased, plain, two_phases
 
 Serve = Callable[..., None]
 

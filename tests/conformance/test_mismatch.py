@@ -10,9 +10,9 @@ from django.http import HttpRequest, HttpResponse
 from django.test.client import MULTIPART_CONTENT, encode_multipart
 from pytest_django import Settings
 
-from tests.conformance.threads import PATIENCE_SECONDS, Gate, in_background
-from tests.conformance.views import Counted, another_client, both_kinds, create, phased, plain
-from tests.serving import Sender, View, problem
+from tests.kit.serving import Sender, View, another_client, problem
+from tests.kit.threads import WAIT_SECONDS, Gate, in_background
+from tests.kit.views import Counted, both_kinds, create, phased, plain
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -57,12 +57,12 @@ def test_26_mismatch_on_a_key_in_flight_is_a_mismatch(kind: Kind, serve: Serve, 
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         return create(request)
 
     serve(view=kind(work))
     running = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     refused, duplicate = sender.send(body={"a": 2}), sender.send()
     gate.open()
     assert (refused.status_code, problem(refused)["code"]) == (422, "key_reused")
@@ -82,15 +82,15 @@ def test_26_mismatch_is_seen_across_kinds(running_kind: Kind, asking_kind: Kind,
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         return create(request)
 
     serve(running=running_kind(work), asking=asking_kind(asked := Counted()))
     running = in_background(lambda: another_client(sender).send("/running/"))
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     asking = in_background(lambda: another_client(sender).send("/asking/"))
     try:
-        refused = asking.result(PATIENCE_SECONDS)
+        refused = asking.result(WAIT_SECONDS)
     finally:
         gate.open()
     assert (refused.status_code, problem(refused)["code"]) == (422, "key_reused")

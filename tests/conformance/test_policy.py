@@ -11,8 +11,9 @@ from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
 
 from idempotency.models import IdempotencyKey
-from tests.conformance.views import Counted, both_kinds, make_older, phased, plain
-from tests.serving import Sender, View
+from tests.kit.ageing import make_older
+from tests.kit.serving import Sender, View
+from tests.kit.views import Counted, both_kinds, phased, plain
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

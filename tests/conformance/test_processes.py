@@ -9,10 +9,11 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from pytest_django import Settings
 
 from idempotency.models import IdempotencyKey
-from tests.conformance.threads import Gate, at_once, in_background
-from tests.conformance.views import Counted, another_client, both_kinds, create, make_older, phased_outside, two_phases
+from tests.kit.ageing import abandon, make_older, past_the_retention
+from tests.kit.serving import Sender, View, another_client, problem
+from tests.kit.threads import Gate, at_once, in_background
+from tests.kit.views import Counted, both_kinds, create, phased_outside, two_phases
 from tests.models import Entry
-from tests.serving import Sender, View, problem
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -45,11 +46,6 @@ def begin(request: HttpRequest) -> None:
     Entry.objects.create(name="begun")
 
 
-def abandon(hours: float = 1) -> None:
-    """Let the clients of all unfinished keys be away for some time."""
-    make_older(hours * HOUR, "created_at", "last_run_at")
-
-
 @both_kinds
 def test_36_finished_keys_go_after_their_retention_and_the_next_is_a_new_request(
     kind: Kind, serve: Serve, sender: Sender
@@ -68,9 +64,9 @@ def test_36_finished_keys_go_after_their_retention_and_the_next_is_a_new_request
 @pytest.mark.postgres
 def test_36_a_key_in_flight_is_never_touched(serve: Serve, sender: Sender) -> None:
     gate = Gate()
-    serve(view=two_phases(lambda request: None, create, call=gate.stop_here))
+    serve(view=two_phases(lambda request: None, create, call=gate.wait_here))
     running = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     make_older(100 * HOUR, "created_at")
     run("reap_keys")
     key = IdempotencyKey.objects.get()
@@ -82,7 +78,7 @@ def test_36_a_key_in_flight_is_never_touched(serve: Serve, sender: Sender) -> No
 def test_36_unfinished_keys_past_the_retention_are_reported_and_wait_for_a_person(serve: Serve, sender: Sender) -> None:
     serve(view=two_phases(begin, create, call=Leaving(1)))
     assert sender.send().status_code == 500
-    abandon(73)
+    past_the_retention()
     said = run("reap_keys")
     assert "1" in said
     assert IdempotencyKey.objects.get().stuck_code == "retention_passed"
@@ -99,7 +95,7 @@ def test_36_on_abandon_settles_them_once(serve: Serve, sender: Sender) -> None:
 
     serve(view=two_phases(begin, create, call=Leaving(1), on_abandon=on_abandon))
     assert sender.send().status_code == 500
-    abandon(73)
+    past_the_retention()
     run("reap_keys"), run("reap_keys")
     again = sender.send()
     assert (again.status_code, again.json(), again["Idempotent-Replayed"]) == (410, {"refunded": True}, "true")
@@ -168,7 +164,7 @@ def test_40_work_whose_downstream_key_has_expired_is_not_done_again(serve: Serve
 
     serve(view=two_phases(begin, second))
     assert sender.send().status_code == 500
-    abandon(24)
+    make_older(24 * HOUR, "created_at", "last_run_at")
     refused = sender.send()
     assert (refused.status_code, problem(refused)["code"], problem(refused)["retryable"]) == (409, "key_stuck", False)
     assert IdempotencyKey.objects.get().stuck_code == "downstream_key_expired"

@@ -11,9 +11,9 @@ from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
-from tests.conformance.views import Counted, both_kinds, create, two_phases
+from tests.kit.serving import Sender, View, problem
+from tests.kit.views import Counted, both_kinds, create, two_phases
 from tests.models import Entry
-from tests.serving import Sender, View, problem
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

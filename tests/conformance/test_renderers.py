@@ -6,8 +6,8 @@ import pytest
 from django.http import HttpResponse, JsonResponse
 from pytest_django import Settings
 
-from tests.conformance.views import Counted, create, plain
-from tests.serving import Sender
+from tests.kit.serving import Sender
+from tests.kit.views import Counted, create, plain
 
 Serve = Callable[..., None]
 

@@ -11,9 +11,9 @@ from pytest_django import Settings
 from idempotency import signals
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
-from tests.conformance.views import Counted, both_kinds, create
+from tests.kit.serving import Sender, View
+from tests.kit.views import Counted, both_kinds, create
 from tests.models import Entry
-from tests.serving import Sender, View
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

@@ -9,11 +9,11 @@ from django.db.backends.signals import connection_created
 from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
 
-from tests.conformance.threads import Gate, in_background
-from tests.conformance.views import another_client, both_kinds, create
+from tests.kit.serving import Sender, View, another_client, problem
+from tests.kit.threads import Gate, in_background
+from tests.kit.views import both_kinds, create
+from tests.kit.waiting import eventually
 from tests.models import Entry
-from tests.serving import Sender, View, problem
-from tests.waiting import eventually
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -41,13 +41,13 @@ def test_30_duplicate_waits_without_a_connection_and_gets_the_replay(kind: Kind,
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         return create(request)
 
     serve(view=kind(work, wait_seconds=30))
     with connections_made() as made:
         running = in_background(another_client(sender).send)
-        gate.wait_for_visitor()
+        gate.wait_until_reached()
         waiting = [in_background(another_client(sender).send) for _ in range(3)]
         # Each of them has looked, given its connection back, and looked again.
         eventually(lambda: sum(made.count(name) > 1 for name in set(made)) == 3)
@@ -64,7 +64,7 @@ def test_30_duplicate_takes_over_from_a_first_that_fails(kind: Kind, serve: Serv
     gate, failures = Gate(), [True]
 
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         if failures:
             failures.clear()
             raise RuntimeError("out of luck")
@@ -72,7 +72,7 @@ def test_30_duplicate_takes_over_from_a_first_that_fails(kind: Kind, serve: Serv
 
     serve(view=kind(work, wait_seconds=30))
     running = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     with connections_made() as made:
         waiting = in_background(another_client(sender).send)
         eventually(lambda: len(made) > 1)
@@ -91,12 +91,12 @@ def test_30_waiting_has_its_limits(
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         return create(request)
 
     serve(view=kind(work, wait_seconds=seconds))
     running = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     others = [in_background(another_client(sender).send) for _ in range(2)]
     eventually(lambda: any(future.done() for future in others))
     refused = next(future for future in others if future.done()).result()
@@ -112,12 +112,12 @@ def test_30_mismatch_does_not_wait(kind: Kind, serve: Serve, sender: Sender) -> 
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         return create(request)
 
     serve(view=kind(work, wait_seconds=60))
     running = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     assert problem(sender.send(body={"a": 2}))["code"] == "key_reused"
     gate.open()
     assert running.result().status_code == 201

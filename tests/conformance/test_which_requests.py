@@ -10,10 +10,10 @@ from django.test import Client
 from django.views.decorators.csrf import csrf_protect
 
 from idempotency.models import IdempotencyKey
-from tests.conformance.views import Counted, both_kinds, plain
 from tests.factories import UserFactory
+from tests.kit.serving import Sender, View, problem
+from tests.kit.views import Counted, both_kinds, plain
 from tests.models import Entry
-from tests.serving import Sender, View, problem
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]

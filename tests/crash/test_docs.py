@@ -1,11 +1,10 @@
 """The examples of README and docs that have a decorated view, as they stand there."""
 
-# ruff: noqa: F811 (fixtures are imported, and named by the tests that use them)
-
 import re
 import sys
 import unittest
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from pytest_django import Settings
 
 from idempotency.testing import DoesNotSurvive, Downstream, assert_survives
 from tests.factories import UserFactory
-from tests.frameworks.test_examples import blocks, example  # noqa: F401
+from tests.kit.examples import blocks, serve_example
 from tests.models import Entry
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.processes]
@@ -33,6 +32,12 @@ RIDE = SimpleNamespace(
     )
 )
 TRANSFER = SimpleNamespace(objects=SimpleNamespace(create=lambda amount, user: Entry.objects.create(name=amount)))
+
+
+@pytest.fixture
+def example(settings: Settings, monkeypatch: pytest.MonkeyPatch, transactional_db: None) -> Callable[[str], Client]:
+    """Return a function that serves the first example of a guide, and returns a client that is signed in."""
+    return partial(serve_example, settings, monkeypatch)
 
 
 @pytest.mark.parametrize("view", ["create_transfer", "create_ride"])

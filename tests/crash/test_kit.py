@@ -17,8 +17,8 @@ from idempotency.models import IdempotencyKey
 from idempotency.testing import CannotProve, CrashTestCase, Downstream, Report, age, assert_survives, courses
 from tests.crash import views
 from tests.factories import IdempotencyKeyFactory
+from tests.kit.serving import Sender
 from tests.models import Account, Entry
-from tests.serving import Sender
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

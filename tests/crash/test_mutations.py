@@ -9,7 +9,7 @@ import pytest
 from idempotency.testing import DoesNotSurvive, assert_survives, courses
 from idempotency.testing import diagnosis as cures
 from tests.crash import views
-from tests.serving import Sender
+from tests.kit.serving import Sender
 
 pytestmark = pytest.mark.processes
 
@@ -67,7 +67,7 @@ def test_a_planted_bug_is_caught_with_its_place_and_its_cure(
     assert any(f"tests/crash/views.py:{number} in {view}" in finding.cause for number in lines_near(view, culprit)), str(
         finding
     )
-    assert "tests/crash/" in finding.course or "tests/serving.py" in finding.course
+    assert "tests/crash/" in finding.course or "tests/kit/serving.py" in finding.course
     line(f"planted: {view.replace('_', ' ')}", f"caught: {finding.cause[:110]}")
 
 

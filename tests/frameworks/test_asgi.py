@@ -10,8 +10,8 @@ from django.http import HttpRequest
 
 from tests.frameworks.service import Service
 from tests.frameworks.work import Reply, Work, crash, create
+from tests.kit.waiting import eventually
 from tests.models import Entry
-from tests.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.styles(False, True)]
 

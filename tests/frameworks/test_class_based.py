@@ -15,9 +15,9 @@ from pytest_django import Settings
 
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from tests.concurrency import all_at_once
+from tests.kit.serving import Sender
+from tests.kit.threads import elsewhere
 from tests.models import Account, Entry
-from tests.serving import Sender
 
 Serve = Callable[[Any], None]
 
@@ -50,7 +50,7 @@ def test_view_is_as_it_was_when_a_serialization_failure_makes_it_run_again(serve
             self.step += 1
             balance = Account.objects.get().balance
             if Steps.runs == 1:
-                all_at_once(lambda number: Account.objects.update(balance=100), 1)
+                elsewhere(lambda: Account.objects.update(balance=100))
             Account.objects.update(balance=balance + 1)
             return JsonResponse({"step": self.step, "balance": balance + 1})
 

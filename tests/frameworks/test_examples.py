@@ -1,45 +1,23 @@
 """The examples of the how-to guides run as they stand there."""
 
 import re
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from django.test import Client
 from pytest_django import Settings
 
-from tests.factories import UserFactory
+from tests.kit.examples import blocks, serve_example
 from tests.models import Entry
-
-GUIDES = Path(__file__).parents[2] / "docs" / "how-to"
-#: What the examples import: a shop, whose orders have a name.
-SHOP = ModuleType("shop.models")
-SHOP.Order = Entry  # type: ignore[attr-defined]
-
-
-def blocks(guide: str, language: str) -> list[str]:
-    """Return the code blocks of a guide."""
-    return re.findall(rf"^```{language}\n(.*?)^```", (GUIDES / guide).read_text(), re.M | re.S)
 
 
 @pytest.fixture
 def example(settings: Settings, monkeypatch: pytest.MonkeyPatch, transactional_db: None) -> Callable[[str], Client]:
     """Return a function that serves the first example of a guide, and returns a client that is signed in."""
-    monkeypatch.setitem(sys.modules, "shop", ModuleType("shop"))
-    monkeypatch.setitem(sys.modules, "shop.models", SHOP)
-
-    def serve(guide: str) -> Client:
-        module = ModuleType("example")
-        exec(compile(blocks(guide, "python")[0], guide, "exec"), vars(module))
-        settings.ROOT_URLCONF = module
-        client = Client()
-        client.force_login(UserFactory())
-        return client
-
-    return serve
+    return partial(serve_example, settings, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from django.http import HttpRequest, JsonResponse
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.policy import protected_views
-from tests.concurrency import all_at_once
 from tests.frameworks.service import Caller, Service
 from tests.frameworks.work import Forbidden, Invalid, Missing, Reply, Work, crash, create, failing_first
+from tests.kit.threads import all_at_once, elsewhere
 from tests.models import Entry
 
 plain = pytest.mark.styles(False)
@@ -217,7 +217,7 @@ def test_hook_runs_once_and_after_the_commit(service: Service) -> None:
 
     def do(request: HttpRequest) -> Reply:
         reply = create(request)
-        transaction.on_commit(lambda: seen.extend(all_at_once(lambda number: Entry.objects.count(), 1)))
+        transaction.on_commit(lambda: seen.append(elsewhere(Entry.objects.count)))
         return crash() if work.runs == 1 else reply
 
     work = service.serve(Work(do))

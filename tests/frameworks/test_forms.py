@@ -18,11 +18,11 @@ from pytest_django import Settings
 from idempotency import scopes
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from tests.concurrency import Gate, background
 from tests.factories import UserFactory
 from tests.frameworks.service import opened_connections
+from tests.kit.threads import Gate, background
+from tests.kit.waiting import eventually
 from tests.models import Entry
-from tests.waiting import eventually
 
 PAGE = "{% load idempotency %}<form method=post>{% csrf_token %}{% idempotency_key %}{{ form }}</form>"
 

@@ -2,12 +2,10 @@
 
 import json
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import wraps
 from typing import Any
 
 import pytest
-from django.db.models import F
 from django.http import HttpRequest, HttpResponse
 from django.test import Client
 from django.urls import path
@@ -24,8 +22,9 @@ from idempotency.completer import CompletePass, complete_once
 from idempotency.contrib.ninja import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
-from tests.concurrency import all_at_once
 from tests.factories import UserFactory
+from tests.kit.ageing import abandon
+from tests.kit.threads import elsewhere
 from tests.models import Account, Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -258,7 +257,7 @@ def test_serialization_failure_is_retried_with_the_parameters_as_they_came(
         data.tags.append("x")
         balance = Account.objects.get().balance
         if len(runs) == 1:
-            all_at_once(lambda number: Account.objects.update(balance=100), 1)
+            elsewhere(lambda: Account.objects.update(balance=100))
         Account.objects.filter(pk=account.pk).update(balance=balance + 1)
         return {"tags": data.tags, "balance": balance + 1}
 
@@ -305,9 +304,7 @@ def test_completer_passes_the_authentication(
 
     serve(api)
     assert post(client, {}, Authorization="Bearer secret").status_code == 500
-    IdempotencyKey.objects.update(
-        created_at=F("created_at") - timedelta(hours=1), last_run_at=F("last_run_at") - timedelta(hours=1)
-    )
+    abandon()
     assert complete_once() == CompletePass(finished=1)
     assert auths == [{"plan": "gold"}, {"plan": "silver"} if settled else UserFactory._meta.model.objects.get()]
 

@@ -2,12 +2,10 @@
 
 import json
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.core.files.uploadedfile import SimpleUploadedFile
-from django.db.models import F
 from django.http import HttpRequest, HttpResponse
 from django.test import Client
 from django.urls import path
@@ -25,8 +23,9 @@ from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
-from tests.concurrency import all_at_once
 from tests.factories import UserFactory
+from tests.kit.ageing import abandon
+from tests.kit.threads import elsewhere
 from tests.models import Account, Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -126,7 +125,7 @@ def test_data_are_as_they_came_when_a_serialization_failure_makes_the_view_run_a
             seen.append(request.data["file"].read())
         balance = Account.objects.get().balance
         if len(seen) == 1:
-            all_at_once(lambda number: Account.objects.update(balance=100), 1)
+            elsewhere(lambda: Account.objects.update(balance=100))
         Account.objects.update(balance=balance + 1)
         return Response({"balance": balance + 1})
 
@@ -320,8 +319,7 @@ def test_completer_may_be_given_what_the_authentication_returns(serve: Serve, cl
 
     serve(Orders.as_view())
     assert post(client, {"name": "one"}, format="json").status_code == 500
-    hour = timedelta(hours=1)
-    IdempotencyKey.objects.update(created_at=F("created_at") - hour, last_run_at=F("last_run_at") - hour)
+    abandon()
     assert complete_once() == CompletePass(finished=1)
     assert seen == [(seen[0][0], None), (seen[0][0], "of the completer")]
     assert post(client, {"name": "one"}, format="json").json() == {"name": "one"}

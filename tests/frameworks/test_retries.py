@@ -1,7 +1,6 @@
 """What later requests with a key get, over all kinds of view."""
 
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 from django.db.models import F
@@ -10,11 +9,12 @@ from pytest_django import Settings
 
 from idempotency.completer import CompletePass, complete_once
 from idempotency.models import IdempotencyKey
-from tests.concurrency import Gate, all_at_once, background
 from tests.frameworks.service import Caller, Service, opened_connections
 from tests.frameworks.work import Reply, Work, crash, create, failing_first
+from tests.kit.ageing import abandon, expire_lock, past_the_retention
+from tests.kit.threads import Gate, background, elsewhere
+from tests.kit.waiting import eventually
 from tests.models import Account, Entry
-from tests.waiting import eventually
 
 plain = pytest.mark.styles(False)
 phased = pytest.mark.styles(True)
@@ -161,7 +161,7 @@ def test_31_late_run_changes_nothing_after_another_took_over(service: Service) -
     other = service.caller.again()
     with background(service.send) as late:
         gate.wait_until_reached()
-        IdempotencyKey.objects.update(locked_at=F("locked_at") - timedelta(seconds=91))
+        expire_lock()
         winner = other.send()
         gate.open()
     assert (winner.status_code, "Idempotent-Replayed" in winner) == (201, False)
@@ -182,7 +182,7 @@ def test_32_serialization_failure_is_retried_inside_the_request(service: Service
         balance = Account.objects.get(pk=account.pk).balance
         request.user.first_name += "x"
         if work.runs == 1:
-            all_at_once(lambda number: interfere(), 1)
+            elsewhere(interfere)
         Account.objects.filter(pk=account.pk).update(balance=balance + 1)
         return Reply({"balance": balance + 1, "name": request.user.first_name})
 
@@ -215,7 +215,7 @@ def test_scope_of_the_view_s_own_is_kept(service: Service) -> None:
 def test_35_expired_key_is_a_new_request(service: Service) -> None:
     work = service.serve()
     first = service.send()
-    IdempotencyKey.objects.update(finished_at=F("finished_at") - timedelta(hours=73))
+    past_the_retention()
     second = service.send()
     assert (second.status_code, "Idempotent-Replayed" in second) == (201, False)
     assert second.content != first.content
@@ -236,9 +236,7 @@ def abandoned(service: Service, calls: Callable[[], object]) -> Work:
     """Serve a view whose first request fails between two phases, send it, and let its client stay away."""
     work = service.serve(call=calls)
     assert service.send().status_code == 500
-    IdempotencyKey.objects.update(
-        created_at=F("created_at") - timedelta(seconds=301), last_run_at=F("last_run_at") - timedelta(seconds=61)
-    )
+    abandon()
     return work
 
 
@@ -285,5 +283,5 @@ def test_failing_view_is_the_same_to_its_second_client(service: Service) -> None
     work = service.serve(failing_first(crash))
     other = service.caller.again()
     assert service.send().status_code == 500
-    assert all_at_once(lambda number: other.send(), 1)[0].status_code == 201
+    assert elsewhere(other.send).status_code == 201
     assert work.runs == 2

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from rides_demo.models import Ride
-from tests.conformance.views import phased
 from tests.fuzz import rule_27
 from tests.fuzz.examples import examples
 from tests.fuzz.fuzz_keys import HEADERS, KEYS, VISIBLE
+from tests.kit.views import phased
 from tests.models import Entry
 from tests.rides_fixtures import RIDE, Phone, jane, sandbox  # noqa: F401
 

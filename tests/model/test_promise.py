@@ -24,7 +24,7 @@ from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.phases import atomic_phase
 from idempotency.reaper import reap_once
-from tests.conformance.views import make_older
+from tests.kit.ageing import make_older
 from tests.model.actors import Actor, send, stop_here
 from tests.models import Entry
 

@@ -2,9 +2,6 @@
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -64,10 +61,3 @@ def code(answer: httpx.Response) -> str:
     """Return the code of a refusal: a problem of the library, or an error of the service."""
     body = answer.json()
     return str(body["code"] if "code" in body else body["error"]["code"])
-
-
-@contextmanager
-def in_background(call: Callable[[], Result]) -> Iterator["Future[Result]"]:
-    """Call in a thread; it has ended when the block is left."""
-    with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(call)

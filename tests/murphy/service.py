@@ -14,7 +14,7 @@ from psycopg.rows import dict_row
 from rides_demo.processes import Process
 from rides_demo.services import free_port
 from rides_demo.supervisor import BASE_FOLDER, Supervisor
-from tests.waiting import eventually
+from tests.kit.waiting import eventually
 
 logger = logging.getLogger("tests.murphy")
 logger.setLevel(logging.INFO)

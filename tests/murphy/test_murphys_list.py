@@ -2,9 +2,7 @@
 
 import socket
 import struct
-import threading
 import urllib.parse
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psycopg
@@ -12,10 +10,11 @@ import pytest
 import redis
 from rq.job import Job
 
-from tests.murphy.rider import Rider, code, in_background
+from tests.kit.threads import at_once, background
+from tests.kit.waiting import eventually
+from tests.murphy.rider import Rider, code
 from tests.murphy.service import LOCK_TIMEOUT_SECONDS, SLOW_SECONDS, Service
 from tests.rides_fixtures import RIDE
-from tests.waiting import eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.sample]
 
@@ -89,14 +88,7 @@ def test_2_two_requests_create_the_key_at_the_same_moment_one_goes_through_and_t
         one = rider(service.url)
         pairs.append((one, rider(service.second_url, one.key)))
     riders = [one for pair in pairs for one in pair]
-    barrier = threading.Barrier(len(riders))
-
-    def send(one: Rider) -> httpx.Response:
-        barrier.wait(60)
-        return one.post()
-
-    with ThreadPoolExecutor(len(riders)) as pool:
-        answers = dict(zip(riders, pool.map(send, riders), strict=True))
+    answers = dict(zip(riders, at_once([one.post for one in riders]), strict=True))
 
     booked = []
     for pair in pairs:
@@ -112,7 +104,7 @@ def test_3_the_key_is_created_then_the_database_goes_down_and_retries_go_on_when
     service.strike_stripe(SLOW | {"count": 1})
     jane = rider()
 
-    with in_background(jane.settle) as settled:
+    with background(jane.settle) as settled:
         service.wait_until_stripe_works()
         [before] = service.books()
         service.processes["postgres"].crash()
@@ -134,7 +126,7 @@ def test_4_stripe_is_down_503_until_it_is_back_then_the_charge_succeeds_once(ser
     service.strike_stripe({"fault": "down", "path": "/"})
     jane = rider()
 
-    with in_background(jane.settle) as settled:
+    with background(jane.settle) as settled:
         eventually(lambda: len(jane.heard) >= 3)
         [waiting] = service.books()
         assert (waiting["recovery_point"], waiting["charge"], service.charges()) == ("ride_created", None, {})
@@ -151,7 +143,7 @@ def test_5_the_server_process_dies_while_it_waits_for_stripe_and_the_retry_calls
     service.strike_stripe(SLOW | {"count": 1})
     jane = rider()
 
-    with in_background(jane.settle) as settled:
+    with background(jane.settle) as settled:
         service.wait_until_stripe_works()
         [before] = service.books()
         service.processes["web"].kill()
@@ -216,9 +208,9 @@ def test_8_the_first_request_is_so_slow_that_its_lock_expires_and_a_retry_takes_
     slow = rider()
     jane = rider(service.second_url, slow.key)
 
-    with in_background(slow.post) as first:
+    with background(slow.post) as first:
         service.wait_until_stripe_works()
-        with service.frozen_web(), in_background(jane.settle) as settled:
+        with service.frozen_web(), background(jane.settle) as settled:
             eventually(lambda: jane.heard)
             service.wait_until_stripe_is_done()
             service.let_locks_expire()

@@ -17,8 +17,8 @@ from django.views.decorators.csrf import csrf_exempt
 from pytest_django import Settings
 from pytest_django.live_server_helper import LiveServer
 
-from tests.concurrency import Gate, all_at_once
-from tests.conformance.views import Counted, both_kinds
+from tests.kit.threads import Gate, all_at_once
+from tests.kit.views import Counted, both_kinds
 from tests.models import Entry
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.postgres, pytest.mark.processes]

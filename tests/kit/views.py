@@ -1,20 +1,15 @@
-"""Protected views of both kinds around one piece of work, and other clients of the same user."""
+"""Protected views of both kinds around one piece of work."""
 
-import copy
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
-from django.db.models import F
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
-from django.test import Client
 
 from idempotency.decorators import idempotent
-from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
+from tests.kit.serving import View
 from tests.models import Entry
-from tests.serving import Sender, View
 
 Work = Callable[[HttpRequest], HttpResponseBase]
 
@@ -88,16 +83,3 @@ class Counted:
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
         self.runs += 1
         return self.work(request)
-
-
-def another_client(sender: Sender) -> Sender:
-    """Return a sender of the same user and session with a client of its own, for another thread."""
-    other = copy.copy(sender)
-    other.client = Client(raise_request_exception=False)
-    other.client.cookies.update(sender.client.cookies)
-    return other
-
-
-def make_older(seconds: float, *fields: str) -> None:
-    """Let so much time have passed for each key since what ``fields`` say."""
-    IdempotencyKey.objects.update(**{field: F(field) - timedelta(seconds=seconds) for field in fields})

@@ -1,15 +1,13 @@
 """Views under test behind real URLs, and clients that sign in as a user of their own."""
 
+import copy
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from django.db import connection
 from django.http import HttpResponse, HttpResponseBase
 from django.test import Client
-from django.test.utils import CaptureQueriesContext
 from django.urls import path
 from pytest_django import Settings
 
@@ -61,18 +59,9 @@ def problem(response: HttpResponse) -> dict[str, Any]:
     return content
 
 
-def statements() -> CaptureQueriesContext:
-    """Return a context that notes the statements on the default database."""
-    return CaptureQueriesContext(connection)
-
-
-@contextmanager
-def default_isolation(level: str) -> Iterator[None]:
-    """Let transactions of this thread have ``level`` by default; reset, since a pool lends the connection to others."""
-    with connection.cursor() as cursor:
-        cursor.execute(f"SET default_transaction_isolation = '{level}'")
-    try:
-        yield
-    finally:
-        with connection.cursor() as cursor:
-            cursor.execute("RESET default_transaction_isolation")
+def another_client(sender: Sender) -> Sender:
+    """Return a sender of the same user and session with a client of its own, for another thread."""
+    other = copy.copy(sender)
+    other.client = Client(raise_request_exception=False)
+    other.client.cookies.update(sender.client.cookies)
+    return other

@@ -1,0 +1,55 @@
+"""Let time have passed for keys, without waiting for it."""
+
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db.models import F
+from django.db.models.functions import Now
+from django.utils import timezone
+
+from idempotency.models import IdempotencyKey
+from tests.factories import IdempotencyKeyFactory
+
+
+def ago(**span: float) -> datetime:
+    """Return the moment that lies ``timedelta(**span)`` back."""
+    return timezone.now() - timedelta(**span)
+
+
+def make_older(seconds: float, *fields: str) -> None:
+    """Let so much time have passed for each key since what ``fields`` say."""
+    IdempotencyKey.objects.update(**{field: F(field) - timedelta(seconds=seconds) for field in fields})
+
+
+def expire_lock(seconds: float = 91) -> None:
+    """Let the lock of each key be so old; without an argument one second older than its timeout."""
+    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=seconds))
+
+
+def abandon(times: int = 1, *, using: str = "default") -> None:
+    """Let each unfinished key be 301 seconds old and idle for 61; or a second past limits that are so many times as long."""
+    old, idle = (Now() - timedelta(seconds=times * limit + 1) for limit in (300, 60))
+    unfinished = IdempotencyKey.objects.using(using).filter(finished_at=None)
+    unfinished.update(created_at=old, last_run_at=idle, next_run_at=None)
+
+
+def past_the_retention(*, using: str = "default") -> None:
+    """Let each key be 74 hours old, and its last run or its end 73; keys are kept for 72."""
+    keys, end = IdempotencyKey.objects.using(using), Now() - timedelta(hours=73)
+    keys.update(created_at=Now() - timedelta(hours=74), last_run_at=end)
+    keys.finished().update(finished_at=end)
+
+
+def _expired() -> dict[str, datetime]:
+    return {"created_at": ago(hours=74), "finished_at": ago(hours=73)}
+
+
+def expired_key(**values: Any) -> IdempotencyKey:
+    """Return a finished key that is past its retention."""
+    key: IdempotencyKey = IdempotencyKeyFactory(finished=True, **{**_expired(), **values})
+    return key
+
+
+def expired_keys(count: int) -> list[IdempotencyKey]:
+    """Return so many finished keys past their retention."""
+    return IdempotencyKey.objects.bulk_create(IdempotencyKeyFactory.build_batch(count, finished=True, **_expired()))

@@ -1,0 +1,52 @@
+"""Claims below HTTP."""
+
+from typing import Any
+
+from idempotency import claims, keys
+from idempotency.claims import ClaimedRequest
+from idempotency.models import IdempotencyKey
+
+POINTS = ("started", "paid")
+
+
+def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:one") -> ClaimedRequest:
+    """Return a request as the HTTP side describes it."""
+    return ClaimedRequest(
+        scope=scope,
+        idempotency_key=key,
+        user_id=None,
+        method="POST",
+        path="/rides",
+        body=b"{}",
+        content_type="application/json",
+        headers={},
+        remote_addr="127.0.0.1",
+        fingerprint=fingerprint,
+    )
+
+
+def claim(described: ClaimedRequest | None = None) -> claims.Claim:
+    """Claim as a phased view does."""
+    return claims.claim_phased(described or request(), POINTS, using="default")
+
+
+def claim_plain(described: ClaimedRequest | None = None) -> claims.Claim:
+    """Claim as a plain view does."""
+    return claims.claim_plain(described or request(), using="default")
+
+
+def claim_as_completer(key: IdempotencyKey, *, delay: float = 60, early: bool = False) -> IdempotencyKey | None:
+    """Claim as the completer does."""
+    return claims.claim_by_id(key.pk, delay_seconds=delay, using="default", early=early)
+
+
+def finish(key: IdempotencyKey) -> None:
+    """Store an empty answer."""
+    keys.finish(key, 200, {}, b"", using="default")
+
+
+def hand_back_and_meet_another_run(hand_back: Any, pk: int, *args: Any, **kwargs: Any) -> bool:
+    """Hand a key back, and let somebody else claim it at this moment."""
+    done: bool = hand_back(pk, *args, **kwargs)
+    assert claims.claim_by_id(pk, delay_seconds=0, using="default")
+    return done

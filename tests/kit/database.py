@@ -1,0 +1,57 @@
+"""What the sessions of the test's database do: their statements, their isolation, their waiting for each other."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
+
+from tests.kit.threads import Gate, background
+
+
+def statements() -> CaptureQueriesContext:
+    """Return a context that notes the statements on the default database."""
+    return CaptureQueriesContext(connection)
+
+
+@contextmanager
+def default_isolation(level: str) -> Iterator[None]:
+    """Let transactions of this thread have ``level`` by default; reset, since a pool lends the connection to others."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET default_transaction_isolation = '{level}'")
+    try:
+        yield
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("RESET default_transaction_isolation")
+
+
+def waits_for_a_lock() -> bool:
+    """Return whether a session waits for a lock that another one holds."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()")
+        return bool(cursor.fetchone()[0])
+
+
+@contextmanager
+def held_transaction(first: Callable[[], object]) -> Iterator[None]:
+    """Do ``first`` in a transaction of another session, which commits at the end of the block."""
+    gate = Gate()
+
+    def hold() -> None:
+        with transaction.atomic():
+            first()
+            gate.wait_here()
+
+    with background(hold):
+        gate.wait_until_reached()
+        try:
+            yield
+        finally:
+            gate.open()
+
+
+def lock_table(name: str) -> None:
+    """Keep every other session from a table until the open transaction ends."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"LOCK TABLE {connection.ops.quote_name(name)} IN ACCESS EXCLUSIVE MODE")

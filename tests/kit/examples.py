@@ -1,0 +1,61 @@
+"""The code blocks of the how-to guides, executed as they stand there."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from django.test import Client
+from pytest_django import Settings
+
+from tests.factories import UserFactory
+from tests.models import Account, Entry
+
+GUIDES = Path(__file__).parents[2] / "docs" / "how-to"
+
+
+def blocks(guide: str, language: str) -> list[str]:
+    """Return the code blocks of a guide."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (GUIDES / guide).read_text(), re.M | re.S)
+
+
+def shop_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+    """Return a function that makes the modules of the shop that the pages import, with these models and functions."""
+
+    def make(**modules: dict[str, Any]) -> SimpleNamespace:
+        made = {name: ModuleType(f"shop.{name}") for name in ("models", "bank", "jobs", *modules)}
+        vars(made["models"]).update({"Order": Entry, "Account": Account})
+        for name, contents in modules.items():
+            vars(made[name]).update(contents)
+        package = ModuleType("shop")
+        vars(package).update(made)
+        monkeypatch.setitem(sys.modules, "shop", package)
+        for name, module in made.items():
+            monkeypatch.setitem(sys.modules, f"shop.{name}", module)
+        return SimpleNamespace(**made)
+
+    make()
+    return make
+
+
+def serve_page(settings: Settings, guide: str, *numbers: int) -> ModuleType:
+    """Execute the Python blocks of a guide, all or these, one after the other, and serve their URLs."""
+    module = ModuleType("example")
+    found = blocks(guide, "python")
+    for number in numbers or range(len(found)):
+        exec(compile(found[number], guide, "exec"), vars(module))
+    if hasattr(module, "urlpatterns"):
+        settings.ROOT_URLCONF = module
+    return module
+
+
+def serve_example(settings: Settings, monkeypatch: pytest.MonkeyPatch, guide: str) -> Client:
+    """Serve the first example of a guide; return a client that is signed in."""
+    shop_modules(monkeypatch)
+    serve_page(settings, guide, 0)
+    client = Client()
+    client.force_login(UserFactory())
+    return client

@@ -1,0 +1,44 @@
+"""The sdist and the wheel of the app, built once a run."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / ".venv-package" / "bin" / "python"
+BUILT = pytest.StashKey[Path]()
+
+
+@pytest.fixture(scope="session")
+def built(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the sdist and of the wheel built from it: once a run, for whichever tests ask for it."""
+    if BUILT not in pytestconfig.stash:
+        pytestconfig.stash[BUILT] = build(tmp_path_factory)
+    return pytestconfig.stash[BUILT]
+
+
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build both of the files that git knows, away from all else that lies in this folder."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    run(TOOLS, "-m", "build", "--no-isolation", "--outdir", out, copy, cwd=out)
+    return out
+
+
+def one(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def run(*command: str | Path, cwd: Path, **more: str) -> str:
+    outside = {"DJANGO_SETTINGS_MODULE", "PYTHONPATH", "DATABASE_URL"}
+    environment = {name: value for name, value in os.environ.items() if name not in outside} | more
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,89 @@
+"""Threads with a database connection of their own, and a gate that holds one of them where the test wants it."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from django.db import connections
+
+Result = TypeVar("Result")
+
+#: Longer than any state takes to come; a test that waits so long has failed.
+WAIT_SECONDS = 60
+
+
+def in_background(work: Callable[[], Result]) -> "Future[Result]":
+    """Start ``work`` in a thread; the test must ask the future for its result, or it misses an error of the thread."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            connections.close_all()
+            future.set_exception(error)
+        else:
+            connections.close_all()
+            future.set_result(result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+@contextmanager
+def background(work: Callable[[], Result]) -> Iterator["Future[Result]"]:
+    """Run ``work`` in a thread while the block runs; an error of the thread is raised at the end of the block."""
+    future = in_background(work)
+    try:
+        yield future
+    finally:
+        wait([future], WAIT_SECONDS)
+    future.result(0)
+
+
+def elsewhere(work: Callable[[], Result]) -> Result:
+    """Run ``work`` in a thread, hence on another connection, to its end."""
+    return in_background(work).result(WAIT_SECONDS)
+
+
+def at_once(works: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Call the functions in threads that start together; return what they return, in their order."""
+    barrier = threading.Barrier(len(works))
+
+    def start(work: Callable[[], Result]) -> Result:
+        barrier.wait(WAIT_SECONDS)
+        return work()
+
+    futures = [in_background(partial(start, work)) for work in works]
+    wait(futures, 2 * WAIT_SECONDS)
+    return [future.result(0) for future in futures]
+
+
+def all_at_once(work: Callable[[int], Result], count: int) -> list[Result]:
+    """Call ``work(0)`` to ``work(count - 1)`` in threads that start together; return what they return."""
+    return at_once([partial(work, number) for number in range(count)])
+
+
+class Gate:
+    """A place in the code under test where the first run waits until the test lets it go on; later ones pass."""
+
+    def __init__(self) -> None:
+        self._reached, self._open = threading.Event(), threading.Event()
+        self._once = threading.Lock()
+
+    def wait_here(self) -> None:
+        """Wait, but only the first who comes."""
+        if self._once.acquire(blocking=False):
+            self._reached.set()
+            assert self._open.wait(WAIT_SECONDS), "nobody opened the gate"
+
+    def wait_until_reached(self) -> None:
+        """Return when the first run stands at the gate."""
+        assert self._reached.wait(WAIT_SECONDS), "nobody came to the gate"
+
+    def open(self) -> None:
+        """Let it go on."""
+        self._open.set()
