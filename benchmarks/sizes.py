@@ -43,7 +43,7 @@ CLAIMS_AFTER_CHECKPOINT = 300
 #: How many pages does it take to find a key? The one thing here that is the same on every machine.
 LOOK = """
 EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) SELECT request_fingerprint FROM idempotency_idempotencykey
-WHERE scope = 'user:1' AND idempotency_key = md5('fill1')::uuid::text
+WHERE scope = 'scope=user:1' AND idempotency_key = md5('fill1')::uuid::text
 """
 
 

@@ -72,8 +72,9 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
     except LockLost:
         raise
     except (Exception, CancelledError) as error:
-        logger.exception("on_abandon of key %s failed", key.key_hash, extra=keys.about(key))
-        failure = f"on_abandon failed: {type(error).__name__}: {error}"
+        withheld = key.request_body is None or http.REDACTED_MARK in key.request_headers
+        failure = f"on_abandon failed: {keys.error_text(error, withheld=withheld)}"
+        logger.error("on_abandon of key %s failed", key.key_hash, exc_info=not withheld, extra=keys.about(key))
     keys.mark_stuck(key, ON_ABANDON, failure, using=using)
     return False
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from django.db import Error, connections
 
 from idempotency import sql
+from idempotency.fingerprint import way_of
 from idempotency.keys import key_as_read
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, random_seed
 from idempotency.rows import execute, fetch, key_of_row, statements, token_parameter, vendor
@@ -49,8 +51,8 @@ class ClaimedRequest:
     headers: dict[str, str]
     remote_addr: str
     fingerprint: str
-    #: What the fingerprint would be under the secrets of before; a key that bears one of them is this request's.
-    former_fingerprints: tuple[str, ...] = ()
+    #: Returns the fingerprint of this request made in the way of a stored one, None if this code does not know that way.
+    made_alike: Callable[[str], str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,10 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             if postgresql and (refusal := _refusal_by_holder(parameters, using)):
                 return refusal
             continue  # Lost the race for a new key: the next look finds the winner.
-        if former := _under_former_secret(row, request):
-            return claim_phased(former, recovery_points, using=using)
+        if (comparable := _comparable(row, request)) is None:
+            return Claim(Outcome.IN_PROGRESS, row.key, lock_seconds=1)
+        if comparable is not request:
+            return claim_phased(comparable, recovery_points, using=using)
         if refusal := _refusal(row, request, recovery_points):
             return refusal
     return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
@@ -129,9 +133,11 @@ def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
         row = look.row if postgresql else _look(text.read, parameters, request, using).row
         if row is None:
             continue  # The row that was in the way has just gone, or has just come.
-        if former := _under_former_secret(row, request):
-            return claim_plain(former, using=using)
         if not row.expired:
+            if (comparable := _comparable(row, request)) is None:
+                return Claim(Outcome.IN_PROGRESS, row.key, lock_seconds=1)
+            if comparable is not request:
+                return claim_plain(comparable, using=using)
             # A plain view leaves no unfinished row: such a one was phased before a deploy, and has no point known here.
             return _refusal(row, request, ()) or Claim(Outcome.UNKNOWN_POINT, row.key)
         execute(text.retire, {"id": row.key.pk, "scope": request.scope}, using)
@@ -209,11 +215,17 @@ def _claimed_key(row: tuple[Any, ...], request: ClaimedRequest, token: uuid.UUID
     return key
 
 
-def _under_former_secret(row: _Row, request: ClaimedRequest) -> ClaimedRequest | None:
-    """Return the same request with the fingerprint of this key, if a secret that has been changed since made it."""
-    if row.key.request_fingerprint not in request.former_fingerprints:
-        return None
-    return replace(request, fingerprint=row.key.request_fingerprint, former_fingerprints=())
+def _comparable(row: _Row, request: ClaimedRequest) -> ClaimedRequest | None:
+    """Return the request with its fingerprint made in the way of this key's: by another version, or under another secret.
+
+    None if that way is not known here: newer code or a newer secret made it, and only there can a retry be told from another
+    request.
+    """
+    stored = row.key.request_fingerprint
+    if request.made_alike is None or way_of(stored) == way_of(request.fingerprint):
+        return request
+    made = request.made_alike(stored)
+    return replace(request, fingerprint=made) if made is not None else None
 
 
 def _refusal(row: _Row, request: ClaimedRequest, recovery_points: tuple[str, ...]) -> Claim | None:
@@ -265,7 +277,9 @@ def _lock_parameters(request: ClaimedRequest) -> dict[str, Any]:
     """Return the numbers of the advisory locks. Each part is preceded by its length: no two pairs look alike."""
     name = f"{len(request.scope)}:{request.scope}{request.idempotency_key}".encode()
     key_hash = hashlib.blake2b(name, digest_size=12).digest()
-    request_hash = hashlib.blake2b(request.fingerprint.encode(), digest_size=4).digest()
+    # Begins with the way in which the fingerprint was made: fingerprints that were made in two ways cannot be compared.
+    way_hash = hashlib.blake2b(way_of(request.fingerprint).encode(), digest_size=1).digest()
+    request_hash = way_hash + hashlib.blake2b(request.fingerprint.encode(), digest_size=3).digest()
     return {
         "lock": int.from_bytes(key_hash[:8], "big", signed=True),
         "mark_key": int.from_bytes(key_hash[8:], "big", signed=True),

@@ -47,6 +47,8 @@ class Settings:
     PHASE_ISOLATION: Isolation | None = "serializable"
     #: Isolation of plain views; None is the connection's own, as under ATOMIC_REQUESTS.
     PLAIN_ISOLATION: Isolation | None = None
+    #: True makes another request of the same path at another host or under another mount: for sites that are several in one.
+    FINGERPRINT_HOST: bool = False
     #: Status of the answer to a key that comes back with another request: 422, 400 or 409.
     MISMATCH_STATUS: int = 422
     #: Answers whose cure is not another key: they release it instead of finishing it.

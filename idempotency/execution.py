@@ -55,7 +55,7 @@ def answer(call: Call, options: Options) -> HttpResponseBase:
                 raise problems.key_missing()
             return _unprotected(call)
         using = options.alias(request)
-        with _reachable(using):
+        with _reachable(using, options):
             scope = scopes.scope_of(call.seen_request, options.scope)
             if options.validate is not None and (refusal := options.validate(call.seen_request)) is not None:
                 return refusal
@@ -73,14 +73,15 @@ def _unprotected(call: Call) -> HttpResponseBase:
 
 
 @contextmanager
-def _reachable(using: str) -> Iterator[None]:
+def _reachable(using: str, options: Options) -> Iterator[None]:
     """Turn the loss of the database into an answer that sends the client round again: what was committed will be found."""
     try:
         yield
     except Error as error:
         if not connection_lost(error, using):
             raise
-        logger.warning("the database %r cannot be reached: %s", using, _first_line(error))
+        text = keys.summary(keys.error_text(error, withheld=options.withholds))
+        logger.warning("the database %r cannot be reached: %s", using, text)
         raise problems.database_unavailable() from error
 
 
@@ -171,7 +172,7 @@ def _run_phased(
         raise problems.key_stuck(stuck.code) from stuck
     except BaseException as error:
         if not run.finished:
-            _release(key, f"{type(error).__name__}: {error}", using=using)
+            _release(key, keys.error_text(error, withheld=options.withholds), using=using)
         raise
 
 

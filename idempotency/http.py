@@ -1,17 +1,17 @@
 """The HTTP side of a row: what is written down of a request, and a response on its way in and out again."""
 
 import logging
+from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 from urllib.parse import urlencode
 
 from django.conf import settings
-from django.core.exceptions import BadRequest, DisallowedHost
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, RawPostDataException
 
 from idempotency import conf, problems
 from idempotency.claims import ClaimedRequest
-from idempotency.fingerprint import fingerprint, is_multipart, target
+from idempotency.fingerprint import fingerprint, host_of, is_multipart, made_alike, readable, target, urlconf_of
 from idempotency.header import header
 from idempotency.models import IdempotencyKey
 from idempotency.options import URLCONF, Options
@@ -47,20 +47,19 @@ def describe(request: HttpRequest, scope: str, key: str, options: Options) -> Cl
     body, content_type = _body(request)
     user = user_of(request)
     headers = {name: value for name in _KEPT_REQUEST_HEADERS if (value := header(request, name)) and value.isprintable()}
-    headers |= {"Host": _printable(_host(request)), "scheme": request.scheme or "http"}
+    headers |= {"Host": _printable(host_of(request)), "scheme": request.scheme or "http"}
     if script_name := request.META.get("SCRIPT_NAME"):
         headers[SCRIPT_NAME] = _printable(script_name)
-    if urlconf := getattr(request, "urlconf", None):
-        headers[URLCONF] = urlconf if isinstance(urlconf, str) else urlconf.__name__
+    if urlconf := urlconf_of(request):
+        headers[URLCONF] = urlconf
     # An empty body hides nothing, and the completer can run it.
     kept, path, taken = (body if options.store_body or not body else None), target(request), False
     if options.redact:
         path, from_query = redacted_target(path, options.redact)
         kept, from_body = redacted_body(kept, content_type, options.redact) if kept is not None else (None, False)
         taken = from_query or from_body
-    # What is not kept shall not be guessed from its fingerprint. Former secrets are tried for keys that are older.
-    secrets = [None] if options.store_body and not options.redact else [settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
-    first, *former = (fingerprint(request, body, secret) for secret in secrets)
+    # What is not kept shall not be guessed from its fingerprint.
+    secret = settings.SECRET_KEY if options.withholds else None
     return ClaimedRequest(
         scope=scope,
         idempotency_key=key,
@@ -71,18 +70,12 @@ def describe(request: HttpRequest, scope: str, key: str, options: Options) -> Cl
         content_type=_printable(content_type),
         headers=headers | ({REDACTED_MARK: "true"} if taken else {}),
         remote_addr=_printable(request.META.get("REMOTE_ADDR", ""))[:45],
-        fingerprint=first,
-        former_fingerprints=tuple(former),
+        fingerprint=fingerprint(request, body, secret, by_host=conf.get().FINGERPRINT_HOST),
+        # Asked when a key was made in another way: by another version, or under a former secret.
+        made_alike=partial(
+            made_alike, request=request, body=body, secrets=[settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
+        ),
     )
-
-
-def _host(request: HttpRequest) -> str:
-    """Return the host that the client saw, as Django finds it: behind a proxy it may stand in another header."""
-    try:
-        return request.get_host()
-    except DisallowedHost:
-        host: str = request.META.get("HTTP_HOST", "")
-        return host
 
 
 def _body(request: HttpRequest) -> tuple[bytes | None, str]:
@@ -94,10 +87,7 @@ def _body(request: HttpRequest) -> tuple[bytes | None, str]:
     if request._read_started and not (hasattr(request, "_post") or hasattr(request, "_body")):  # type: ignore[attr-defined]
         raise RawPostDataException("The body was read before @idempotent could compare it. Read request.body, or request.POST.")
     # Parsing comes first: reading the bytes would put large uploads under the limit for requests without files.
-    try:
-        fields = urlencode(list(request.POST.lists()), doseq=True).encode()
-    except LookupError as error:
-        raise BadRequest(f"The charset {request.encoding} is not one of text.") from error
+    fields = readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode())
     whole = getattr(request, "_body", None)
     _refuse_cut_body(request, len(whole) if whole is not None else getattr(request._stream, "_pos", None))
     return (None, content_type) if request.FILES else (fields, "application/x-www-form-urlencoded")

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from contextvars import ContextVar
+from traceback import walk_tb
 from typing import Any
 
 from django.dispatch import Signal
@@ -149,6 +150,17 @@ def _stuck_parameters(code: str, reason: str) -> dict[str, Any]:
         "event": "stuck",
         "detail": summary(reason),
     }
+
+
+def error_text(error: BaseException, *, withheld: bool) -> str:
+    """Return what is kept and logged of an exception.
+
+    ``withheld``: parts of its request must not be kept. Its text may quote them, so its type and its place are all that is.
+    """
+    if not withheld:
+        return f"{type(error).__name__}: {error}"
+    *_, place = ["nowhere", *(f"{frame.f_globals.get('__name__')}:{line}" for frame, line in walk_tb(error.__traceback__))]
+    return f"{type(error).__name__} in {place}"
 
 
 def printable(text: str) -> str:

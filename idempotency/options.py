@@ -39,6 +39,11 @@ class Options:
         """Return the recovery points in their order, the first and the last included; none for a plain view."""
         return (STARTED, *self.recovery_points, FINISHED) if self.recovery_points is not None else ()
 
+    @property
+    def withholds(self) -> bool:
+        """Whether there are parts of the request that must not be kept."""
+        return bool(self.redact) or not self.store_body
+
     def alias(self, request: HttpRequest) -> str:
         """Return the database of this request's key."""
         if callable(self.using):

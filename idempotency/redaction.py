@@ -22,11 +22,13 @@ def redacted_body(body: bytes, content_type: str, paths: tuple[str, ...]) -> tup
     if kind != "application/json" and not kind.endswith("+json"):
         return None, True
     try:
-        value = json.loads(body, object_pairs_hook=_without_duplicates)
-        found = [path for path in paths if _take_out(value, path.split("."))]
+        value, found = json.loads(body, object_pairs_hook=_without_duplicates), False
+        for path in paths:
+            value, taken = _without(value, path)
+            found = found or taken
     except (ValueError, RecursionError):
         return None, True
-    return (json.dumps(value).encode() if found else body), bool(found)
+    return (json.dumps(value).encode() if found else body), found
 
 
 def redacted_target(target: str, paths: tuple[str, ...]) -> tuple[str, bool]:
@@ -61,14 +63,20 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _take_out(value: Any, path: list[str]) -> bool:
-    """Take out what ``path`` leads to, in each element of a list on the way; return whether there was anything."""
+def _without(value: Any, path: str) -> tuple[Any, bool]:
+    """Return the value without what ``path`` leads to, in each element of a list on the way; and whether there was anything.
+
+    What stands where an object should hold the rest of the path is taken out as a whole: it may be the parameter itself.
+    """
     if isinstance(value, list):
-        taken = [item for item in value if _take_out(item, path)]
-        return bool(taken)
-    if not isinstance(value, dict) or path[0] not in value:
-        return False
-    if len(path) > 1:
-        return _take_out(value[path[0]], path[1:])
-    value[path[0]] = REDACTED
-    return True
+        items = [_without(item, path) for item in value]
+        return [item for item, _ in items], any(taken for _, taken in items)
+    if not isinstance(value, dict):
+        return (value, False) if value is None else (REDACTED, True)
+    taken = path in value
+    if taken:
+        value[path] = REDACTED
+    for name in [name for name in value if path.startswith(f"{name}.")]:
+        value[name], found = _without(value[name], path.removeprefix(f"{name}."))
+        taken = taken or found
+    return value, taken

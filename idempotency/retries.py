@@ -57,7 +57,7 @@ def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Call
             logger.info(
                 "a request%s is run again inside the process: %s",
                 f" of key {key.key_hash}" if key is not None else "",
-                str(error).partition("\n")[0],
+                f"{failure} failure ({type(error).__name__})",  # Its text may quote what redact= names.
                 extra=about(key) if key is not None else None,
             )
     raise problems.conflict()

@@ -22,6 +22,8 @@ logger = logging.getLogger("idempotency")
 Scope = Callable[[HttpRequest], str]
 
 _MAX_LENGTH = 200
+#: Stands before what a scope from outside this module returns: it shares no name space with ``user:<pk>`` and the others here.
+OWN = "scope="
 
 
 def user(request: HttpRequest) -> str:
@@ -111,7 +113,7 @@ def joined(*scopes: Scope) -> Scope:
     """Return the scope that all of these make together, such as a tenant and a user in it; all of them must be there."""
 
     def scope(request: HttpRequest) -> str:
-        parts = [part(request) for part in scopes]
+        parts = [_named(part, request) for part in scopes]
         # Each is preceded by its length: no two lists look alike.
         return "".join(f"{len(part)}:{part}" for part in parts) if all(parts) else ""
 
@@ -123,15 +125,22 @@ def scope_of(request: HttpRequest, scope: Scope | None) -> str:
 
     Raises ValueError for a scope that cannot be kept.
     """
-    found = (scope or user_or_session)(request)
+    found = _named(scope or user_or_session, request)
     if not isinstance(found, str) or len(found) > _MAX_LENGTH or found.startswith(RETIRED_SCOPE) or "\x00" in found:
         raise ValueError(
-            f"scope= must return a string of at most {_MAX_LENGTH} characters without NUL that does not begin with "
-            f"{RETIRED_SCOPE!r}."
+            f"scope= must return a string of at most {_MAX_LENGTH - len(OWN)} characters without NUL, and "
+            f"idempotency.scopes.attribute() none that begins with {RETIRED_SCOPE!r}."
         )
     if not found:
         raise problems.scope_missing()
     return found
+
+
+def _named(scope: Scope, request: HttpRequest) -> str:
+    """Return a scope in its name space: as it is if it comes from this module, else with a prefix."""
+    found = scope(request)
+    ours = getattr(scope, "__globals__", None) is globals()
+    return found if ours or not found or not isinstance(found, str) else OWN + found
 
 
 def user_of(request: HttpRequest) -> Any:

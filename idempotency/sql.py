@@ -305,7 +305,8 @@ PARAMETERS = (
 RETIRED_SCOPE = "expired:"
 
 #: Does another session hold the lock of a key, and does it run another request than this one?
-#: pg_locks is read in one piece: a holder that is just letting go shows no mark, and is no proof of another request.
+#: pg_locks is read in one piece: a holder that is just letting go shows no mark, and is no proof of another request. Nor is
+#: a mark whose fingerprint was made in another way, as its first eight bits tell: the same request may have it.
 HOLDER = """
 WITH held AS MATERIALIZED (
     SELECT pid, classid::bigint, objid::bigint, objsubid FROM pg_locks
@@ -315,7 +316,7 @@ WITH held AS MATERIALIZED (
     SELECT pid FROM held WHERE objsubid = 1 AND (classid << 32 | objid) = %(lock)s
 ), mark AS (
     SELECT pid FROM held WHERE objsubid = 2 AND classid = %(mark_key)s::bigint & 4294967295
-    AND objid <> %(mark_request)s::bigint & 4294967295
+    AND objid <> %(mark_request)s::bigint & 4294967295 AND objid >> 24 = (%(mark_request)s::bigint & 4294967295) >> 24
 )
 SELECT EXISTS (SELECT 1 FROM lock), EXISTS (SELECT 1 FROM lock JOIN mark USING (pid))
 """

@@ -9,6 +9,7 @@ from inspect import getclosurevars, isfunction
 from typing import Any
 
 from django.conf import settings
+from django.contrib.auth import get_user_model
 from django.core.checks import CheckMessage, Error, Warning, register
 from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 
@@ -21,11 +22,13 @@ from idempotency.policy import Protected, View, allowed_methods, protected_views
 
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E005, E007, E008, W004, W005, W006, W008: protected views that do not do what they seem to."""
+    """E005, E007, E008, W004, W005, W006, W008, W015: protected views that do not do what they seem to."""
     if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
         return []
     views = list(protected_views())
-    return [message for view in views for message in (*_mistakes(view), *_doubts(view), *_losses(view, views))]
+    return [
+        message for view in views for message in (*_mistakes(view), *_doubts(view), *_strangers(view), *_losses(view, views))
+    ]
 
 
 def _mistakes(view: Protected) -> Iterator[CheckMessage]:
@@ -81,6 +84,21 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
             f"{view.path}: no middleware gives a request a user or a session, so each one is refused: its scope is missing.",
             hint="Add SessionMiddleware and AuthenticationMiddleware to MIDDLEWARE, or give the view a scope=.",
             id="idempotency.W006",
+        )
+
+
+def _strangers(view: Protected) -> Iterator[CheckMessage]:
+    """What may take two users for one: the number of a user is unique in one database alone."""
+    using = view.options.using or router.db_for_write(IdempotencyKey)
+    users = router.db_for_write(get_user_model())
+    by_user = view.options.scope in (None, scopes.user, scopes.user_or_session)
+    if by_user and not callable(using) and using in connections.settings and using != users:
+        yield Warning(
+            f"{view.path}: its keys are kept in the database {using!r}, and users in {users!r}. If users are in several "
+            "databases, two of them may have one primary key, and with it one scope.",
+            hint="Give the view a scope that names the database too: scope=joined(attribute('tenant.pk'), user) of "
+            "idempotency.scopes. If all users are in one database, silence this check.",
+            id="idempotency.W015",
         )
 
 

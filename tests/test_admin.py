@@ -234,3 +234,5 @@ def test_a_key_is_found_by_its_user_and_by_its_scope(staff):
     IdempotencyKeyFactory()
     for term in ("jane", f"user:{user.pk}"):
         assert shown(staff.get(KEYS, {"q": term})) == {key.pk}
+    own = IdempotencyKeyFactory(scope="scope=account:7")
+    assert shown(staff.get(KEYS, {"q": "account:7"})) == {own.pk}

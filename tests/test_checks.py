@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from django.contrib.auth import get_user_model
 from django.contrib.auth.decorators import login_required
 from django.contrib.auth.mixins import LoginRequiredMixin
 from django.contrib.auth.views import LoginView
@@ -111,7 +112,7 @@ def test_a_database_without_the_promises_is_an_error(settings, monkeypatch):
     dummy = connections.configure_settings({"default": {}, "elsewhere": {}})["elsewhere"]
     monkeypatch.setitem(connections.settings, "elsewhere", dummy)
     settings.DATABASE_ROUTERS = ["tests.test_checks.KeysElsewhere"]
-    assert found(settings) == ["idempotency.E002", "idempotency.E009"]
+    assert set(found(settings)) == {"idempotency.E002", "idempotency.E009", "idempotency.W015"}
 
 
 class MessagesElsewhere:
@@ -279,3 +280,21 @@ def test_every_check_is_documented():
     assert documented == sorted(set(documented))
     code = "".join((root / "idempotency" / name).read_text() for name in ("checks.py", "view_checks.py"))
     assert set(documented) == set(re.findall(r'id="(idempotency\.[EWI]\d{3})"', code))
+
+
+class UsersElsewhere:
+    """A router that keeps users apart from all else."""
+
+    def db_for_write(self, model, **hints):
+        return "other" if model is get_user_model() else None
+
+
+def test_users_in_another_database_than_the_keys_are_a_warning(settings, monkeypatch):
+    monkeypatch.setitem(connections.settings, "other", connections.settings["default"])
+    views = [idempotent(answer), idempotent(scope=scopes.user)(answer), idempotent(recovery_points=[])(answer)]
+    assert said(settings, *views) == []
+    settings.DATABASE_ROUTERS = [UsersElsewhere()]
+    assert said(settings, *views) == ["idempotency.W015"] * 3
+    apart = scopes.joined(scopes.attribute("tenant.pk"), scopes.user)
+    named = [idempotent(scope=scope)(answer) for scope in (scopes.session, apart)]
+    assert said(settings, *named, idempotent(using="other")(answer), idempotent(using=lambda request: "default")(answer)) == []

@@ -191,11 +191,11 @@ def test_a_key_that_gets_stuck_is_logged_with_its_code(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("look", [claim, claim_plain])
-def test_a_key_of_a_former_secret_is_the_same_request(look: Any) -> None:
+def test_a_key_is_compared_by_the_way_in_which_its_fingerprint_was_made(look: Any) -> None:
     finish(claim(request(fingerprint="v1:old")).key)
-    described = replace(request(fingerprint="v1:new"), former_fingerprints=("v1:older", "v1:old"))
-    assert look(described).outcome is Outcome.FINISHED
-    assert look(replace(described, former_fingerprints=("v1:older",))).outcome is Outcome.MISMATCH
+    for made, outcome in (("v1:old", Outcome.FINISHED), ("v1:other", Outcome.MISMATCH), (None, Outcome.IN_PROGRESS)):
+        described = replace(request(fingerprint="v2:new"), made_alike={"v1:old": made}.__getitem__)
+        assert look(described).outcome is outcome
 
 
 def test_the_plain_claim_refuses_what_a_phased_view_left() -> None:

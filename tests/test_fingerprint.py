@@ -1,16 +1,24 @@
 """Which requests are the same, and which are not."""
 
 import json
+import pkgutil
+import re
+import tracemalloc
 from collections.abc import Callable
+from encodings import __path__ as codecs
 from typing import Any
 
 import pytest
+from django.core.exceptions import BadRequest
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.http import HttpRequest, HttpResponse
+from django.http.multipartparser import MultiPartParserError
 from django.test import RequestFactory
 from django.test.client import encode_multipart
 
+from idempotency.decorators import idempotent
 from idempotency.fingerprint import fingerprint
+from idempotency.http import describe
 from tests.kit.serving import Sender, View
 from tests.kit.views import Counted, both_kinds, create
 
@@ -25,8 +33,11 @@ def of(body: bytes | str = b"", content_type: str = "application/json", *, metho
 
 
 def test_fingerprint_is_versioned_and_fits_its_column() -> None:
-    assert of().startswith("v1:")
-    assert len(of()) <= 80
+    request = factory.post("/rides", b"{}", "application/json")
+    longest = fingerprint(request, request.body, "a secret", by_host=True)
+    assert of().startswith("v2:")
+    assert re.fullmatch(r"v2hk[0-9a-f]{8}:[0-9a-f]{64}", longest)
+    assert len(longest) <= 80
 
 
 SAME = [
@@ -48,6 +59,12 @@ SAME = [
     (r'"\ud83d\ude00"', '"😀"'),
     (" [ 1 , 2 ]\n", "[1,2]"),
     ("9" * 5000, "9" * 5000),
+    ("1e308", "1" + "0" * 308),
+    ("1" + "0" * 21, "1e21"),
+    ("1" + "0" * 22, "1e22"),
+    ("-" + "1" + "0" * 22, "-1.0e22"),
+    ("9" * 50, "9" * 50 + ".0"),
+    ('{"a": %s, "b": 1}' % ("9" * 50), '{"b": 1, "a": %s}' % ("9" * 50)),
 ]
 DIFFERENT = [
     ("[1, 2]", "[2, 1]"),
@@ -63,6 +80,9 @@ DIFFERENT = [
     ("0.1", "0.10000000000000000555"),
     ("0.1", "0.1000000000000000055511151231257827"),
     ("1e400", "1e401"),
+    ("9" * 50, "9" * 49 + "8"),
+    ("1e22", "1e23"),
+    ("1" + "0" * 22, "1" + "0" * 21 + "1"),
     ("1e400", "2e400"),
     ("1e-400", "0"),
     ("1e-400", "2e-400"),
@@ -237,3 +257,94 @@ def test_canonical_form_is_not_mistaken_for_the_bytes() -> None:
 def test_json_values_of_python_survive() -> None:
     value = {"list": [1, 1.5, None, True, "é"], "nested": {"b": {}, "a": []}}
     assert of(json.dumps(value)) == of(json.dumps(value, indent=4, sort_keys=True, ensure_ascii=False))
+
+
+@pytest.mark.parametrize("token", ["1e309", "1e308", "1e21", "-1e21", "12.45", "1", "9" * 400, "{}", '""'])
+def test_memory_is_linear_in_the_body(token: str) -> None:
+    body = f"[{','.join([token] * (200_000 // (len(token) + 1)))}]"
+    request = factory.generic("POST", "/rides", body, content_type="application/json")
+    assert request.body
+    tracemalloc.start()
+    fingerprint(request, request.body)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40 * len(body)
+
+
+CSRF, FORM = "csrfmiddlewaretoken", "application/x-www-form-urlencoded"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_fresh_csrf_token_is_the_same_request(method: str) -> None:
+    assert multipart({CSRF: "one", "a": "1"}, method=method) == multipart({CSRF: "two", "a": "1"}, method=method)
+    assert multipart({CSRF: "one", "a": "1"}, method=method) != multipart({CSRF: "one", "a": "2"}, method=method)
+    forms = [f"{CSRF}={token}&a={value}&b=2" for token, value in (("one", 1), ("two", 1), ("one", 2))]
+    first, again, other = (of(form, FORM, method=method) for form in forms)
+    assert first == again != other
+    assert of(f"a=1&{CSRF}=one", FORM) == of(f"a=1&{CSRF}=two", FORM)
+    assert of(f"a=1&x{CSRF}=one", FORM) != of(f"a=1&x{CSRF}=two", FORM)
+    assert of(f'{{"{CSRF}": 1}}') != of(f'{{"{CSRF}": 2}}'), "in JSON it is a name as any other"
+
+
+def test_urlconf_that_a_middleware_chose_counts() -> None:
+    def of_urlconf(urlconf: Any) -> str:
+        request = factory.post("/rides", b"{}", "application/json")
+        if urlconf is not None:
+            request.urlconf = urlconf
+        return fingerprint(request, request.body)
+
+    urls = [None, "shop.urls", "admin.urls", type("Urls", (), {"urlpatterns": []})]
+    assert len({of_urlconf(urlconf) for urlconf in urls}) == len(urls)
+    assert of_urlconf("shop.urls") == of_urlconf("shop.urls")
+
+
+ADDRESSES = [{"HTTP_HOST": "a.example"}, {"HTTP_HOST": "b.example"}, {"HTTP_HOST": "b.example", "SCRIPT_NAME": "/mount"}]
+
+
+def test_host_and_mount_count_where_the_site_says_so() -> None:
+    requests = [factory.post("/rides", b"{}", "application/json", **address) for address in ADDRESSES]
+    for request in requests:
+        request.path_info = "/rides"
+    assert len({fingerprint(request, request.body) for request in requests}) == 1
+    assert len({fingerprint(request, request.body, by_host=True) for request in requests}) == len(ADDRESSES)
+    upper = factory.post("/rides", b"{}", "application/json", HTTP_HOST="A.example")
+    assert fingerprint(upper, upper.body, by_host=True) == fingerprint(requests[0], requests[0].body, by_host=True)
+
+
+CHARSETS = sorted(module.name for module in pkgutil.iter_modules(codecs))
+TEXTS = [rb"\ud800", b"+2AA-", b"\xff\xfe\x00\xd8"]
+
+
+def part_in(charset: str, header: bytes, text: bytes) -> bytes:
+    """Return a multipart body with one part, which says that it is in a charset."""
+    head = b"--x\r\nContent-Disposition: form-data; %s\r\n" % header
+    return head + b"Content-Type: text/plain; charset=%s\r\n\r\n%s\r\n--x--\r\n" % (charset.encode(), text)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_multipart_body_in_any_charset_is_described_or_a_bad_request(method: str, rf: RequestFactory) -> None:
+    options = idempotent(lambda request: HttpResponse()).idempotency
+    refused: set[str] = set()
+    for charset in CHARSETS:
+        for text in TEXTS:
+            for header in (b'name="a"', b"name*=" + charset.encode() + b"''" + text, b'name="f"; filename="f"'):
+                content_type = f"multipart/form-data; boundary=x; charset={charset}"
+                request = rf.generic(method, "/rides", part_in(charset, header, text), content_type=content_type)
+                try:
+                    describe(request, "scope", "key", options)
+                except (BadRequest, MultiPartParserError):
+                    refused.add(charset)
+    assert {"idna", "punycode", "undefined", "zlib_codec"} <= refused
+    assert {"utf_8", "latin_1", "utf_16"}.isdisjoint(refused)
+
+
+@pytest.mark.parametrize("charset", ["idna", "zlib_codec"])
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+@both_kinds
+def test_multipart_body_in_no_charset_of_text_is_a_bad_request(
+    kind: Callable[..., View], method: str, charset: str, serve: Callable[..., None], sender: Sender
+) -> None:
+    serve(view=kind(counted := Counted()))
+    body = part_in(charset, b'name="a"', b"\xff")
+    answer = sender.send(method=method, body=body, content_type=f"multipart/form-data; boundary=x; charset={charset}")
+    assert (answer.status_code, counted.runs) == (400, 0)

@@ -281,7 +281,7 @@ def test_scope_callable_without_an_answer_is_refused(serve: Serve, sender: Sende
     assert problem(sender.send())["code"] == "scope_missing"
 
 
-@pytest.mark.parametrize("scope", ["x" * 201, "expired:1", "a\x00b", None, 7])
+@pytest.mark.parametrize("scope", ["x" * 195, "a\x00b", None, 7])
 def test_scope_callable_with_a_bad_answer_is_a_mistake(scope: Any, serve: Serve, sender: Sender) -> None:
     serve(view=plain(work := Counted(), scope=lambda request: scope))
     assert sender.send().status_code == 500

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from decimal import Decimal
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -358,3 +359,31 @@ def _sign_in(request: HttpRequest) -> JsonResponse:
     user = UserFactory._meta.model.objects.get(pk=request.POST["user"])
     login(request, user, backend="django.contrib.auth.backends.ModelBackend")
     return JsonResponse({"hello": user.pk})
+
+
+@both_kinds
+def test_what_a_scope_of_ones_own_returns_is_nobody_elses(kind: Kind, serve: Serve, visitor: Client) -> None:
+    serve(view=kind(work := Counted()), open=kind(work, scope=scope_by_header("X-Account")))
+    headers = {"Idempotency-Key": "key-1"}
+    first = visitor.post("/view/", headers=headers)
+    taken = IdempotencyKey.objects.get().scope
+    assert taken.startswith("session:")
+    stranger = Client().post("/open/", headers=headers | {"X-Account": taken})
+    assert stranger.content != first.content
+    assert sorted(IdempotencyKey.objects.values_list("scope", flat=True)) == sorted([taken, f"scope={taken}"])
+
+
+def test_scope_of_ones_own_in_joined_scopes_is_nobody_elses() -> None:
+    request = _with(user=UserFactory.build(pk=7), headers={"X-Account": "user:7"})
+    own, ours = scopes.joined(scope_by_header("X-Account")), scopes.joined(scopes.user)
+    assert (own(request), ours(request)) == ("12:scope=user:7", "6:user:7")
+
+
+def test_scope_that_copies_the_name_of_one_of_the_apps_is_still_ones_own() -> None:
+    mine = wraps(scopes.user)(scope_by_header("X-Account"))
+    assert scopes.scope_of(_with(headers={"X-Account": "user:7"}), mine) == "scope=user:7"
+
+
+def test_attribute_cannot_take_the_scope_of_a_retired_key() -> None:
+    with pytest.raises(ValueError, match="expired:"):
+        scopes.scope_of(_with(expired=7), scopes.attribute("expired"))

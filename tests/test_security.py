@@ -166,7 +166,7 @@ def test_key_scope_path_and_body_are_never_part_of_a_statement(
     assert [answer.status_code for answer in answers] == [201, 201]
     assert answers[1]["Idempotent-Replayed"] == "true"
     key = IdempotencyKey.objects.get()
-    assert (key.scope, key.idempotency_key, bytes(key.request_body)) == (text, text, text.encode())
+    assert (key.scope, key.idempotency_key, bytes(key.request_body)) == (f"scope={text}", text, text.encode())
     assert work.runs == 1
 
 

@@ -27,6 +27,7 @@ from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, first_line, mas
 from idempotency.admin.states import AgeFilter, RecoveryPointFilter, StateFilter, StuckCodeFilter, next_step, state_of
 from idempotency.atomic_requests import EVERY_ALIAS
 from idempotency.models import IdempotencyKey
+from idempotency.scopes import OWN
 
 _BIGGEST_ID = 2**63 - 1
 _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history", "seed")
@@ -76,7 +77,7 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
         """Find a key as a whole, case-sensitively as it counts, or by the number of its row, its scope, or its user's name."""
         if not search_term:
             return queryset, False
-        found = Q(idempotency_key=search_term) | Q(scope=search_term)
+        found = Q(idempotency_key=search_term) | Q(scope__in=[search_term, OWN + search_term])
         if search_term.isdecimal() and int(search_term) <= _BIGGEST_ID:
             found |= Q(pk=int(search_term))
         users = get_user_model()

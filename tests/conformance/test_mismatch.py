@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from django.core.files.uploadedfile import SimpleUploadedFile
@@ -136,6 +137,37 @@ def test_27_multipart_with_a_new_boundary_is_the_same_request(kind: Kind, serve:
     assert [response.status_code for response in responses] == [201, 201]
     assert responses[0].content == responses[1].content
     assert work.runs == 1
+
+
+@both_kinds
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+def test_27_form_with_a_fresh_csrf_token_is_the_same_request(
+    content_type: str, kind: Kind, serve: Serve, sender: Sender
+) -> None:
+    def submit(token: str, amount: int) -> HttpResponse:
+        fields = {"csrfmiddlewaretoken": token, "amount": amount}
+        multipart = content_type.startswith("multipart")
+        body = encode_multipart("x", fields) if multipart else urlencode(fields)
+        return sender.send(body=body, content_type=content_type)
+
+    serve(view=kind(work := Counted()))
+    first, again = submit("one", 10), submit("two", 10)
+    assert (again.content, again["Idempotent-Replayed"]) == (first.content, "true")
+    assert submit("one", 11).status_code == 422
+    assert work.runs == 1
+
+
+@both_kinds
+@pytest.mark.parametrize("other", [{"HTTP_HOST": "b.example"}, {"SCRIPT_NAME": "/mount"}])
+def test_27_retry_by_another_address_is_the_same_request_unless_the_site_says_otherwise(
+    other: dict[str, str], kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    settings.ALLOWED_HOSTS = ["*"]
+    serve(view=kind(work := Counted()))
+    assert sender.send().content == sender.send(**other).content
+    settings.IDEMPOTENCY = {"FINGERPRINT_HOST": True}
+    assert [sender.send(key="two").status_code, sender.send(key="two", **other).status_code] == [201, 422]
+    assert work.runs == 2
 
 
 @both_kinds
