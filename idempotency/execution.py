@@ -18,9 +18,15 @@ from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, Respons
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.options import Options
 from idempotency.problems import Problem
-from idempotency.retries import retried
+from idempotency.retries import State, retried
 from idempotency.runs import PhasedRun
-from idempotency.transactions import atomic_request, connection_lost, durable_transaction, refuse_outer_transaction
+from idempotency.transactions import (
+    atomic_request,
+    connection_lost,
+    durable_transaction,
+    prepare_commits,
+    refuse_outer_transaction,
+)
 from idempotency.waiting import Patience
 
 logger = logging.getLogger("idempotency")
@@ -85,35 +91,28 @@ def _reachable(using: str) -> Iterator[None]:
 
 
 def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
-    """Run a plain view: one transaction holds the claim, the view's writes and the stored response."""
-    request = call.request
-    level = options.level()
+    """Run a plain view: one transaction holds the claim, the view's writes and the stored response.
+
+    A run that is rolled back leaves the request, its session and its messages as they were.
+    """
+    before = State(call)
     patience = Patience(options.wait_seconds, using=using)
 
-    def attempt(run: Run) -> HttpResponseBase:
+    def attempt(run: Run) -> tuple[Claim, HttpResponseBase | None]:
         while True:
-            # The key's own transaction is the inner one: should its COMMIT fail, the others are rolled back.
-            with atomic_request(call.view, besides=using) as others, durable_transaction(level, using=using):
-                claim = claims.claim_plain(described, using=using)
-                if claim.outcome is Outcome.CLAIMED:
-                    with _bound(request, claim.key):
-                        response = run()
-                    if stored := http.is_stored(response):
-                        keys.finish(claim.key, *http.stored_parts(response), using=using)
-                    else:
-                        for alias in (using, *others):
-                            transaction.set_rollback(True, using=alias)
+            claim, response = _run_plain(call, options, described, run, before, using=using)
             if claim.outcome is not Outcome.IN_PROGRESS or not patience.waited():
-                break
-        if claim.outcome is not Outcome.CLAIMED:
-            return _refuse_or_replay(claim, request, using=using)
-        if stored:
-            keys.emit(signals.key_claimed, claim.key, request)
-            keys.emit(signals.key_finished, claim.key, request)
-        return response
+                return claim, response
+
+    def tried(run: Run) -> tuple[Claim, HttpResponseBase | None]:
+        try:
+            return retried(lambda: attempt(run), before, options.level)
+        except BaseException:
+            before.put_back()
+            raise
 
     try:
-        return retried(lambda: attempt(call.response), call, options.level)
+        claim, response = tried(call.response)
     except Exception as error:
         answer = _answer_to(error, call)
         if answer is None:
@@ -121,7 +120,52 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
         if not http.is_stored(answer):
             return answer
         # As under ATOMIC_REQUESTS, what the view wrote before it raised is rolled back; its answer alone is stored.
-        return retried(lambda: attempt(lambda: answer), call, options.level)
+        claim, response = tried(lambda: answer)
+    if response is None:
+        return _refuse_or_replay(claim, call.request, using=using)
+    if http.is_stored(response):
+        keys.emit(signals.key_claimed, claim.key, call.request)
+        keys.emit(signals.key_finished, claim.key, call.request)
+    return response
+
+
+def _run_plain(
+    call: Call, options: Options, described: ClaimedRequest, run: Run, before: State, *, using: str
+) -> tuple[Claim, HttpResponseBase | None]:
+    """Claim the key and run the view in one transaction. The response is None when the key could not be claimed.
+
+    Where other databases have ATOMIC_REQUESTS, they commit first, and the key last: a stored response is never one whose writes
+    another database refused. Raises Problem ``database_unavailable`` when the key's COMMIT fails after that of another one: a
+    retry in here would write there a second time without its client's knowledge.
+    """
+    committed: list[str] = []
+    try:
+        with durable_transaction(options.level(), using=using):
+            claim = claims.claim_plain(described, using=using)
+            if claim.outcome is not Outcome.CLAIMED:
+                return claim, None
+            # First in the line: what a later hook of the view raises does not undo the COMMIT.
+            transaction.on_commit(before.keep, using=using)
+            with atomic_request(call.view, besides=using) as others:
+                with _bound(call.request, claim.key):
+                    response = run()
+                if stored := http.is_stored(response):
+                    keys.finish(claim.key, *http.stored_parts(response), using=using)
+                    if others:
+                        prepare_commits(others, committed, last=using)
+                else:
+                    for alias in (using, *others):
+                        transaction.set_rollback(True, using=alias)
+    except Error as error:
+        if not committed or before.kept:
+            raise
+        logger.error("%r has committed, and the database of the key %r has not: %s", committed, using, _first_line(error))
+        raise problems.database_unavailable() from None  # A cause would have it tried again.
+    if stored:
+        before.keep()  # for TestCase, which never commits
+    else:
+        before.put_back()
+    return claim, response
 
 
 def _phased(call: Call, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
@@ -159,7 +203,7 @@ def _run_phased(
     try:
         if key.recovery_point not in run.order:
             raise _UnknownPoint(_unknown_point(key))
-        return retried(attempt, call, lambda: run.level)
+        return retried(attempt, State(call), lambda: run.level)
     except LockLost:
         # Another claim took over. What this run committed before is the other's to build on; it has the say now.
         _release(key, "This run lost its key, or does not know how far it came.", using=using)

@@ -48,4 +48,5 @@ TITLES = {
     45: "schemathesis finds no answer that the demo's document does not declare",
     46: "a stuck key says so; a deploy that knows its point goes on",
     47: "a view that changes who asks needs a scope of its own",
+    49: "no answer and no replay reports a write that another database has rolled back",
 }
