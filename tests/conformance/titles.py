@@ -49,4 +49,5 @@ TITLES = {
     46: "a stuck key says so; a deploy that knows its point goes on",
     47: "a view that changes who asks needs a scope of its own",
     49: "no answer and no replay reports a write that another database has rolled back",
+    50: "a view that is rolled back leaves request, session and messages as they were",
 }
