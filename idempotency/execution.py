@@ -14,6 +14,7 @@ from django.http.multipartparser import MultiPartParserError
 from idempotency import claims, conf, header, http, keys, problems, scopes, signals
 from idempotency.calls import Call
 from idempotency.claims import Claim, ClaimedRequest, Outcome
+from idempotency.contexts import awaited
 from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, ResponseNotCommitted
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.options import Options
@@ -122,7 +123,7 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
         # As under ATOMIC_REQUESTS, what the view wrote before it raised is rolled back; its answer alone is stored.
         claim, response = tried(lambda: answer)
     if response is None:
-        return _refuse_or_replay(claim, call.request, using=using)
+        return _refuse_or_replay(claim, call, options, using=using)
     if http.is_stored(response):
         keys.emit(signals.key_claimed, claim.key, call.request)
         keys.emit(signals.key_finished, claim.key, call.request)
@@ -176,7 +177,7 @@ def _phased(call: Call, options: Options, described: ClaimedRequest, *, using: s
     while (claim := claims.claim_phased(described, points, using=using)).outcome is Outcome.IN_PROGRESS and patience.waited():
         pass
     if claim.outcome is not Outcome.CLAIMED:
-        return _refuse_or_replay(claim, call.request, using=using)
+        return _refuse_or_replay(claim, call, options, using=using)
     if claim.key.attempts > 1:
         logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point, extra=keys.about(claim.key))
     keys.emit(signals.key_claimed, claim.key, call.request)
@@ -207,7 +208,7 @@ def _run_phased(
     except LockLost:
         # Another claim took over. What this run committed before is the other's to build on; it has the say now.
         _release(key, "This run lost its key, or does not know how far it came.", using=using)
-        return _answer_of_other(keys.read(key.pk, using=using), sender)
+        return _answer_of_other(keys.read(key.pk, using=using), call, options, sender)
     except KeyStuck as stuck:
         if run.finished:
             raise  # There is nothing to hand over: the response is stored, and retries get it.
@@ -258,13 +259,11 @@ def _answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
     return answer if answer is not None and http.is_stored(answer) else None
 
 
-def _refuse_or_replay(claim: Claim, request: HttpRequest, *, using: str) -> HttpResponseBase:
+def _refuse_or_replay(claim: Claim, call: Call, options: Options, *, using: str) -> HttpResponseBase:
     """Answer a request that may not run."""
-    key = claim.key
+    key, request = claim.key, call.request
     if claim.outcome is Outcome.FINISHED:
-        response = http.replay(key)
-        keys.emit(signals.key_replayed, key, request)
-        return response
+        return _replay(key, call, options)
     problem = _conflict(claim)
     keys.emit(signals.key_conflict, key, request, code=problem.code)
     if claim.outcome is Outcome.UNKNOWN_POINT and keys.give_up(
@@ -272,6 +271,19 @@ def _refuse_or_replay(claim: Claim, request: HttpRequest, *, using: str) -> Http
     ):
         keys.announce_stuck(key.pk, request, using=using)
     raise problem
+
+
+def _replay(key: IdempotencyKey, call: Call, options: Options) -> HttpResponseBase:
+    """Answer with the stored response, unless the view's ``replay_check`` refuses it; a refusal leaves the key as it is."""
+    if (check := options.replay_check) is not None:
+        refusal = awaited(check(call.seen_request, key, **call.named_by(check)))
+        if refusal is not None:
+            if not isinstance(refusal, HttpResponseBase):
+                raise TypeError(f"replay_check must return None, or a response that refuses the stored one, not {refusal!r}.")
+            return http.not_stored(call.rendered(refusal))
+    response = http.replay(key)
+    keys.emit(signals.key_replayed, key, call.request)
+    return response
 
 
 def _conflict(claim: Claim) -> Problem:
@@ -285,13 +297,11 @@ def _conflict(claim: Claim) -> Problem:
     return problems.key_stuck(UNKNOWN_RECOVERY_POINT)
 
 
-def _answer_of_other(key: IdempotencyKey | None, sender: HttpRequest | None) -> HttpResponseBase:
+def _answer_of_other(key: IdempotencyKey | None, call: Call, options: Options, sender: HttpRequest | None) -> HttpResponseBase:
     """Answer for a run that lost its key: with what the other run has stored, or by sending the client round again."""
     if key is not None and key.finished_at is not None:
-        response = http.replay(key)
-        if sender is not None:  # The completer has nobody to replay it to.
-            keys.emit(signals.key_replayed, key, sender)
-        return response
+        # The completer has nobody to replay it to.
+        return _replay(key, call, options) if sender is not None else http.replay(key)
     stuck_code = key.stuck_code if key is not None else ""
     problem = problems.key_stuck(stuck_code) if stuck_code else problems.key_in_use()
     keys.emit(signals.key_conflict, key, sender, code=problem.code)
