@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args, overload
 from asgiref.sync import sync_to_async
 from django.http import HttpRequest, HttpResponseBase
 
-from idempotency.atomic_requests import EVERY_ALIAS
+from idempotency.atomic_requests import EVERY_ALIAS, outside_of_atomic_requests
 from idempotency.calls import OUTSIDE, Call, View
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.execution import answer
@@ -145,7 +145,8 @@ def idempotent(
             if getattr(call.owner, "view_is_async", False) and not iscoroutinefunction(view):
                 # dispatch() of a class with async handlers: what it returns is to be awaited.
                 return protected_async(*args, **kwargs)
-            return answer(call, options)
+            with outside_of_atomic_requests(call.request, options):
+                return answer(call, options)
 
         @wraps(view)
         async def protected_async(*args: Any, **kwargs: Any) -> HttpResponseBase:

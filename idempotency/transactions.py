@@ -104,7 +104,7 @@ def prepare_commits(aliases: list[str], committed: list[str], *, last: str) -> N
         connection = connections[alias]
         if len(connection.atomic_blocks) == 1:  # In a TestCase there are more, and no COMMIT.
             hooks, connection.run_on_commit = connection.run_on_commit, []
-            for _, hook, robust in hooks:
+            for _, hook, robust in hooks:  # type: ignore[misc]  # the stubs know two of the three
                 transaction.on_commit(hook, using=last, robust=robust)
             transaction.on_commit(partial(committed.append, alias), using=alias)
 
