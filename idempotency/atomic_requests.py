@@ -5,13 +5,16 @@ takes no mark over from the method that is decorated. So it is marked where it i
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
 
 from django.db import connections
+from django.db.transaction import Atomic
+from django.http import HttpRequest
 from django.urls import URLPattern, URLResolver, get_resolver, get_urlconf
 
-from idempotency.options import options_of
+from idempotency.options import Options, options_of
 
 _METHODS = ("POST", "PUT", "PATCH", "DELETE")
 
@@ -33,6 +36,34 @@ def leave_out_protected_views(**kwargs: Any) -> None:
     """
     if any(values.get("ATOMIC_REQUESTS") for values in connections.settings.values()):
         _mark(get_resolver(get_urlconf()))
+
+
+@contextmanager
+def outside_of_atomic_requests(request: HttpRequest, options: Options) -> Iterator[None]:
+    """Run the block outside of the transactions of a request whose view was not marked in time.
+
+    That is a view in a URLconf which a middleware has chosen: it is known only now, when Django has opened its transactions.
+    They hold what came before the view, such as authentication. They are committed, and opened anew for Django to end.
+    """
+    with ExitStack() as stack:
+        for block in _blocks_of_django(request, options):
+            block.__exit__(None, None, None)
+            stack.callback(block.__enter__)
+        yield
+
+
+def _blocks_of_django(request: HttpRequest, options: Options) -> list[Atomic]:
+    """Return the blocks that Django has opened around the view of a request; none if more is open, which is refused later."""
+    view = request.resolver_match.func if request.resolver_match else None
+    left_out = getattr(view, "_non_atomic_requests", ())
+    aliases = [name for name, of in connections.settings.items() if of.get("ATOMIC_REQUESTS") and name not in left_out]
+    # A view that merely calls the protected one may have written something in its transaction.
+    if view is None or not aliases or options_of(view, request.method or "") is not options:
+        return []
+    open_blocks = [
+        [block for block in connections[name].atomic_blocks if not getattr(block, "_from_testcase", False)] for name in aliases
+    ]
+    return [block for (block,) in open_blocks] if all(len(blocks) == 1 for blocks in open_blocks) else []
 
 
 @lru_cache(maxsize=8)

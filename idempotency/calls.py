@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 from django.contrib.auth.mixins import AccessMixin
@@ -58,6 +59,13 @@ class Call:
     def response(self) -> HttpResponseBase:
         """Call the view and return its response with its body made."""
         return self.rendered(self())
+
+    def named_by(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """Return the keyword arguments of the view that ``function`` has parameters for."""
+        parameters = signature(function).parameters.values()
+        names = {parameter.name for parameter in parameters}
+        every = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+        return {name: value for name, value in self.kwargs.items() if every or name in names}
 
     def answer_to(self, error: Exception) -> HttpResponseBase | None:
         """Return the answer that the framework of the view makes of an exception; None if it leaves that to Django.

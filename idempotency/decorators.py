@@ -8,14 +8,14 @@ from typing import Any, TypeVar, get_args, overload
 from asgiref.sync import sync_to_async
 from django.http import HttpRequest, HttpResponseBase
 
-from idempotency.atomic_requests import EVERY_ALIAS
+from idempotency.atomic_requests import EVERY_ALIAS, outside_of_atomic_requests
 from idempotency.calls import OUTSIDE, Call, View
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.execution import answer
 from idempotency.header import KeyFrom, refuse_key_from
 from idempotency.http import SAFE_METHODS
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
-from idempotency.options import OnAbandon, Options
+from idempotency.options import OnAbandon, Options, ReplayCheck
 
 AnyView = TypeVar("AnyView", bound=View)
 
@@ -47,6 +47,7 @@ def idempotent(
     redact: Sequence[str] = (),
     store_body: bool = True,
     on_abandon: OnAbandon | None = None,
+    replay_check: ReplayCheck | None = None,
 ) -> Callable[[AnyView], AnyView]: ...
 def idempotent(
     view: View | None = None,
@@ -62,6 +63,7 @@ def idempotent(
     redact: Sequence[str] = (),
     store_body: bool = True,
     on_abandon: OnAbandon | None = None,
+    replay_check: ReplayCheck | None = None,
 ) -> Any:
     """Let a view run once per idempotency key, and answer each retry with the same response.
 
@@ -81,7 +83,10 @@ def idempotent(
     ``redact``: dotted paths of parameters in JSON, form or query that are not kept; ``store_body``: False keeps no body. What
     was not kept cannot be run by the completer: such a key becomes stuck.
     ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS: it runs once, outside any
-    transaction, and its response finishes the key; it may be ``async def``, none of the other functions may.
+    transaction, and its response finishes the key.
+    ``replay_check(request, key)``: its response, or an exception, refuses the stored response to this request and changes no
+    key; None lets it pass. It is called before each replay, outside any transaction, but not for the completer. Arguments of
+    the view are passed to its parameters of the same name. Only ``on_abandon`` and ``replay_check`` may be ``async def``.
 
     Stand below the decorators that authenticate: a stored response is for those only who pass them. Decorated views are left
     out of ATOMIC_REQUESTS. Raises RuntimeError at the request when a transaction is already open.
@@ -102,10 +107,11 @@ def idempotent(
         ("validate", validate, validate is None or callable(validate), "a function of the request"),
         ("scope", scope, scope is None or callable(scope), "a function of the request, such as idempotency.scopes.user"),
         ("on_abandon", on_abandon, on_abandon is None or callable(on_abandon), "a function of the key"),
+        ("replay_check", replay_check, replay_check is None or callable(replay_check), "a function of the request and the key"),
         ("using", using, isinstance(using, str | None) or callable(using), "a database alias or a function of the request"),
         ("wait_seconds", wait_seconds, isinstance(wait_seconds, int | float) and wait_seconds >= 0, "a number, 0 or more"),
     ):
-        if not right or (iscoroutinefunction(value) and name != "on_abandon"):
+        if not right or (iscoroutinefunction(value) and name not in ("on_abandon", "replay_check")):
             raise ValueError(f"{name} must be {expected}, not {value!r}.")
     if isinstance(redact, str):
         raise ValueError(f"redact must be a list of dotted paths: [{redact!r}].")
@@ -119,6 +125,7 @@ def idempotent(
         isolation=isolation,
         using=using,
         on_abandon=on_abandon,
+        replay_check=replay_check,
         key_from=key_from,
         wait_seconds=wait_seconds,
         redact=tuple(redact),
@@ -138,7 +145,8 @@ def idempotent(
             if getattr(call.owner, "view_is_async", False) and not iscoroutinefunction(view):
                 # dispatch() of a class with async handlers: what it returns is to be awaited.
                 return protected_async(*args, **kwargs)
-            return answer(call, options)
+            with outside_of_atomic_requests(call.request, options):
+                return answer(call, options)
 
         @wraps(view)
         async def protected_async(*args: Any, **kwargs: Any) -> HttpResponseBase:

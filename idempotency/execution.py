@@ -14,13 +14,20 @@ from django.http.multipartparser import MultiPartParserError
 from idempotency import claims, conf, header, http, keys, problems, scopes, signals
 from idempotency.calls import Call
 from idempotency.claims import Claim, ClaimedRequest, Outcome
+from idempotency.contexts import awaited
 from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, ResponseNotCommitted
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.options import Options
 from idempotency.problems import Problem
-from idempotency.retries import retried
+from idempotency.retries import State, retried
 from idempotency.runs import PhasedRun
-from idempotency.transactions import atomic_request, connection_lost, durable_transaction, refuse_outer_transaction
+from idempotency.transactions import (
+    atomic_request,
+    connection_lost,
+    durable_transaction,
+    prepare_commits,
+    refuse_outer_transaction,
+)
 from idempotency.waiting import Patience
 
 logger = logging.getLogger("idempotency")
@@ -86,35 +93,28 @@ def _reachable(using: str, options: Options) -> Iterator[None]:
 
 
 def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
-    """Run a plain view: one transaction holds the claim, the view's writes and the stored response."""
-    request = call.request
-    level = options.level()
+    """Run a plain view: one transaction holds the claim, the view's writes and the stored response.
+
+    A run that is rolled back leaves the request, its session and its messages as they were.
+    """
+    before = State(call)
     patience = Patience(options.wait_seconds, using=using)
 
-    def attempt(run: Run) -> HttpResponseBase:
+    def attempt(run: Run) -> tuple[Claim, HttpResponseBase | None]:
         while True:
-            # The key's own transaction is the inner one: should its COMMIT fail, the others are rolled back.
-            with atomic_request(call.view, besides=using) as others, durable_transaction(level, using=using):
-                claim = claims.claim_plain(described, using=using)
-                if claim.outcome is Outcome.CLAIMED:
-                    with _bound(request, claim.key):
-                        response = run()
-                    if stored := http.is_stored(response):
-                        keys.finish(claim.key, *http.stored_parts(response), using=using)
-                    else:
-                        for alias in (using, *others):
-                            transaction.set_rollback(True, using=alias)
+            claim, response = _run_plain(call, options, described, run, before, using=using)
             if claim.outcome is not Outcome.IN_PROGRESS or not patience.waited():
-                break
-        if claim.outcome is not Outcome.CLAIMED:
-            return _refuse_or_replay(claim, request, using=using)
-        if stored:
-            keys.emit(signals.key_claimed, claim.key, request)
-            keys.emit(signals.key_finished, claim.key, request)
-        return response
+                return claim, response
+
+    def tried(run: Run) -> tuple[Claim, HttpResponseBase | None]:
+        try:
+            return retried(lambda: attempt(run), before, options.level)
+        except BaseException:
+            before.put_back()
+            raise
 
     try:
-        return retried(lambda: attempt(call.response), call, options.level)
+        claim, response = tried(call.response)
     except Exception as error:
         answer = _answer_to(error, call)
         if answer is None:
@@ -122,7 +122,52 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
         if not http.is_stored(answer):
             return answer
         # As under ATOMIC_REQUESTS, what the view wrote before it raised is rolled back; its answer alone is stored.
-        return retried(lambda: attempt(lambda: answer), call, options.level)
+        claim, response = tried(lambda: answer)
+    if response is None:
+        return _refuse_or_replay(claim, call, options, using=using)
+    if http.is_stored(response):
+        keys.emit(signals.key_claimed, claim.key, call.request)
+        keys.emit(signals.key_finished, claim.key, call.request)
+    return response
+
+
+def _run_plain(
+    call: Call, options: Options, described: ClaimedRequest, run: Run, before: State, *, using: str
+) -> tuple[Claim, HttpResponseBase | None]:
+    """Claim the key and run the view in one transaction. The response is None when the key could not be claimed.
+
+    Where other databases have ATOMIC_REQUESTS, they commit first, and the key last: a stored response is never one whose writes
+    another database refused. Raises Problem ``database_unavailable`` when the key's COMMIT fails after that of another one: a
+    retry in here would write there a second time without its client's knowledge.
+    """
+    committed: list[str] = []
+    try:
+        with durable_transaction(options.level(), using=using):
+            claim = claims.claim_plain(described, using=using)
+            if claim.outcome is not Outcome.CLAIMED:
+                return claim, None
+            # First in the line: what a later hook of the view raises does not undo the COMMIT.
+            transaction.on_commit(before.keep, using=using)
+            with atomic_request(call.view, besides=using) as others:
+                with _bound(call.request, claim.key):
+                    response = run()
+                if stored := http.is_stored(response):
+                    keys.finish(claim.key, *http.stored_parts(response), using=using)
+                    if others:
+                        prepare_commits(others, committed, last=using)
+                else:
+                    for alias in (using, *others):
+                        transaction.set_rollback(True, using=alias)
+    except Error as error:
+        if not committed or before.kept:
+            raise
+        logger.error("%r has committed, and the database of the key %r has not: %s", committed, using, _first_line(error))
+        raise problems.database_unavailable() from None  # A cause would have it tried again.
+    if stored:
+        before.keep()  # for TestCase, which never commits
+    else:
+        before.put_back()
+    return claim, response
 
 
 def _phased(call: Call, options: Options, described: ClaimedRequest, *, using: str) -> HttpResponseBase:
@@ -133,7 +178,7 @@ def _phased(call: Call, options: Options, described: ClaimedRequest, *, using: s
     while (claim := claims.claim_phased(described, points, using=using)).outcome is Outcome.IN_PROGRESS and patience.waited():
         pass
     if claim.outcome is not Outcome.CLAIMED:
-        return _refuse_or_replay(claim, call.request, using=using)
+        return _refuse_or_replay(claim, call, options, using=using)
     if claim.key.attempts > 1:
         logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point, extra=keys.about(claim.key))
     keys.emit(signals.key_claimed, claim.key, call.request)
@@ -160,11 +205,11 @@ def _run_phased(
     try:
         if key.recovery_point not in run.order:
             raise _UnknownPoint(_unknown_point(key))
-        return retried(attempt, call, lambda: run.level)
+        return retried(attempt, State(call), lambda: run.level)
     except LockLost:
         # Another claim took over. What this run committed before is the other's to build on; it has the say now.
         _release(key, "This run lost its key, or does not know how far it came.", using=using)
-        return _answer_of_other(keys.read(key.pk, using=using), sender)
+        return _answer_of_other(keys.read(key.pk, using=using), call, options, sender)
     except KeyStuck as stuck:
         if run.finished:
             raise  # There is nothing to hand over: the response is stored, and retries get it.
@@ -215,13 +260,11 @@ def _answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
     return answer if answer is not None and http.is_stored(answer) else None
 
 
-def _refuse_or_replay(claim: Claim, request: HttpRequest, *, using: str) -> HttpResponseBase:
+def _refuse_or_replay(claim: Claim, call: Call, options: Options, *, using: str) -> HttpResponseBase:
     """Answer a request that may not run."""
-    key = claim.key
+    key, request = claim.key, call.request
     if claim.outcome is Outcome.FINISHED:
-        response = http.replay(key)
-        keys.emit(signals.key_replayed, key, request)
-        return response
+        return _replay(key, call, options)
     problem = _conflict(claim)
     keys.emit(signals.key_conflict, key, request, code=problem.code)
     if claim.outcome is Outcome.UNKNOWN_POINT and keys.give_up(
@@ -229,6 +272,19 @@ def _refuse_or_replay(claim: Claim, request: HttpRequest, *, using: str) -> Http
     ):
         keys.announce_stuck(key.pk, request, using=using)
     raise problem
+
+
+def _replay(key: IdempotencyKey, call: Call, options: Options) -> HttpResponseBase:
+    """Answer with the stored response, unless the view's ``replay_check`` refuses it; a refusal leaves the key as it is."""
+    if (check := options.replay_check) is not None:
+        refusal = awaited(check(call.seen_request, key, **call.named_by(check)))
+        if refusal is not None:
+            if not isinstance(refusal, HttpResponseBase):
+                raise TypeError(f"replay_check must return None, or a response that refuses the stored one, not {refusal!r}.")
+            return http.not_stored(call.rendered(refusal))
+    response = http.replay(key)
+    keys.emit(signals.key_replayed, key, call.request)
+    return response
 
 
 def _conflict(claim: Claim) -> Problem:
@@ -242,13 +298,11 @@ def _conflict(claim: Claim) -> Problem:
     return problems.key_stuck(UNKNOWN_RECOVERY_POINT)
 
 
-def _answer_of_other(key: IdempotencyKey | None, sender: HttpRequest | None) -> HttpResponseBase:
+def _answer_of_other(key: IdempotencyKey | None, call: Call, options: Options, sender: HttpRequest | None) -> HttpResponseBase:
     """Answer for a run that lost its key: with what the other run has stored, or by sending the client round again."""
     if key is not None and key.finished_at is not None:
-        response = http.replay(key)
-        if sender is not None:  # The completer has nobody to replay it to.
-            keys.emit(signals.key_replayed, key, sender)
-        return response
+        # The completer has nobody to replay it to.
+        return _replay(key, call, options) if sender is not None else http.replay(key)
     stuck_code = key.stuck_code if key is not None else ""
     problem = problems.key_stuck(stuck_code) if stuck_code else problems.key_in_use()
     keys.emit(signals.key_conflict, key, sender, code=problem.code)

@@ -17,6 +17,8 @@ from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 
 OnAbandon = Callable[[IdempotencyKey], HttpResponseBase | Awaitable[HttpResponseBase]]
+#: Called with the request, the key, and by name with the arguments of the view that it has parameters for.
+ReplayCheck = Callable[..., HttpResponseBase | Awaitable[HttpResponseBase | None] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class Options:
     isolation: ChosenIsolation
     using: str | Callable[[HttpRequest], str] | None
     on_abandon: OnAbandon | None
+    replay_check: ReplayCheck | None
     key_from: str | Callable[[Any], str | None] | None
     wait_seconds: float
     redact: tuple[str, ...]

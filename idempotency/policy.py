@@ -62,6 +62,8 @@ class Policy:
     using: str
     redact: tuple[str, ...]
     store_body: bool
+    #: The dotted path of the function that may refuse a stored answer; empty without one.
+    replay_check: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,7 @@ def policy_of(options: Options, methods: tuple[str, ...], *, path: str = "", nam
         using=_dotted(options.using),
         redact=options.redact,
         store_body=options.store_body,
+        replay_check=_dotted(options.replay_check),
     )
 
 

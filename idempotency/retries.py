@@ -6,11 +6,11 @@ from collections.abc import Callable
 from copy import copy, deepcopy
 from functools import cached_property as cached_property_of_python
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 
 from django.core.exceptions import ObjectDoesNotExist
 from django.db import models
-from django.http import HttpResponseBase, QueryDict
+from django.http import QueryDict
 from django.utils.datastructures import MultiValueDict
 from django.utils.functional import SimpleLazyObject, cached_property
 
@@ -22,6 +22,8 @@ from idempotency.transactions import backoff_seconds, retryable_failure
 
 logger = logging.getLogger("idempotency")
 
+Result = TypeVar("Result")
+
 #: A unique violation above READ COMMITTED may be a race, and is tried again so often; then it is the view's own mistake.
 _UNIQUE_RETRIES = 2
 #: Where the request keeps who sent it: as a view asks, and as Django remembers it for ``user`` and for ``auser()``.
@@ -32,14 +34,13 @@ _MUTABLE = (dict, list, set)
 _CONTAINERS = frozenset(_MUTABLE) | _MULTI_VALUED
 
 
-def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Callable[[], Isolation | None]) -> HttpResponseBase:
-    """Make the attempt, again after each serialization failure, with the request as it was before the first.
+def retried(attempt: Callable[[], Result], before: "State", isolation: Callable[[], Isolation | None]) -> Result:
+    """Make the attempt, again after each serialization failure, with the request as it was ``before`` the first.
 
     ``isolation`` tells the level of the transaction that failed. Each failed attempt was rolled back; what it did outside the
     database it does again. Raises Problem ``conflict`` after SERIALIZATION_RETRIES, and at once when the request cannot be put
     back as it would come in now.
     """
-    before = _State(call)
     unique_violations = 0
     for count in range(conf.get().SERIALIZATION_RETRIES + 1):
         if count:
@@ -53,7 +54,7 @@ def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Call
             unique_violations += failure == "unique"
             if failure is None or unique_violations > _UNIQUE_RETRIES:
                 raise
-            key = getattr(call.request, "idempotency_key", None)
+            key = getattr(before.request, "idempotency_key", None)
             logger.info(
                 "a request%s is run again inside the process: %s",
                 f" of key {key.key_hash}" if key is not None else "",
@@ -63,7 +64,7 @@ def retried(attempt: Callable[[], HttpResponseBase], call: Call, isolation: Call
     raise problems.conflict()
 
 
-class _State:
+class State:
     """What a view finds, as it was before its first run: a second run would build on what the first did to an object.
 
     Held are the attributes of the request, of the view and of rows, and what lists, dicts and sets on the first two and among
@@ -71,7 +72,8 @@ class _State:
     """
 
     def __init__(self, call: Call) -> None:
-        self._request = call.request
+        self.request = call.request
+        self.kept = False
         self._attributes = dict(vars(call.request))
         self._seen = None if call.seen_request is call.request else call.seen_request
         holders: list[tuple[Any, tuple[str, ...]]] = [
@@ -109,20 +111,30 @@ class _State:
             if hasattr(holder, "__dict__")
         ]
 
+    def keep(self) -> None:
+        """Note that the work of the view is committed: what the view has changed stays."""
+        self.kept = True
+
+    def put_back(self) -> None:
+        """Put everything back, unless it is to be kept. No database is asked."""
+        if self.kept:
+            return
+        _refill(vars(self.request), self._attributes)
+        for container, contents in self._contents:
+            _refill(container, contents)
+        for holder, state, copied in self._held:
+            _refill(vars(holder), state | {name: _copy(value) for name, value in copied.items()})
+
     def restore(self) -> bool:
         """Put everything back, rewind what was read, fetch the user anew.
 
         Return False if that is not how the request would come in now: an upload is gone, or somebody has changed a row that it
         carries since. A view that computes on such a row would write over what the other one did.
         """
-        request, attributes = self._request, self._attributes
-        _refill(vars(request), attributes)
-        for container, contents in self._contents:
-            _refill(container, contents)
-        for holder, state, copied in self._held:
-            _refill(vars(holder), state | {name: _copy(value) for name, value in copied.items()})
+        self.put_back()
+        attributes = self._attributes
         if "_body" in attributes:
-            vars(request)["_stream"] = BytesIO(attributes["_body"])
+            vars(self.request)["_stream"] = BytesIO(attributes["_body"])
         for _, uploads in attributes["_files"].lists() if "_files" in attributes else ():
             for upload in uploads:
                 if upload.closed:

@@ -78,7 +78,7 @@ def durable_transaction(isolation: Isolation | None, *, using: str, lock_timeout
 def atomic_request(view: Callable[..., Any], *, besides: str | None = None) -> Iterator[list[str]]:
     """Run the block in a transaction on each database with ATOMIC_REQUESTS, unless the view is out of it by its own word.
 
-    Yield their aliases, to which ``besides`` does not belong: it has its transaction already.
+    Yield their aliases, to which ``besides`` does not belong: its transaction is open already, and commits after these.
     """
     left_out = getattr(view, "_non_atomic_requests", ())
     settings = connections.settings.items()
@@ -87,6 +87,26 @@ def atomic_request(view: Callable[..., Any], *, besides: str | None = None) -> I
         for alias in aliases:
             stack.enter_context(transaction.atomic(using=alias))
         yield aliases
+
+
+def prepare_commits(aliases: list[str], committed: list[str], *, last: str) -> None:
+    """Check what could fail the COMMITs of ``aliases``, and then of ``last``, while all of them can still be rolled back.
+
+    Raises the error of a deferred constraint, and of a transaction that is broken: its COMMIT would be a silent rollback. A
+    serialization failure and a lost connection are left. ``committed`` gets each alias after its COMMIT; hooks that wait for
+    that COMMIT are moved to the one of ``last``.
+    """
+    for alias in (last, *aliases):
+        connections[alias].validate_no_broken_transaction()
+        if connections[alias].features.can_defer_constraint_checks:
+            connections[alias].check_constraints()
+    for alias in aliases:
+        connection = connections[alias]
+        if len(connection.atomic_blocks) == 1:  # In a TestCase there are more, and no COMMIT.
+            hooks, connection.run_on_commit = connection.run_on_commit, []
+            for _, hook, robust in hooks:  # type: ignore[misc]  # the stubs know two of the three
+                transaction.on_commit(hook, using=last, robust=robust)
+            transaction.on_commit(partial(committed.append, alias), using=alias)
 
 
 #: What ``atomic()`` calls, where a connection has it, to begin a transaction. Django's own backends use it for SQLite.

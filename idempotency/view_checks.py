@@ -22,13 +22,12 @@ from idempotency.policy import Protected, View, allowed_methods, protected_views
 
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E005, E007, E008, W004, W005, W006, W008, W015: protected views that do not do what they seem to."""
+    """E005, E007, E008, W004, W005, W006, W008, W012: protected views that do not do what they seem to."""
     if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
         return []
     views = list(protected_views())
-    return [
-        message for view in views for message in (*_mistakes(view), *_doubts(view), *_strangers(view), *_losses(view, views))
-    ]
+    each = [message for view in views for message in (*_mistakes(view), *_doubts(view), *_losses(view, views))]
+    return [*each, *_several_databases(views)]
 
 
 def _mistakes(view: Protected) -> Iterator[CheckMessage]:
@@ -121,6 +120,35 @@ def _losses(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
             hint="Put @transaction.atomic on those methods, or protect them too.",
             id="idempotency.W008",
         )
+
+
+def _several_databases(views: list[Protected]) -> Iterator[CheckMessage]:
+    """Tell of plain views that have a transaction in a database besides the key's, in one message for all of them."""
+    found: dict[str, set[str]] = {}
+    for view in views:
+        if view.options.recovery_points is None and view.methods and (others := _other_databases(view)):
+            found[view.path] = others
+    if found:
+        aliases = ", ".join(sorted(set.union(*found.values())))
+        yield Warning(
+            f"ATOMIC_REQUESTS is on for {aliases}, and plain views have their keys in another database: {', '.join(found)}. "
+            "A write to a second database takes effect at least once per key, not exactly once.",
+            hint="Put @transaction.non_atomic_requests(using=...) below @idempotent on views that do not write there. In the "
+            "others guard each write there with a row that is unique by scope and key.",
+            id="idempotency.W012",
+        )
+
+
+def _other_databases(view: Protected) -> set[str]:
+    """Return the aliases with ATOMIC_REQUESTS in which a request of the view has a transaction besides the key's."""
+    layers = [layer for handler in _handlers(view.callback, *view.methods) for layer in wrapped(handler)]
+    protected = next((layer.__wrapped__ for layer in reversed(layers) if hasattr(layer, "idempotency")), None)  # type: ignore[attr-defined]
+    left_out = getattr(protected, "_non_atomic_requests", ())
+    aliases = {name for name, of in connections.settings.items() if of.get("ATOMIC_REQUESTS") and name not in left_out}
+    using = view.options.using
+    if callable(using):
+        return aliases if len(aliases) > 1 else set()  # One of them may be the key's.
+    return aliases - {using or router.db_for_write(IdempotencyKey)}
 
 
 def _handlers(callback: View, *methods: str) -> Iterator[View]:

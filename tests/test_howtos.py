@@ -14,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from django.contrib.auth import get_user_model
+from django.contrib.auth.models import Group
 from django.core import mail
 from django.core.cache import caches
 from django.db import transaction
@@ -99,6 +101,20 @@ def test_what_validate_refuses_spends_no_key_and_old_clients_pass(page: Callable
     assert client.post("/old-orders/", ORDER, headers=KEY).status_code == 201
     assert [client.post("/old-orders/", ORDER).status_code for _ in range(2)] == [201, 201]
     assert Entry.objects.count() == 3
+
+
+def test_who_has_left_the_team_gets_no_stored_answer(page: Callable[..., ModuleType], client: Client) -> None:
+    page("protect-a-view.md")
+    team, user = Group.objects.create(name="team"), get_user_model().objects.get()
+    url = f"/teams/{team.pk}/orders/"
+    assert client.post(url, ORDER, headers=KEY).status_code == 403
+    user.groups.add(team)
+    first, again = (client.post(url, ORDER, headers=KEY) for _ in range(2))
+    assert (first.status_code, again.content, again["Idempotent-Replayed"]) == (201, first.content, "true")
+    user.groups.clear()
+    assert client.post(url, ORDER, headers=KEY).status_code == 403
+    user.groups.add(team)
+    assert client.post(url, ORDER, headers=KEY)["Idempotent-Replayed"] == "true"
 
 
 # add-phases.md

@@ -126,7 +126,13 @@ def test_a_validator_that_is_an_object_stands_in_the_policy_by_its_class() -> No
 def test_options_and_settings_stand_in_the_policy() -> None:
     given = {"HEADER_NAMES": ["PayPal-Request-Id"], "STRICT_KEY_SYNTAX": True, "STORE_5XX": True, "RETENTION_HOURS": 24}
     protected = idempotent(
-        scope=answer, key_from="body:id", wait_seconds=2, isolation="serializable", using="default", redact=["card"]
+        scope=answer,
+        key_from="body:id",
+        wait_seconds=2,
+        isolation="serializable",
+        using="default",
+        redact=["card"],
+        replay_check=answer,
     )(answer)
     with override_settings(IDEMPOTENCY=given):
         [policy] = found(path("", protected))
@@ -135,6 +141,7 @@ def test_options_and_settings_stand_in_the_policy() -> None:
     assert "5xx" in policy.stored_statuses
     assert (policy.scope, policy.isolation, policy.using) == ("tests.test_policy.answer", "serializable", "default")
     assert (policy.wait_seconds, policy.redact, policy.store_body) == (2, ("card",), True)
+    assert policy.replay_check == "tests.test_policy.answer"
 
 
 @pytest.mark.processes

@@ -8,9 +8,11 @@ from urllib.parse import urlencode
 from uuid import uuid4
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 from django.db.backends.signals import connection_created
+from django.http import HttpRequest, HttpResponseBase
 from django.test import Client
+from django.utils.deprecation import MiddlewareMixin
 from pytest_django import Settings
 
 from tests.factories import UserFactory
@@ -61,6 +63,29 @@ class Caller:
         return self.client.generic(method, url, content, content_type=content_type, headers=headers)
 
 
+def by_host(get_response: Any) -> Any:
+    """Choose the URLconf of the request."""
+
+    def middleware(request: HttpRequest) -> HttpResponseBase:
+        request.urlconf = globals()["urls_of_the_host"]
+        response: HttpResponseBase = get_response(request)
+        return response
+
+    return middleware
+
+
+class ByHost(MiddlewareMixin):
+    """Do so, and take each view out of ATOMIC_REQUESTS, as async ones must be."""
+
+    def process_request(self, request: HttpRequest) -> None:
+        """Choose the URLconf of the request."""
+        request.urlconf = globals()["urls_of_the_host"]
+
+    def process_view(self, request: HttpRequest, view_func: Any, *args: Any) -> None:
+        """Mark the view."""
+        transaction.non_atomic_requests(view_func)
+
+
 @contextmanager
 def opened_connections() -> Iterator[list[object]]:
     """Note the connections that are opened while the block runs: a waiting request gives its own back between two looks."""
@@ -92,6 +117,12 @@ class Service:
         patterns = self.kind.patterns(Job(work, options, self.phased, **parts))
         self._settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
         return work
+
+    def behind_a_middleware_that_chooses_the_urlconf(self, middleware: str = "by_host") -> None:
+        """Move the views to a URLconf that only ``request.urlconf`` names, as a middleware for several hosts sets it."""
+        globals()["urls_of_the_host"] = self._settings.ROOT_URLCONF
+        self._settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": []})
+        self._settings.MIDDLEWARE = [*self._settings.MIDDLEWARE, f"{__name__}.{middleware}"]
 
     def use_atomic_requests(self) -> None:
         """Run each request in a transaction, as ATOMIC_REQUESTS asks Django to."""

@@ -248,6 +248,21 @@ def test_42_atomic_requests_change_nothing(service: Service) -> None:
 
 
 @both
+def test_42_atomic_requests_change_nothing_behind_a_urlconf_of_a_middleware(service: Service) -> None:
+    service.use_atomic_requests()
+    work = service.serve(failing_first(crash))
+    # Django itself refuses an async view that nobody has taken out of ATOMIC_REQUESTS, before this app is called.
+    by_hand = service.kind.name in ("async method", "async, post", "Ninja async")
+    service.behind_a_middleware_that_chooses_the_urlconf("ByHost" if by_hand else "by_host")
+    assert service.send().status_code == 500
+    assert not Entry.objects.exists()
+    first, second = service.send(), service.send()
+    assert (first.status_code, second.content) == (201, first.content)
+    assert second["Idempotent-Replayed"] == "true"
+    assert (work.runs, Entry.objects.count()) == (2, 1)
+
+
+@both
 @pytest.mark.inside_testcase
 def test_42_it_works_in_the_transaction_of_a_testcase(service: Service) -> None:
     work = service.serve(failing_first(crash))

@@ -60,6 +60,8 @@ def _lines(policy: Policy) -> list[tuple[str, str]]:
     ]
     if policy.using:
         lines.append(("database", policy.using))
+    if policy.replay_check:
+        lines.append(("replays", f"only if {policy.replay_check} lets them"))
     if policy.redact:
         lines.append(("not kept", ", ".join(policy.redact)))
     if not policy.store_body:
