@@ -1,13 +1,13 @@
 """Where staged jobs go: what a queue has to be for the enqueuer, and the base of those that take one job at a time."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Protocol
 from uuid import UUID
 
-from django.db import InterfaceError, OperationalError, transaction
+from django.db import InterfaceError, OperationalError, connections, transaction
 from django.utils.module_loading import import_string
 
 from idempotency import conf
@@ -47,6 +47,11 @@ class NoEffect(IdempotencyError):
     then ``manage.py staged_jobs retry``."""
 
 
+class HandOverOnCommit(IdempotencyError):
+    """The hand-over registered a callback with transaction.on_commit(), which runs after the staged row is deleted: a failure
+    there would lose the job. Hand over at once: django-rq with commit_mode="auto", Celery without delay_on_commit()."""
+
+
 class Backend(Protocol):
     """Where the jobs of a queue go: what a dotted path in ``IDEMPOTENCY["ENQUEUERS"]`` names. Built once, without arguments."""
 
@@ -60,6 +65,7 @@ class Backend(Protocol):
         staged; when it comes here again and took effect meanwhile, it is answered with TookEffect. Raises BrokerUnavailable
         when nothing can be taken. Any other error makes the enqueuer try the jobs one by one. It must return within the
         timeouts of the database: no call without a timeout of BROKER_TIMEOUT_SECONDS or less, and no more after BATCH_SECONDS.
+        It must send at once: a callback of ``transaction.on_commit`` makes the hand-over fail with HandOverOnCommit.
         """
         ...
 
@@ -86,7 +92,7 @@ class OneByOne:
                 if self.follow_up_seconds and taken_before >= MAX_ATTEMPTS:
                     raise NoEffect
                 # A queue may live in this very database: what is refused there must not break the enqueuer's transaction.
-                with transaction.atomic(using=job._state.db) if self.uses_database else nullcontext():
+                with transaction.atomic(using=job._state.db) if self.uses_database else nullcontext(), refuse_on_commit():
                     refuse_generator(f"What takes the jobs of {queue!r}", awaited(self.hand_over_one(queue, job)))
                 if self.follow_up_seconds:
                     refusals[job.pk] = OfferAgain(self.follow_up_seconds * 2**taken_before)
@@ -117,6 +123,24 @@ class CallableBackend(OneByOne):
     def hand_over_one(self, queue: str, job: StagedJob) -> object:
         """Call the function."""
         return self._function(job)
+
+
+@contextmanager
+def refuse_on_commit() -> Iterator[None]:
+    """Raise HandOverOnCommit when the block registered a callback for the COMMIT of any database.
+
+    A savepoint around it drops the callbacks of its own database.
+    """
+    before = _callbacks()
+    yield
+    if _callbacks() > before:
+        raise HandOverOnCommit
+
+
+def _callbacks() -> int:
+    """Return how many callbacks wait for a COMMIT, without those of this app, on which no job depends."""
+    waiting = (callback for connection in connections.all(initialized_only=True) for _, callback, _ in connection.run_on_commit)
+    return sum(not str(getattr(callback, "__module__", "")).startswith("idempotency.") for callback in waiting)
 
 
 def backend_of(queue: str) -> Backend | None:

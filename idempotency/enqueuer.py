@@ -27,6 +27,7 @@ from idempotency.backends import (
     OfferAgain,
     TookEffect,
     backend_of,
+    refuse_on_commit,
 )
 from idempotency.contexts import awaited
 from idempotency.keys import printable
@@ -205,7 +206,7 @@ def _hand_over(
 
 def _refusals(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
     """Let the backend hand the jobs over, and return those that it refused; all of them when it does not say which."""
-    with transaction.atomic(using=jobs[0]._state.db):
+    with transaction.atomic(using=jobs[0]._state.db), refuse_on_commit():
         refusals = awaited(backend.hand_over(queue, jobs))
     ids = {job.pk for job in jobs}
     if isinstance(refusals, Mapping) and refusals.keys() <= ids:
