@@ -44,7 +44,8 @@ def set_up(queue: str, **changes: Any) -> Any:
     from django.conf import settings
 
     django.setup()
-    settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "ENQUEUERS": {"*": BACKENDS[queue]}, **changes}
+    ours = {"ENQUEUERS": {"*": BACKENDS[queue]}, "JOB_MODULES": ["benchmarks"]}
+    settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, **ours, **changes}
     if queue == "rq":
         return None
     from celery import Celery

@@ -1,24 +1,25 @@
 """Where staged jobs go: what a queue has to be for the enqueuer, and the base of those that take one job at a time."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Protocol
 from uuid import UUID
 
-from django.db import InterfaceError, OperationalError, transaction
+from django.db import InterfaceError, OperationalError, connections, transaction
 from django.utils.module_loading import import_string
 
-from idempotency import conf
 from idempotency.contexts import awaited
 from idempotency.exceptions import IdempotencyError
 from idempotency.inbox import STAGED_JOBS, took_effect
-from idempotency.jobs import refuse_generator
+from idempotency.jobs import backend_path, refuse_generator
 from idempotency.models import StagedJob
 
 #: After so many refusals a job is given up on, with its error, for a person to look at.
 MAX_ATTEMPTS = 10
+#: A job refused with JobNotAllowed waits three days for a deploy that knows its name: from Friday to Monday.
+NAME_MAX_ATTEMPTS = 81
 #: A batch stops handing over after this long and commits what went out, so that its transaction does not stay open.
 BATCH_SECONDS = 30
 #: A broker that is slower than this is down.
@@ -47,8 +48,17 @@ class NoEffect(IdempotencyError):
     then ``manage.py staged_jobs retry``."""
 
 
+class HandOverOnCommit(IdempotencyError):
+    """The hand-over registered a callback with transaction.on_commit(), which runs after the staged row is deleted: a failure
+    there would lose the job. Hand over at once: django-rq with commit_mode="auto", Celery without delay_on_commit()."""
+
+
 class Backend(Protocol):
-    """Where the jobs of a queue go: what a dotted path in ``IDEMPOTENCY["ENQUEUERS"]`` names. Built once, without arguments."""
+    """Where the jobs of a queue go: what a dotted path in ``IDEMPOTENCY["ENQUEUERS"]`` names. Built once, without arguments.
+
+    A class with ``runs_functions = True`` says that its workers call ``call_job``: then ``stage_job`` and the enqueuer refuse
+    the name of a function that is not in JOB_MODULES.
+    """
 
     def hand_over(
         self, queue: str, jobs: Sequence[StagedJob]
@@ -60,6 +70,7 @@ class Backend(Protocol):
         staged; when it comes here again and took effect meanwhile, it is answered with TookEffect. Raises BrokerUnavailable
         when nothing can be taken. Any other error makes the enqueuer try the jobs one by one. It must return within the
         timeouts of the database: no call without a timeout of BROKER_TIMEOUT_SECONDS or less, and no more after BATCH_SECONDS.
+        It must send at once: a callback of ``transaction.on_commit`` makes the hand-over fail with HandOverOnCommit.
         """
         ...
 
@@ -86,7 +97,7 @@ class OneByOne:
                 if self.follow_up_seconds and taken_before >= MAX_ATTEMPTS:
                     raise NoEffect
                 # A queue may live in this very database: what is refused there must not break the enqueuer's transaction.
-                with transaction.atomic(using=job._state.db) if self.uses_database else nullcontext():
+                with hand_over_savepoint(job._state.db) if self.uses_database else nullcontext():
                     refuse_generator(f"What takes the jobs of {queue!r}", awaited(self.hand_over_one(queue, job)))
                 if self.follow_up_seconds:
                     refusals[job.pk] = OfferAgain(self.follow_up_seconds * 2**taken_before)
@@ -119,9 +130,26 @@ class CallableBackend(OneByOne):
         return self._function(job)
 
 
+@contextmanager
+def hand_over_savepoint(alias: str | None) -> Iterator[None]:
+    """Open a savepoint for a hand-over. Raises HandOverOnCommit when the block registered a callback for the COMMIT of any
+    database; the rollback to the savepoint drops the callbacks of this one."""
+    with transaction.atomic(using=alias):
+        before = _callbacks()
+        yield
+        if _callbacks() > before:
+            raise HandOverOnCommit
+
+
+def _callbacks() -> int:
+    """Return how many callbacks wait for a COMMIT, without those of this app, on which no job depends."""
+    waiting = (callback for connection in connections.all(initialized_only=True) for _, callback, _ in connection.run_on_commit)
+    return sum(not str(getattr(callback, "__module__", "")).startswith("idempotency.") for callback in waiting)
+
+
 def backend_of(queue: str) -> Backend | None:
     """Return the backend that ``IDEMPOTENCY["ENQUEUERS"]`` names for a queue, or None when it names none."""
-    path = conf.get().ENQUEUERS.get(queue) or conf.get().ENQUEUERS.get("*")
+    path = backend_path(queue)
     return None if path is None else _built(path)
 
 

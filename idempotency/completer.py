@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from django.db import Error, connections, router
+from django.db.models import Window
+from django.db.models.functions import Now, RowNumber
 from django.urls import Resolver404
 
 from idempotency import claims, conf, keys, signals
@@ -30,6 +32,8 @@ logger = logging.getLogger("idempotency")
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
 #: The longest wait between two runs of one key. With it 25 attempts last for three days: from Friday to Monday.
 _MAX_DELAY_SECONDS = 4 * 3600
+#: So many keys of one scope are taken, then the database is asked again which scopes have some.
+_IN_A_ROW = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +56,16 @@ def complete_once(
     """Run each abandoned key on from its recovery point, as its own user; several completers may run at once.
 
     On return each key that was taken is finished, stuck, or released and due again after a wait that doubles with each run.
-    What a view raises is logged and kept on its key. ``batch_size``: how many keys are read at a time. ``concurrency``: how
-    many run at once, each in a thread with connections of its own, which are closed on return; a single one runs in the
-    caller's thread. ``stop`` is asked before each key. ``dry_run`` only counts, as failed, those that would be run.
+    What a view raises is logged and kept on its key. The scopes take turns, so that the failing keys of one scope do not hold up
+    the keys of others. ``batch_size``: how many keys are read at a time, at most ten of each scope. ``concurrency``: how many
+    run at once, each in a thread with connections of its own, which are closed on return; a single one runs in the caller's
+    thread. ``stop`` is asked before each key. ``dry_run`` only counts, as failed, those that would be run.
     """
     alias = using or router.db_for_write(IdempotencyKey)
     if dry_run:
         return CompletePass(failed=_abandoned(alias).count())
-    waiting, one_at_a_time = _waiting(alias, batch_size), threading.Lock()
+    left: list[int] = []
+    waiting, one_at_a_time = _waiting(alias, batch_size, left), threading.Lock()
 
     def run_keys() -> Counter[str]:
         counts: Counter[str] = Counter()
@@ -70,6 +76,8 @@ def complete_once(
                 break
             if outcome := _complete(*key, alias):
                 counts[outcome] += 1
+            else:
+                left.append(key[0])
         return counts
 
     def run_keys_and_disconnect() -> Counter[str]:
@@ -99,13 +107,26 @@ def _abandoned(alias: str) -> IdempotencyKeyQuerySet:
     return IdempotencyKeyQuerySet(IdempotencyKey, using=alias).abandoned()
 
 
-def _waiting(alias: str, batch_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the id of each abandoned key and the number of its runs, each key once."""
-    last, columns = 0, ("pk", "completer_attempts", "stuck_code")
-    while batch := list(_abandoned(alias).filter(pk__gt=last).order_by("pk").values_list(*columns)[:batch_size]):
-        # What a deploy left is not claimed in vain: each claim would fill its history, and come between a person and the key.
-        yield from ((pk, attempts) for pk, attempts, stuck_code in batch if not stuck_code or _knows_point_of(pk, alias))
-        last, *_ = batch[-1]
+def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the id of each abandoned key and the number of its runs, each key once, the scopes in turn.
+
+    A key that was claimed is recognised by the time of its last run; ``left`` has those that were not claimed.
+    """
+    begun = None
+    turn = Window(RowNumber(), partition_by="scope", order_by="pk")
+    while True:
+        waiting = _abandoned(alias).filter(last_run_at__lt=begun or Now()).exclude(pk__in=left)
+        in_turn = waiting.annotate(turn=turn).filter(turn__lte=_IN_A_ROW).order_by("turn", "pk")
+        batch = list(in_turn.values_list("pk", "completer_attempts", "stuck_code", Now())[:batch_size])
+        if not batch:
+            return
+        begun = begun or batch[0][-1]
+        for pk, attempts, stuck_code, _ in batch:
+            # What a deploy left is not claimed in vain: a claim would fill its history, and come between a person and the key.
+            if stuck_code and not _knows_point_of(pk, alias):
+                left.append(pk)
+            else:
+                yield pk, attempts
 
 
 def _knows_point_of(pk: int, alias: str) -> bool:

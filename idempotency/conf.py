@@ -67,6 +67,8 @@ class Settings:
     INBOX_IDLE_SECONDS: int = 3600
     #: Queue name to the dotted path of a backend or of a function that takes a StagedJob; "*" is every other queue.
     ENQUEUERS: Mapping[str, str] = field(default_factory=lambda: {"*": "idempotency.contrib.rq.RQBackend"})
+    #: Modules that define the functions of staged jobs, with submodules; no other runs. None: all modules of installed apps.
+    JOB_MODULES: tuple[str, ...] | None = None
     #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that staged them.
     HAND_OVER_AFTER_COMMIT: bool = False
     #: ``callable(request, key)``, or its dotted path: adds to the completer's request what a middleware would have.
@@ -88,6 +90,7 @@ _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "True or False"),
     str: ((str,), "a string"),
     tuple[str, ...]: ((list, tuple), "a list of strings"),
+    tuple[str, ...] | None: ((list, tuple, type(None)), "None or a list of dotted names of modules"),
     frozenset[int]: ((list, tuple, set, frozenset), "a collection of status codes"),
     Mapping[str, str]: ((Mapping,), "a dict of one or more queue names, each with the dotted path of its backend"),
     Isolation | None: ((str, type(None)), "None or one of " + ", ".join(map(repr, get_args(Isolation)))),
@@ -112,6 +115,8 @@ def problems(values: object) -> list[str]:
             right = right and not isinstance(value, bool) and value >= 1
         elif annotation in (tuple[str, ...], frozenset[int]):
             right = right and bool(value) and all(isinstance(item, get_args(annotation)[0]) for item in value)
+        elif annotation == tuple[str, ...] | None:
+            right = value is None or (right and bool(value) and all(isinstance(item, str) and item for item in value))
         elif annotation == Mapping[str, str]:
             right = right and bool(value) and all(isinstance(text, str) for pair in value.items() for text in pair)
         elif annotation == Isolation | None:
@@ -148,8 +153,8 @@ def get() -> Settings:
     if found := problems(values):
         raise ImproperlyConfigured(" ".join(found))
     given = dict(values)
-    for name, container in (("HEADER_NAMES", tuple), ("NEVER_STORED_STATUSES", frozenset)):
-        if name in given:
+    for name, container in (("HEADER_NAMES", tuple), ("JOB_MODULES", tuple), ("NEVER_STORED_STATUSES", frozenset)):
+        if given.get(name) is not None:
             given[name] = container(given[name])
     return Settings(**given)
 

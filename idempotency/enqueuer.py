@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from uuid import UUID
 
-from django.db import connections, router, transaction
+from django.db import connections, router
 from django.db.models import Case, Count, F, Max, Q, QuerySet, When
 from django.db.models.deletion import Collector
 from django.db.models.functions import Now
@@ -21,14 +21,18 @@ from idempotency.backends import (
     BATCH_SECONDS,
     BROKER_TIMEOUT_SECONDS,
     MAX_ATTEMPTS,
+    NAME_MAX_ATTEMPTS,
     Backend,
     BrokerUnavailable,
     NoEffect,
     OfferAgain,
     TookEffect,
     backend_of,
+    hand_over_savepoint,
 )
 from idempotency.contexts import awaited
+from idempotency.exceptions import JobNotAllowed
+from idempotency.jobs import not_allowed
 from idempotency.keys import printable
 from idempotency.models import StagedJob
 from idempotency.transactions import durable_transaction
@@ -183,6 +187,10 @@ def _hand_over(
     except Exception as error:  # What is raised here must not undo what other queues took.
         yield jobs, dict.fromkeys((job.pk for job in jobs), error)
         return
+    if getattr(backend, "runs_functions", False) and (unknown := not_allowed(jobs)):
+        yield [job for job in jobs if job.pk in unknown], unknown
+        if not (jobs := [job for job in jobs if job.pk not in unknown]):
+            return
     try:
         refusals = _refusals(backend, queue, jobs)
         yield jobs, refusals
@@ -205,7 +213,7 @@ def _hand_over(
 
 def _refusals(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
     """Let the backend hand the jobs over, and return those that it refused; all of them when it does not say which."""
-    with transaction.atomic(using=jobs[0]._state.db):
+    with hand_over_savepoint(jobs[0]._state.db):
         refusals = awaited(backend.hand_over(queue, jobs))
     ids = {job.pk for job in jobs}
     if isinstance(refusals, Mapping) and refusals.keys() <= ids:
@@ -220,7 +228,8 @@ def _record_refusal(alias: str, job: StagedJob, error: Exception) -> str:
     text = printable(f"{type(error).__name__}: {error}")
     row = StagedJob.objects.using(alias).filter(pk=job.pk)
     refusals = (job.attempts if job.last_error else 0) + 1  # Hand-overs are counted in the same column.
-    if refusals >= MAX_ATTEMPTS or isinstance(error, NoEffect):
+    most = NAME_MAX_ATTEMPTS if isinstance(error, JobNotAllowed) else MAX_ATTEMPTS
+    if refusals >= most or isinstance(error, NoEffect):
         row.update(attempts=max(refusals, job.attempts), last_error=text, failed_at=Now())
         logger.error("staged job %s (%s) is given up: %s", job.pk, job.job_name, text)
         return "failed"

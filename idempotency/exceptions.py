@@ -9,6 +9,7 @@
     ├── ResponseNotCommitted     a phased view returned what no phase stored
     ├── ResponseNotStorable      set_response() got a response that may not be stored
     ├── NoOpenTransaction        a job was staged where nothing would commit it
+    ├── JobNotAllowed            the name of a job leads to no function that a worker may run
     ├── MessageInProgress        another delivery of this message runs just now
     ├── CallNotRecorded          a foreign_call block made its call and recorded nothing
     └── KeyStuck                 the machine gives up; a person must look
@@ -56,6 +57,11 @@ class ResponseNotStorable(IdempotencyError):
 class NoOpenTransaction(IdempotencyError):
     """stage_job() was called outside a transaction, so the job could be kept while the work is lost, or the reverse. Call it
     in an atomic_phase, in a plain @idempotent view, or in transaction.atomic()."""
+
+
+class JobNotAllowed(IdempotencyError, ValueError):
+    """The name of a job leads to no function or task that a worker may run. Correct the name, or add the module of the function
+    to IDEMPOTENCY["JOB_MODULES"]; a Celery task must be registered."""
 
 
 class MessageInProgress(IdempotencyError):

@@ -5,19 +5,22 @@ the rows to the broker afterwards. Source: Brandur Leach, "Transactionally Stage
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from inspect import isasyncgen, isgenerator
 from typing import Any
+from uuid import UUID
 
 from asgiref.sync import sync_to_async
+from django.apps import apps
 from django.conf import settings
 from django.db import DEFAULT_DB_ALIAS, router, transaction
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
+from idempotency import conf
 from idempotency.contexts import awaited
-from idempotency.exceptions import NoOpenTransaction
+from idempotency.exceptions import JobNotAllowed, NoOpenTransaction
 from idempotency.keys import current
 from idempotency.models import StagedJob
 
@@ -40,7 +43,8 @@ def stage_job(
     request is under way, else where the router writes jobs; its id becomes the broker's id of the job.
 
     Raises NoOpenTransaction when nothing would commit the job; TypeError, naming the argument, when one is not JSON;
-    ValueError when the name, the queue or the time cannot be right. Nothing was written then.
+    ValueError when the name, the queue or the time cannot be right; JobNotAllowed, a ValueError, when the queue runs functions
+    and the name leads to none in JOB_MODULES. Nothing was written then.
     """
     _refuse_path(name)
     _refuse_queue(queue)
@@ -53,6 +57,8 @@ def stage_job(
     alias = using or of_key or router.db_for_write(StagedJob)
     if transaction.get_autocommit(using=alias):
         raise NoOpenTransaction
+    if _runs_functions(queue):
+        function_of(name)
     key_id = key.pk if key is not None and alias == of_key else None
     job = StagedJob(job_name=name, job_args=args, queue=queue, idempotency_key_id=key_id)
     if run_at is not None:
@@ -82,14 +88,69 @@ def shard_of(job: StagedJob) -> str | None:
 def call_job(name: str, args: JobArgs) -> Any:
     """Call the function, or the task of Django Tasks, that a delivered job names, with its arguments; return what it returns.
 
-    Workers call it inside ``process_once(STAGED_JOBS, job_id)``. Raises TypeError when it is a generator function.
+    Workers call it inside ``process_once(STAGED_JOBS, job_id)``. Raises JobNotAllowed when the function is not in JOB_MODULES;
+    TypeError when it is a generator function.
     """
-    job = import_string(name)
-    call = getattr(job, "call", job)
+    call = function_of(name)
     # After the inbox has committed, nobody would await what it returned, or not again.
     result = awaited(call(**args) if isinstance(args, dict) else call(*args))
     refuse_generator(name, result)
     return result
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """Return what a call of the job ``name`` calls: a function, or the method of a task of Django Tasks.
+
+    Raises JobNotAllowed when JOB_MODULES has neither its module, which then is not imported, nor the module in which the
+    function is defined; also when the import fails.
+    """
+    refuse_module(name, name.rpartition(".")[0])
+    try:
+        job = import_string(name)
+    except Exception as error:  # Whatever a module may raise on import.
+        raise JobNotAllowed(f"The job {name} cannot be imported: {type(error).__name__}: {error}") from error
+    # A module may hold names that it has imported. A task, and a partial, is an object of another module than its function.
+    refuse_module(name, getattr(getattr(job, "func", job), "__module__", None))
+    call: Callable[..., Any] = getattr(job, "call", job)
+    if not callable(call):
+        raise JobNotAllowed(f"The job {name} is no function: it cannot be called.")
+    return call
+
+
+def refuse_module(name: str, module: str | None) -> None:
+    """Raise JobNotAllowed unless JOB_MODULES has the module."""
+    allowed = conf.get().JOB_MODULES or [app.name for app in apps.get_app_configs()]
+    if not any(f"{module}.".startswith(f"{root}.") for root in allowed):
+        raise JobNotAllowed(
+            f"The job {name} leads to the module {module!r}, from which no job may run. Add it to IDEMPOTENCY['JOB_MODULES'], "
+            "or move the function to a module that is listed (by default, each module of an installed app)."
+        )
+
+
+def not_allowed(jobs: Iterable[StagedJob]) -> dict[UUID, Exception]:
+    """Return the jobs whose function must not run, by their ids, with the reason; each name is looked up once."""
+    problems: dict[str, JobNotAllowed] = {}
+    jobs = list(jobs)
+    for name in {job.job_name for job in jobs}:
+        try:
+            function_of(name)
+        except JobNotAllowed as error:
+            problems[name] = error
+    return {job.pk: problems[job.job_name] for job in jobs if job.job_name in problems}
+
+
+def backend_path(queue: str) -> str | None:
+    """Return the dotted path that ``IDEMPOTENCY["ENQUEUERS"]`` has for a queue, or None."""
+    enqueuers = conf.get().ENQUEUERS
+    return enqueuers.get(queue) or enqueuers.get("*")
+
+
+def _runs_functions(queue: str) -> bool:
+    """Tell whether the workers of a queue import what a job's name says."""
+    try:
+        return bool(getattr(import_string(backend_path(queue) or ""), "runs_functions", False))
+    except Exception:  # The enqueuer refuses the job with this error.
+        return False
 
 
 def refuse_generator(name: str, result: Any) -> None:

@@ -59,7 +59,8 @@ class _Mover(threading.Thread):
 @receiver(post_save, sender=StagedJob, dispatch_uid="idempotency-prompt")
 def _attempt_after_commit(created: bool, using: str, **kwargs: Any) -> None:
     if created and conf.get().HAND_OVER_AFTER_COMMIT:
-        transaction.on_commit(partial(_attempt, using), using=using, robust=True)
+        # A function of this module: a hand-over that stages a job is not refused for it.
+        transaction.on_commit(lambda: _attempt(using), using=using, robust=True)
 
 
 def _attempt(alias: str) -> None:

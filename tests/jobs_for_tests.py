@@ -22,6 +22,14 @@ def record(user: int, label: str = "ran") -> None:
     AuditRecord.objects.create(action=label, data={}, origin_ip="127.0.0.1", resource_type="job", resource_id=0, user_id=user)
 
 
+def anything(**args: Any) -> None:
+    """Do nothing: for tests in which no worker runs."""
+
+
+def poison(**args: Any) -> None:
+    """Do nothing: the backends of this module refuse it by its name."""
+
+
 def record_and_fail(user: int) -> None:
     """Leave a row in a transaction that does not commit."""
     record(user)

@@ -39,6 +39,7 @@ KINDS = {
     "PLAIN_ISOLATION": "isolation level",
     "PROBLEM_TYPE_BASE": "start of a URI",
     "ENQUEUERS": "queue name to dotted path",
+    "JOB_MODULES": "names of modules",
     "KEY_VALIDATOR": "callable or dotted path",
     "ERROR_RENDERER": "callable or dotted path",
     "PREPARE_REQUEST": "callable or dotted path",

@@ -46,7 +46,7 @@ async def phased(request: HttpRequest) -> HttpResponse:
             case "called":
                 async with atomic_phase(key) as phase:
                     assert await sync_to_async(lambda: connection.in_atomic_block)()
-                    await astage_job("tests.jobs_for_tests.note", {"text": "hello"})
+                    await astage_job("tests.jobs_for_tests.anything", {"text": "hello"})
                     phase.set_response(await create(request))
     return key.response()
 

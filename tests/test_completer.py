@@ -470,6 +470,59 @@ def test_one_failing_key_does_not_keep_the_others_waiting(shop: Shop, sender: Se
     assert complete_once(batch_size=1) == CompletePass(finished=1, failed=1)
 
 
+def test_failing_keys_of_one_scope_do_not_hold_up_another_scope(shop: Shop, sender: Sender) -> None:
+    other = Sender()
+    for number in range(20):
+        sender.send(key=f"key-{number}")
+    other.send()
+    abandon()
+    shop.seen.clear()
+    assert complete_once() == CompletePass(failed=21)
+    assert other.user.pk in [run["user"] for run in shop.seen[:2]]
+
+
+def test_a_scope_whose_key_is_due_later_does_not_wait_for_all_keys_of_another(shop: Shop, sender: Sender) -> None:
+    other = Sender()
+    for number in range(30):
+        sender.send(key=f"key-{number}")
+    other.send()
+    abandon()
+    not_yet = IdempotencyKey.objects.filter(scope=f"user:{other.user.pk}")
+    not_yet.update(next_run_at=Now() + timedelta(hours=1))
+    shop.seen.clear()
+    stops = iter(range(100))
+
+    def becomes_due() -> bool:
+        if next(stops) == 1:
+            not_yet.update(next_run_at=None)
+        return False
+
+    assert complete_once(stop=becomes_due) == CompletePass(failed=31)
+    assert other.user.pk in [run["user"] for run in shop.seen[:12]]
+
+
+def test_a_pass_takes_each_key_once_although_it_is_due_again(shop: Shop, sender: Sender, settings: Settings) -> None:
+    """Else a pass over keys that fail would not end; nor over those of a deploy, which are not claimed."""
+    for number in range(4):
+        sender.send(key=f"key-{number}")
+    of_deploy = IdempotencyKey.objects.filter(idempotency_key="key-0")
+    of_deploy.update(recovery_point="later", stuck_at=Now(), stuck_code="unknown_recovery_point", stuck_reason="a deploy")
+    abandon()
+    settings.IDEMPOTENCY = {"COMPLETER_IDLE_SECONDS": 1}
+    asked = []
+
+    def let_the_first_be_due_again() -> bool:
+        asked.append(True)
+        if len(asked) == 2:
+            (first,) = IdempotencyKey.objects.filter(completer_attempts=1)
+            IdempotencyKey.objects.filter(pk=first.pk).update(next_run_at=None)
+            eventually(lambda: IdempotencyKey.objects.abandoned().filter(pk=first.pk).exists())
+        return len(asked) > 10
+
+    assert complete_once(batch_size=1, stop=let_the_first_be_due_again) == CompletePass(failed=3)
+    assert len(asked) == 4
+
+
 def test_a_dry_run_changes_nothing(shop: Shop, sender: Sender) -> None:
     sender.send()
     abandon()

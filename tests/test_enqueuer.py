@@ -84,14 +84,18 @@ def test_a_job_that_commits_late_with_a_lower_id_is_not_lost(broker):
     gate, late = Gate(), []
 
     def slow_request():
-        with transaction.atomic():
-            late.append(stage_job("shop.jobs.late"))
-            gate.wait_here()
+        try:
+            with transaction.atomic():
+                late.append(stage_job("tests.jobs_for_tests.record"))
+                staged.set()
+                assert commit.wait(60)
+        finally:
+            connection.close()
 
     with background(slow_request) as request:
         gate.wait_until_reached()
         with transaction.atomic():
-            early = stage_job("shop.jobs.early")
+            early = stage_job("tests.jobs_for_tests.record")
         assert late[0].pk < early.pk
         commit_while_handing_over(gate, request)
     enqueue_once()
@@ -274,7 +278,7 @@ def test_a_backend_that_does_not_say_what_it_refused_sends_nothing_of_other_queu
 
 def test_a_poison_job_fails_alone(broker, settings):
     settings.IDEMPOTENCY = PICKY
-    [poison] = stage(1, job_name="shop.jobs.poison")
+    [poison] = stage(1, job_name="tests.jobs_for_tests.poison")
     good = stage(20)
     assert enqueue_once() == EnqueuePass(handed_over=20, refused=1)
     assert sorted(queued(broker)) == sorted(str(job.pk) for job in good)
@@ -286,7 +290,7 @@ def test_a_poison_job_fails_alone(broker, settings):
 
 def test_a_refused_job_is_given_up_after_a_bounded_number_of_attempts(broker, settings):
     settings.IDEMPOTENCY = PICKY
-    stage(1, job_name="shop.jobs.poison", attempts=enqueuer.MAX_ATTEMPTS - 1, last_error="refused")
+    stage(1, job_name="tests.jobs_for_tests.poison", attempts=enqueuer.MAX_ATTEMPTS - 1, last_error="refused")
     assert enqueue_once() == EnqueuePass(failed=1)
     job = StagedJob.objects.get()
     assert job.attempts == enqueuer.MAX_ATTEMPTS

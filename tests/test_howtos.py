@@ -7,7 +7,6 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
 from threading import Event
 from types import ModuleType, SimpleNamespace
@@ -36,7 +35,7 @@ from idempotency.phases import atomic_phase
 from idempotency.testing import Downstream, age, assert_survives
 from rides_demo.models import Ride
 from tests.factories import RideFactory, UserFactory
-from tests.kit.examples import GUIDES, serve_page, shop_modules
+from tests.kit.examples import GUIDES
 from tests.kit.threads import background
 from tests.models import Account, Entry
 
@@ -49,13 +48,39 @@ ORDER = {"name": "one"}
 @pytest.fixture
 def shop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     """Return a function that makes the modules of the shop that the pages import, with these models and functions."""
-    return shop_modules(monkeypatch)
+
+    def make(**modules: dict[str, Any]) -> SimpleNamespace:
+        made = {name: ModuleType(f"shop.{name}") for name in ("models", "bank", "jobs", *modules)}
+        vars(made["models"]).update({"Order": Entry, "Account": Account})
+        vars(made["jobs"]).update(dict.fromkeys(("send_receipt", "remind", "thank"), fails))
+        for name, contents in modules.items():
+            vars(made[name]).update(contents)
+        package = ModuleType("shop")
+        vars(package).update(made)
+        monkeypatch.setitem(sys.modules, "shop", package)
+        for name, module in made.items():
+            monkeypatch.setitem(sys.modules, f"shop.{name}", module)
+        return SimpleNamespace(**made)
+
+    make()
+    return make
 
 
 @pytest.fixture
 def page(shop: Callable[..., SimpleNamespace], settings: Settings) -> Callable[..., ModuleType]:
     """Return a function that executes the Python blocks of a guide, one after the other, and serves their URLs."""
-    return partial(serve_page, settings)
+
+    def execute(guide: str, *numbers: int) -> ModuleType:
+        module = ModuleType("example")
+        settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "JOB_MODULES": ["shop", "example", "tests"]}
+        found = blocks(guide, "python")
+        for number in numbers or range(len(found)):
+            exec(compile(found[number], guide, "exec"), vars(module))
+        if hasattr(module, "urlpatterns"):
+            settings.ROOT_URLCONF = module
+        return module
+
+    return execute
 
 
 @pytest.fixture
@@ -401,30 +426,47 @@ def test_a_message_of_rabbitmq_that_another_consumer_has_goes_back(consumers: Mo
     assert channel.said == [("nack", True)]
 
 
-@pytest.mark.parametrize("attributes", [{}, {"Attributes": {"MessageDeduplicationId": "order-1"}}], ids=["standard", "fifo"])
-def test_a_message_of_sqs_takes_effect_once(consumers: ModuleType, attributes: dict[str, Any]) -> None:
-    # What is sent again to a FIFO queue after its five minutes has another MessageId, and the same deduplication id.
-    ids = ["id-1", "id-2"] if attributes else ["id-1", "id-1"]
-    deleted: list[str] = []
+class SqsQueue:
+    """A client of SQS (boto3 1.44) that delivers these messages, one a call."""
 
-    def receive_message(**asked: Any) -> dict[str, Any]:
-        assert "MessageDeduplicationId" in asked["MessageSystemAttributeNames"]
-        body = {"MessageId": ids[len(deleted)], "ReceiptHandle": f"receipt-{len(deleted)}", "Body": '{"name": "one"}'}
-        return {"Messages": [body | attributes]}
+    def __init__(self, *messages: dict[str, Any]) -> None:
+        self._messages, self.deleted = list(messages), 0
 
-    def delete_message(*, QueueUrl: str, ReceiptHandle: str) -> None:
-        deleted.append(ReceiptHandle)
+    def receive_message(self, **asked: Any) -> dict[str, Any]:
+        message = self._messages[self.deleted]
+        return {"Messages": [{"ReceiptHandle": f"receipt-{self.deleted}", **message}]}
 
-    sqs, book = SimpleNamespace(receive_message=receive_message, delete_message=delete_message), consumers.book
+    def delete_message(self, *, QueueUrl: str, ReceiptHandle: str) -> None:
+        assert ReceiptHandle == f"receipt-{self.deleted}"
+        self.deleted += 1
+
+
+def sqs_message(message_id: str, event_id: str) -> dict[str, Any]:
+    """Return a message as SQS delivers it: with what a producer sends, and with an equal deduplication id."""
+    body = json.dumps({"event_id": event_id, "name": "jane pays 5"})
+    return {"MessageId": message_id, "Body": body, "Attributes": {"MessageDeduplicationId": "hash of the payment"}}
+
+
+@pytest.mark.parametrize("ids", [("id-1", "id-1"), ("id-1", "id-2")], ids=["delivered twice", "sent twice"])
+def test_an_event_of_sqs_takes_effect_once(consumers: ModuleType, ids: tuple[str, str]) -> None:
+    sqs, book = SqsQueue(*(sqs_message(message_id, "payment-1") for message_id in ids)), consumers.book
     consumers.book = fails
     with pytest.raises(ZeroDivisionError):
         consumers.receive_sqs(sqs, "url")
-    assert deleted == []
+    assert sqs.deleted == 0
     consumers.book = book
     for _ in range(2):
         consumers.receive_sqs(sqs, "url")
-    assert deleted == ["receipt-0", "receipt-1"]
-    assert Entry.objects.get().name == "one"
+    assert sqs.deleted == 2
+    assert Entry.objects.get().name == "jane pays 5"
+
+
+def test_two_equal_payments_of_sqs_are_two(consumers: ModuleType) -> None:
+    """Weeks apart, with one deduplication id: SQS has forgotten the first, and the inbox has not."""
+    sqs = SqsQueue(sqs_message("id-1", "payment-1"), sqs_message("id-2", "payment-2"))
+    for _ in range(2):
+        consumers.receive_sqs(sqs, "url")
+    assert Entry.objects.count() == 2
 
 
 # hand-the-key-on.md

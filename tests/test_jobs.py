@@ -12,13 +12,15 @@ from idempotency.keys import current
 from idempotency.models import StagedJob
 from tests.factories import IdempotencyKeyFactory
 
+JOB = "tests.jobs_for_tests.record"
+
 
 @pytest.mark.django_db(transaction=True)
 def test_a_job_commits_with_its_transaction():
     with transaction.atomic():
-        job = stage_job("shop.jobs.send", {"order": 1})
+        job = stage_job(JOB, {"order": 1})
     kept = StagedJob.objects.get()
-    assert (kept.pk, kept.job_name, kept.job_args, kept.queue) == (job.pk, "shop.jobs.send", {"order": 1}, "default")
+    assert (kept.pk, kept.job_name, kept.job_args, kept.queue) == (job.pk, JOB, {"order": 1}, "default")
     assert kept.idempotency_key is None
     assert kept.run_at <= timezone.now() + timedelta(seconds=1)
 
@@ -26,7 +28,7 @@ def test_a_job_commits_with_its_transaction():
 @pytest.mark.django_db(transaction=True)
 def test_a_job_vanishes_with_its_transaction():
     with transaction.atomic():
-        stage_job("shop.jobs.send")
+        stage_job(JOB)
         transaction.set_rollback(True)
     assert not StagedJob.objects.exists()
 
@@ -34,7 +36,7 @@ def test_a_job_vanishes_with_its_transaction():
 @pytest.mark.django_db(transaction=True)
 def test_outside_a_transaction_nothing_is_staged():
     with pytest.raises(NoOpenTransaction, match="outside a transaction"):
-        stage_job("shop.jobs.send")
+        stage_job(JOB)
     assert not StagedJob.objects.exists()
 
 
@@ -42,7 +44,7 @@ def test_outside_a_transaction_nothing_is_staged():
 def test_a_list_is_positional_and_the_queue_and_the_time_are_kept():
     later = timezone.now() + timedelta(hours=1)
     with transaction.atomic():
-        job = stage_job("shop.jobs.send", [1, "two", None], queue="mail", run_at=later)
+        job = stage_job(JOB, [1, "two", None], queue="mail", run_at=later)
     job.refresh_from_db()
     assert (job.job_args, job.queue, job.run_at) == ([1, "two", None], "mail", later)
 
@@ -53,7 +55,7 @@ def test_a_job_points_at_the_key_whose_request_is_under_way():
     token = current.set(key)
     try:
         with transaction.atomic():
-            stage_job("shop.jobs.send")
+            stage_job(JOB)
     finally:
         current.reset(token)
     assert StagedJob.objects.get().idempotency_key == key
@@ -62,7 +64,7 @@ def test_a_job_points_at_the_key_whose_request_is_under_way():
 @pytest.mark.django_db
 def test_ids_are_ordered_by_time():
     with transaction.atomic():
-        jobs = [stage_job("shop.jobs.send") for _ in range(20)]
+        jobs = [stage_job(JOB) for _ in range(20)]
     milliseconds = [job.pk.int >> 80 for job in jobs]
     assert milliseconds == sorted(milliseconds)
     assert {job.pk.version for job in jobs} == {7}
@@ -81,7 +83,7 @@ def test_what_is_no_dotted_path_is_refused(name):
 @pytest.mark.parametrize("queue", ["", "q" * 101, "a\0b", None])
 def test_a_queue_without_a_usable_name_is_refused(queue):
     with pytest.raises(ValueError, match="queue"):
-        stage_job("shop.jobs.send", queue=queue)
+        stage_job(JOB, queue=queue)
 
 
 @pytest.mark.django_db
@@ -101,14 +103,14 @@ def test_a_queue_without_a_usable_name_is_refused(queue):
 )
 def test_an_argument_that_is_not_json_is_named(args, problem):
     with pytest.raises(TypeError, match=problem):
-        stage_job("shop.jobs.send", args)
+        stage_job(JOB, args)
     assert not StagedJob.objects.exists()
 
 
 @pytest.mark.django_db
 def test_a_backslash_before_u0000_is_no_nul():
     with transaction.atomic():
-        job = stage_job("shop.jobs.send", {"text": "\\u0000"})
+        job = stage_job(JOB, {"text": "\\u0000"})
     job.refresh_from_db()
     assert job.job_args == {"text": "\\u0000"}
 
@@ -116,7 +118,7 @@ def test_a_backslash_before_u0000_is_no_nul():
 @pytest.mark.django_db
 def test_a_time_without_a_zone_is_refused():
     with pytest.raises(ValueError, match="time zone"):
-        stage_job("shop.jobs.send", run_at=datetime(2026, 1, 1))
+        stage_job(JOB, run_at=datetime(2026, 1, 1))
 
 
 @pytest.mark.parametrize("name", ["tests.jobs_for_tests.yielding", "tests.jobs_for_tests.yielding_in_a_coroutine"])

@@ -210,7 +210,7 @@ def test_runs_of_different_keys_that_stage_a_job_and_finish_side_by_side_do_not_
     def last_phase(number: int) -> None:
         with durable_transaction("serializable", using="default"):
             token = keys.current.set(held[number])
-            stage_job("shop.jobs.send_receipt")
+            stage_job("rides_demo.jobs.send_ride_receipt")
             keys.current.reset(token)
             finish(held[number])
             written.wait(60)

@@ -131,7 +131,7 @@ def test_the_proxy_adds_the_way_there_and_back(short_folder: Path) -> None:
 def test_what_a_staged_job_costs() -> None:
     def stage() -> None:
         with transaction.atomic():
-            stage_job("shop.jobs.send_receipt", {"ride_id": 1, "amount_cents": 2000, "label": "receipt"})
+            stage_job("rides_demo.jobs.send_ride_receipt", {"ride_id": 1, "amount_cents": 2000, "label": "receipt"})
 
     found = [count(stage) for _ in range(30)][10:]
     assert len(found[0].besides_the_work) == documented("statements", "staged job")

@@ -23,9 +23,9 @@ from django.db import InterfaceError, OperationalError
 from kombu.exceptions import OperationalError as BrokerError
 
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
-from idempotency.exceptions import MessageInProgress
+from idempotency.exceptions import JobNotAllowed, MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once
-from idempotency.jobs import refuse_generator, shard_of
+from idempotency.jobs import refuse_generator, refuse_module, shard_of
 from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
@@ -152,11 +152,12 @@ class CeleryBackend(OneByOne):
     def __init__(self) -> None:
         self.app: Celery = current_app._get_current_object()
         self._kept = threading.local()
+        self._imported = False
         if not self.protected or self.app.connection_for_write().transport.driver_type != "redis":
             self.follow_up_seconds = None
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:
-        """Publish one message. Raises BrokerUnavailable, LookupError for an unknown task, TypeError for an unprotected one."""
+        """Publish one message. Raises BrokerUnavailable, JobNotAllowed for unknown tasks, TypeError for unprotected ones."""
         self._refuse_unsafe(job.job_name)
         by_name = isinstance(job.job_args, dict)
         try:
@@ -181,16 +182,25 @@ class CeleryBackend(OneByOne):
     def _refuse_unsafe(self, name: str) -> None:
         """Raise for a task that a worker would throw away as unknown, or that a second delivery would run again."""
         if name not in self.app.tasks:
-            with suppress(ImportError):  # Tasks register themselves when their module is imported.
-                import_module(name.rpartition(".")[0])
+            self._register(name.rpartition(".")[0], name)
         task = self.app.tasks.get(name)
         if task is None:
-            raise LookupError(f"No Celery task is named {name!r}: decorate it with @shared_task(base=OnceTask).")
+            raise JobNotAllowed(f"No Celery task is named {name!r}: decorate it with @shared_task(base=OnceTask).")
         if self.protected and not (isinstance(task, OnceTask) and task.acks_late and task.reject_on_worker_lost):
             raise TypeError(
                 f"The Celery task {name!r} could be lost, or take effect twice: give it base=OnceTask, and leave acks_late on, "
                 "and reject_on_worker_lost."
             )
+
+    def _register(self, module: str, name: str) -> None:
+        """Import the modules that register tasks: those that a worker imports, and the task's own if JOB_MODULES has it."""
+        with suppress(ImportError):
+            if not self._imported:
+                self._imported = True
+                self.app.loader.import_default_modules()
+        with suppress(ImportError, JobNotAllowed):
+            refuse_module(name, module)
+            import_module(module)
 
     def _producer(self) -> Any:
         """Return this thread's producer: connecting for each job would take longer than the hand-over."""

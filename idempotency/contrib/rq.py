@@ -44,6 +44,7 @@ _COME_BACK = Retry(max=1_000_000)
 class RQBackend:
     """Hand staged jobs to RQ: their ids become the job ids, and the worker runs each through the inbox."""
 
+    runs_functions = True
     #: When a job raises, or its worker dies: a dozen more tries, within 2.3 hours.
     retry = Retry(max=12, interval=[1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 2400, 3600])
 

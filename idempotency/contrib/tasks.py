@@ -36,6 +36,7 @@ class TasksBackend(OneByOne):
     The jobs go to the task backend "default"; if that one is a ``StagedBackend``, to the one that its OPTIONS name.
     """
 
+    runs_functions = True
     #: Django Tasks know no second try, and a task whose worker was killed stays behind as running. Ten tries, within 8.5 hours.
     follow_up_seconds: float | None = 30
 
