@@ -22,11 +22,13 @@ from idempotency.policy import Protected, View, allowed_methods, protected_views
 
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E005, E007, E008, W004, W005, W006, W008, W012: protected views that do not do what they seem to."""
+    """E005, E007, E008, W004, W005, W006, W008, W012, W015: protected views that do not do what they seem to."""
     if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
         return []
     views = list(protected_views())
-    each = [message for view in views for message in (*_mistakes(view), *_doubts(view), *_losses(view, views))]
+    each = [
+        message for view in views for message in (*_mistakes(view), *_doubts(view), *_strangers(view), *_losses(view, views))
+    ]
     return [*each, *_several_databases(views)]
 
 
