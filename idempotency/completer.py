@@ -56,7 +56,11 @@ def complete_once(
     """Run each abandoned key on from its recovery point, as its own user; several completers may run at once.
 
     On return each key that was taken is finished, stuck, or released and due again after a wait that doubles with each run.
+<<<<<<< ours
     What a view raises is logged and kept on its key. The scopes take turns, so that failing keys of one scope do not hold up
+=======
+    What a view raises is logged and kept on its key. Scopes take turns, so that the failing keys of one scope do not hold up
+>>>>>>> theirs
     the keys of others. ``batch_size``: how many keys are read at a time, at most ten of each scope. ``concurrency``: how many
     run at once, each in a thread with connections of its own, which are closed on return; a single one runs in the caller's
     thread. ``stop`` is asked before each key. ``dry_run`` only counts, as failed, those that would be run.
