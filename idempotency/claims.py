@@ -262,10 +262,15 @@ def _parameters(request: ClaimedRequest, using: str) -> tuple[uuid.UUID, dict[st
 
 
 def _lock_parameters(request: ClaimedRequest) -> dict[str, Any]:
-    """Return the numbers of the advisory locks. Each part is preceded by its length: no two pairs look alike."""
+    """Return the numbers of the advisory locks: 64 bits for the key, and 64 bits, in two numbers, that mark its request.
+
+    The scope is preceded by its length: no two pairs look alike. The first number of the mark names the key alone, by which
+    a session recognises the mark of another request. The second one is made of the key and its request: equal requests
+    under two keys collide only if both numbers do.
+    """
     name = f"{len(request.scope)}:{request.scope}{request.idempotency_key}".encode()
     key_hash = hashlib.blake2b(name, digest_size=12).digest()
-    request_hash = hashlib.blake2b(request.fingerprint.encode(), digest_size=4).digest()
+    request_hash = hashlib.blake2b(key_hash + request.fingerprint.encode(), digest_size=4).digest()
     return {
         "lock": int.from_bytes(key_hash[:8], "big", signed=True),
         "mark_key": int.from_bytes(key_hash[8:], "big", signed=True),

@@ -27,6 +27,9 @@ NOT_BEHIND_A_POOLER = {
     "test_a_result_is_kept_when_the_database_comes_back": "a pooler keeps its connections to the server",
     "test_threads_stop_between_keys_and_leave_no_connection": "a pooler keeps its connections to the server",
     "test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default": "it sets what belongs to a session",
+    "test_51_one_key_of_two_tenants_is_two_keys": "it sets what belongs to a session",
+    "test_51_one_key_in_one_table_is_one_key": "it sets what belongs to a session",
+    "test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next": "it sets what belongs to a session",
 }
 NOT_WITH_A_POOL = {
     "test_phased_view_costs_a_claim_and_its_replay_one_statement": "statements prepared by an earlier test have no text",

@@ -48,4 +48,6 @@ TITLES = {
     45: "schemathesis finds no answer that the demo's document does not declare",
     46: "a stuck key says so; a deploy that knows its point goes on",
     47: "a view that changes who asks needs a scope of its own",
+    51: "tenants in schemas of one database do not meet each other's locks",
+    52: "a read-only or demoted database is one that cannot be reached",
 }
