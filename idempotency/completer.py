@@ -22,7 +22,7 @@ from idempotency.exceptions import KeyStuck, LockLost
 from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet
 from idempotency.options import match_of, options_of
 from idempotency.rebuilt import CannotRun, run_again
-from idempotency.transactions import connection_lost
+from idempotency.transactions import connection_lost, takes_no_writes
 
 logger = logging.getLogger("idempotency")
 
@@ -156,10 +156,10 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
 
 
 def _answers(alias: str) -> bool:
-    """Tell whether the database of the keys is there; a view may have lost another one."""
+    """Tell whether the database of the keys is there and takes writes; a view may have lost another one."""
     try:
         connections[alias].ensure_connection()
-        return bool(connections[alias].is_usable())
+        return bool(connections[alias].is_usable()) and not takes_no_writes(connections[alias])
     except Error:
         return False
 
