@@ -18,7 +18,7 @@ from idempotency import sql
 from idempotency.keys import key_as_read
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, random_seed
 from idempotency.rows import execute, fetch, key_of_row, statements, token_parameter, vendor
-from idempotency.transactions import retryable_failure
+from idempotency.transactions import refuse_second_wait, retryable_failure
 
 #: How often a claim looks again when the row it met changed under its eyes: each time somebody else got on.
 _CLAIM_TRIES = 10
@@ -170,7 +170,11 @@ class _Look:
 
 
 def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using: str) -> _Look:
-    values = fetch(text, parameters, using)
+    try:
+        values = fetch(text, parameters, using)
+    except Error as error:
+        refuse_second_wait(error)
+        raise
     if values is None:
         return _Look()
     claimed, (*columns, expired, lock_seconds), verdict = sql.parts(values)

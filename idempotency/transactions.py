@@ -32,6 +32,10 @@ _LOST_SQLSTATES = ("08", "53", "57P", "25P03", "25P04")
 _READ_ONLY, _NOT_SUPPORTED = "25006", "0A000"
 
 
+class WriterBusy(OperationalError):
+    """SQLite has waited for the connection's timeout, and another connection still writes. It is not worth another wait."""
+
+
 def refuse_outer_transaction(using: str) -> None:
     """Raise RuntimeError inside a transaction that this app did not open: its rollback would undo what was promised.
 
@@ -69,10 +73,14 @@ def durable_transaction(isolation: Isolation | None, *, using: str, lock_timeout
         if connection.connection is not None and connection.connection.closed:
             connection.close()  # Django opens another one.
         vars(connection)[_BEGIN_HOOK] = partial(_begin, connection, isolation, lock_timeout)
+    begun = False
     try:
         with transaction.atomic(using=using, durable=True):
+            begun = True
             yield
     except DatabaseError as error:
+        if not begun:  # On SQLite with ``transaction_mode``, BEGIN waits for the writer.
+            refuse_second_wait(error)
         raise _as_lost(error, connection, own=False)  # noqa: B904 - its cause is set
     finally:
         vars(connection).pop(_BEGIN_HOOK, None)
@@ -155,15 +163,28 @@ def retryable_failure(error: BaseException | None, isolation: Isolation | None) 
     "unique" is a unique violation above READ COMMITTED, which ``get_or_create`` raises there where that level would have waited
     and found the row: worth another try or two, but it may be the view's own mistake.
     """
-    while error is not None:
+    while error is not None and not isinstance(error, WriterBusy):
         if isinstance(error, Error):
             sqlstate = _sqlstate(error)
-            if sqlstate in _RETRYABLE_SQLSTATES or (sqlstate is None and "database is locked" in str(error)):
+            if sqlstate in _RETRYABLE_SQLSTATES or _is_locked(error):
                 return "serialization"
             if sqlstate == _UNIQUE_VIOLATION and isolation in ("repeatable read", "serializable"):
                 return "unique"
         error = error.__cause__
     return None
+
+
+def refuse_second_wait(error: Error) -> None:
+    """Raise WriterBusy if ``error``, of the first statement of a transaction, says that SQLite waited in vain for the writer.
+
+    A later statement is refused without a wait when its transaction has read what has changed since: that is worth a retry.
+    """
+    if _is_locked(error):
+        raise WriterBusy(*error.args) from error
+
+
+def _is_locked(error: Error) -> bool:
+    return _sqlstate(error) is None and "database is locked" in str(error)
 
 
 def connection_lost(error: BaseException, using: str) -> bool:
