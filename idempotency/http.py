@@ -28,6 +28,8 @@ BODY_OMITTED_HEADER = "Idempotent-Body-Omitted"
 REDACTED_MARK = "redacted"
 #: Under this name the path that the site is mounted at is kept among the headers, if it is not the root.
 SCRIPT_NAME = "script_name"
+#: Stands among the kept headers of a multipart request, whose fields are kept as those of a form.
+MULTIPART = "multipart"
 #: Stands among the kept headers of a request whose sender was authenticated, and is no user of Django's.
 NO_USER = "no_user"
 
@@ -115,7 +117,8 @@ def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
 
 def _marks(request: HttpRequest) -> dict[str, str]:
     """Return what is kept among the headers for the completer, and is none of the client's."""
-    return {NO_USER: "true"} if is_no_user(request) else {}
+    marks = {NO_USER: is_no_user(request), MULTIPART: is_multipart(request) and request.method == "POST"}
+    return {name: "true" for name, holds in marks.items() if holds}
 
 
 def _printable(text: str) -> str:

@@ -3,12 +3,13 @@
 The view itself is called, not the middleware chain, so that no header, token or URL leads here from outside.
 """
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from io import BytesIO
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, quote, unquote
 
 from asgiref.sync import sync_to_async
 from django.conf import settings
@@ -27,7 +28,7 @@ from django.utils.module_loading import import_string
 from idempotency import conf, scopes
 from idempotency.contexts import awaited
 from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
-from idempotency.http import NO_USER, REDACTED_MARK, SCRIPT_NAME
+from idempotency.http import MULTIPART, NO_USER, REDACTED_MARK, SCRIPT_NAME
 from idempotency.models import STARTED, ForeignCall, IdempotencyKey
 from idempotency.options import URLCONF, Options, match_of, options_of
 
@@ -152,18 +153,20 @@ def _request(key: IdempotencyKey) -> HttpRequest:
         raise CannotRun("body_redacted", "Parts of the request were redacted, so it cannot be run again without its client.")
     if key.request_body is None:
         raise CannotRun("body_not_kept", "The body of the request was not kept, so it cannot be run again without its client.")
-    body = bytes(key.request_body)
+    body, content_type = bytes(key.request_body), key.request_content_type
+    if MULTIPART in key.request_headers:
+        body, content_type = _multipart(body)
     path, _, query = key.request_path.partition("?")
     headers = dict(key.request_headers)
     host = headers.pop("Host", "")
-    for mark in (URLCONF, NO_USER):
+    for mark in (URLCONF, NO_USER, MULTIPART):
         headers.pop(mark, None)
     environ = {
         "REQUEST_METHOD": key.request_method,
         "SCRIPT_NAME": headers.pop(SCRIPT_NAME, "").encode().decode("latin-1"),  # as WSGI has it
         "PATH_INFO": unquote(path, "latin-1"),
         "QUERY_STRING": query,
-        "CONTENT_TYPE": key.request_content_type,
+        "CONTENT_TYPE": content_type,
         "CONTENT_LENGTH": str(len(body)),
         "REMOTE_ADDR": key.remote_addr,
         "SERVER_NAME": host.rpartition(":")[0] or host or "localhost",
@@ -183,6 +186,17 @@ def _request(key: IdempotencyKey) -> HttpRequest:
     request.user = _user(key)
     request.auser = sync_to_async(lambda: request.user)
     return request
+
+
+def _multipart(fields: bytes) -> tuple[bytes, str]:
+    """Return the kept fields as a multipart body, and its content type. Nobody can have put the boundary into a value."""
+    boundary, parts = secrets.token_hex(16), []
+    for name, value in parse_qsl(fields.decode(), keep_blank_values=True):
+        # RFC 2231 takes any name, at three times its length: a part's header must not be longer than 1024 bytes.
+        quoted = name.isprintable() and not {'"', "\\"} & set(name)
+        named = f'name="{name}"' if quoted else f"name*=UTF-8''{quote(name, safe='')}"
+        parts.append(f"--{boundary}\r\nContent-Disposition: form-data; {named}\r\n\r\n{value}\r\n")
+    return f"{''.join(parts)}--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}; charset=utf-8"
 
 
 def _user(key: IdempotencyKey) -> Any:
