@@ -117,7 +117,8 @@ def _let_the_completer_in(operation: Operation) -> None:
         found: Any = request.user
         if not _unrepeatable(operation):
             try:
-                found = next(filter(None, (awaited(one.authenticate(request, None)) for one in operation.auth_callbacks)), None)
+                every: Any = operation.auth_callbacks
+                found = next(filter(None, (awaited(one.authenticate(request, None)) for one in every)), None)
                 if found is None:
                     raise AuthenticationError
             except Exception as error:
@@ -131,7 +132,8 @@ def _let_the_completer_in(operation: Operation) -> None:
     async def run_async(request: HttpRequest) -> Any:
         return await (sync_to_async(let_in)(request) if is_completer(request) else authenticate(request))
 
-    operation._run_authentication = run_async if iscoroutinefunction(authenticate) else run  # type: ignore[method-assign]
+    asked: Run = run_async if iscoroutinefunction(authenticate) else run
+    operation._run_authentication = asked  # type: ignore[method-assign]
 
 
 def _unrepeatable(operation: Operation) -> list[str]:
