@@ -100,7 +100,7 @@ def _is_anybodys(request: HttpRequest, key: IdempotencyKey, options: Options) ->
     if options.scope in (None, scopes.session, scopes.user_or_session) and key.scope.startswith("session:"):
         return True
     try:
-        return (options.scope or scopes.user_or_session)(request) == key.scope
+        return scopes.scope_of(request, options.scope) == key.scope
     except Error:
         raise
     except Exception:
