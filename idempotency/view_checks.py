@@ -19,10 +19,13 @@ from idempotency.models import IdempotencyKey
 from idempotency.options import class_of, options_of
 from idempotency.policy import Protected, View, allowed_methods, protected_views, wrapped
 
+#: A scope of these is for users who are none of Django's, whose scope is ``scopes.user``. Others may be attributes of theirs.
+_IDS_OF_USER = ("user.pk", "user.id")
+
 
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E005, E007, E008, W004, W005, W006, W008, W012, W015: protected views that do not do what they seem to."""
+    """E005, E007, E008, W004, W005, W006, W008, W011, W012, W015: protected views that do not do what they seem to."""
     if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
         return []
     views = list(protected_views())
@@ -85,6 +88,14 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
             f"{view.path}: no middleware gives a request a user or a session, so each one is refused: its scope is missing.",
             hint="Add SessionMiddleware and AuthenticationMiddleware to MIDDLEWARE, or give the view a scope=.",
             id="idempotency.W006",
+        )
+    reads = [path for path in scopes.reads_of(view.options.scope) if path in _IDS_OF_USER or not path.startswith("user.")]
+    if view.options.recovery_points is not None and reads and conf.get().PREPARE_REQUEST is None:
+        yield Warning(
+            f"{view.path}: its scope reads request.{', request.'.join(reads)}, which the completer's request does not have. "
+            "The key of a sender who is no user of Django's becomes stuck (user_missing).",
+            hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that sets it, request.user or request.auth, from the key.",
+            id="idempotency.W011",
         )
 
 

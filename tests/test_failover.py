@@ -25,9 +25,8 @@ from tests.kit.claims import claim
 from tests.kit.outages import allow_connections, make_read_only, writable_at_the_end
 from tests.kit.serving import Sender, problem
 from tests.kit.threads import background
-from tests.kit.views import Counted, create, two_phases
+from tests.kit.views import Counted, create, texting, two_phases
 from tests.kit.waiting import eventually
-from tests.test_foreign_calls import texting
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 

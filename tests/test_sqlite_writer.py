@@ -9,10 +9,9 @@ from django.http import HttpRequest, HttpResponseBase
 from pytest_django import Settings
 
 from idempotency.models import IdempotencyKey
-from tests.conformance.threads import PATIENCE_SECONDS
 from tests.kit.database import statements
 from tests.kit.serving import Sender, another_client, problem
-from tests.kit.threads import Gate, in_background
+from tests.kit.threads import WAIT_SECONDS, Gate, in_background
 from tests.kit.views import create, phased, plain
 from tests.models import Entry
 
@@ -57,7 +56,7 @@ def test_who_meets_a_plain_run_waits_once_and_is_told_to_come_back(
     gate.open()
     assert (refused.status_code, problem(refused)["retryable"], int(refused["Retry-After"]) >= 1) == (503, True, True)
     assert waits_for_a_writer("INSERT" if url == "/phased/" else waits, seen) == 1
-    assert running.result(PATIENCE_SECONDS).status_code == 201
+    assert running.result(WAIT_SECONDS).status_code == 201
     assert sender.send(url, key=key).status_code == 201
     assert (Entry.objects.count(), IdempotencyKey.objects.count()) == ((1, 1) if key == "key-1" else (2, 2))
 
@@ -78,5 +77,5 @@ def test_who_waits_for_a_run_that_fails_runs(serve: Serve, sender: Sender, trans
     gate.wait_until_reached()
     waiting = in_background(another_client(sender).send)
     gate.open()
-    assert [running.result(PATIENCE_SECONDS).status_code, waiting.result(PATIENCE_SECONDS).status_code] == [500, 201]
+    assert [running.result(WAIT_SECONDS).status_code, waiting.result(WAIT_SECONDS).status_code] == [500, 201]
     assert Entry.objects.count() == 1

@@ -9,9 +9,8 @@ from django.http import HttpRequest, HttpResponseBase
 from pytest_django import Settings
 
 from idempotency.models import IdempotencyKey
-from tests.conformance.threads import PATIENCE_SECONDS
 from tests.kit.serving import Sender, View, another_client, problem
-from tests.kit.threads import Gate, in_background
+from tests.kit.threads import WAIT_SECONDS, Gate, in_background
 from tests.kit.views import both_kinds, create, plain
 from tests.models import Entry
 
@@ -83,9 +82,9 @@ def test_51_one_key_of_two_tenants_is_two_keys(
     running = in_background(lambda: another_client(sender).send(body={"a": 1}, headers={"X-Tenant": "one"}))
     gate.wait_until_reached()
     other = another_client(sender)
-    met = in_background(lambda: other.send(body=body, headers={"X-Tenant": "two"})).result(PATIENCE_SECONDS)
+    met = in_background(lambda: other.send(body=body, headers={"X-Tenant": "two"})).result(WAIT_SECONDS)
     gate.open()
-    assert [answer.status_code for answer in (met, running.result(PATIENCE_SECONDS))] == [201, 201]
+    assert [answer.status_code for answer in (met, running.result(WAIT_SECONDS))] == [201, 201]
     assert (made_in("one"), made_in("two")) == (1, 1)
 
 
@@ -101,12 +100,12 @@ def test_51_one_key_in_one_table_is_one_key(
     gate.wait_until_reached()
     again = another_client(sender)
     same, another = (
-        in_background(lambda body=body: again.send(body=body, headers={"X-Tenant": second})).result(PATIENCE_SECONDS)
+        in_background(lambda body=body: again.send(body=body, headers={"X-Tenant": second})).result(WAIT_SECONDS)
         for body in ({"a": 1}, {"a": 2})
     )
     gate.open()
     assert [problem(answer)["code"] for answer in (same, another)] == ["key_in_use", "key_reused"]
-    assert running.result(PATIENCE_SECONDS).status_code == 201
+    assert running.result(WAIT_SECONDS).status_code == 201
     assert again.send(headers={"X-Tenant": second})["Idempotent-Replayed"] == "true"
     assert made_in("one" if first == "one" else "public") == 1
 
@@ -126,4 +125,4 @@ def test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next(tenan
     answers = [sender.send(headers={"X-Tenant": tenant}).status_code for tenant in ("two", "one")]
     gate.open()
     connection.connection.prepare_threshold = threshold
-    assert (answers, running.result(PATIENCE_SECONDS).status_code) == ([201, 409], 201)
+    assert (answers, running.result(WAIT_SECONDS).status_code) == ([201, 409], 201)
