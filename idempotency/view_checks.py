@@ -21,7 +21,7 @@ from idempotency.policy import Protected, View, allowed_methods, protected_views
 
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E005, E007, E008, W004, W005, W006, W008, W012: protected views that do not do what they seem to."""
+    """E005, E007, E008, W004, W005, W006, W008, W013: protected views that do not do what they seem to."""
     if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
         return []
     views = list(protected_views())
@@ -119,7 +119,7 @@ def _several_databases(views: list[Protected]) -> Iterator[CheckMessage]:
             "A write to a second database takes effect at least once per key, not exactly once.",
             hint="Put @transaction.non_atomic_requests(using=...) below @idempotent on views that do not write there. In the "
             "others guard each write there with a row that is unique by scope and key.",
-            id="idempotency.W012",
+            id="idempotency.W013",
         )
 
 
