@@ -25,7 +25,7 @@ _IDS_OF_USER = ("user.pk", "user.id")
 
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E005, E007, E008, W004, W005, W006, W008, W011, W012, W015: protected views that do not do what they seem to."""
+    """E005, E007, E008, W004, W005, W006, W008, W011, W013, W015: protected views that do not do what they seem to."""
     if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
         return []
     views = list(protected_views())
@@ -148,7 +148,7 @@ def _several_databases(views: list[Protected]) -> Iterator[CheckMessage]:
             "A write to a second database takes effect at least once per key, not exactly once.",
             hint="Put @transaction.non_atomic_requests(using=...) below @idempotent on views that do not write there. In the "
             "others guard each write there with a row that is unique by scope and key.",
-            id="idempotency.W012",
+            id="idempotency.W013",
         )
 
 
