@@ -25,7 +25,7 @@ _IDS_OF_USER = ("user.pk", "user.id")
 
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E005, E007, E008, W004, W005, W006, W008, W011, W013, W015: protected views that do not do what they seem to."""
+    """E005, E007, E008, W004, W005, W006, W008, W009, W010, W011: protected views that do not do what they seem to."""
     if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
         return []
     views = list(protected_views())
@@ -95,7 +95,7 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
             f"{view.path}: its scope reads request.{', request.'.join(reads)}, which the completer's request does not have. "
             "The key of a sender who is no user of Django's becomes stuck (user_missing).",
             hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that sets it, request.user or request.auth, from the key.",
-            id="idempotency.W011",
+            id="idempotency.W009",
         )
 
 
@@ -110,7 +110,7 @@ def _strangers(view: Protected) -> Iterator[CheckMessage]:
             "databases, two of them may have one primary key, and with it one scope.",
             hint="Give the view a scope that names the database too: scope=joined(attribute('tenant.pk'), user) of "
             "idempotency.scopes. If all users are in one database, silence this check.",
-            id="idempotency.W015",
+            id="idempotency.W011",
         )
 
 
@@ -148,7 +148,7 @@ def _several_databases(views: list[Protected]) -> Iterator[CheckMessage]:
             "A write to a second database takes effect at least once per key, not exactly once.",
             hint="Put @transaction.non_atomic_requests(using=...) below @idempotent on views that do not write there. In the "
             "others guard each write there with a row that is unique by scope and key.",
-            id="idempotency.W013",
+            id="idempotency.W010",
         )
 
 

@@ -112,7 +112,7 @@ def test_a_database_without_the_promises_is_an_error(settings, monkeypatch):
     dummy = connections.configure_settings({"default": {}, "elsewhere": {}})["elsewhere"]
     monkeypatch.setitem(connections.settings, "elsewhere", dummy)
     settings.DATABASE_ROUTERS = ["tests.test_checks.KeysElsewhere"]
-    assert set(found(settings)) == {"idempotency.E002", "idempotency.E009", "idempotency.W015"}
+    assert set(found(settings)) == {"idempotency.E002", "idempotency.E009", "idempotency.W011"}
 
 
 class MessagesElsewhere:
@@ -229,9 +229,9 @@ def test_a_project_without_users_and_sessions_needs_a_scope(settings, scope):
 @pytest.mark.parametrize(
     ("scope", "wanted"),
     [
-        (scopes.attribute("tenant.pk"), ["idempotency.W011"]),
-        (scopes.attribute("user.pk"), ["idempotency.W011"]),
-        (scopes.joined(scopes.attribute("tenant.pk"), scopes.session), ["idempotency.W011"]),
+        (scopes.attribute("tenant.pk"), ["idempotency.W009"]),
+        (scopes.attribute("user.pk"), ["idempotency.W009"]),
+        (scopes.joined(scopes.attribute("tenant.pk"), scopes.session), ["idempotency.W009"]),
         (scopes.joined(scopes.attribute("tenant.pk"), scopes.user), []),
         (scopes.attribute("user.company_id"), []),
         (lambda request: "all", []),
@@ -243,7 +243,7 @@ def test_a_sender_whom_the_completer_cannot_name_is_a_warning(settings, scope, w
     phased = idempotent(scope=scope, recovery_points=[])(answer)
     assert said(settings, phased) == wanted
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": print}
-    assert [message.id for message in run_checks(databases=[]) if message.id == "idempotency.W011"] == []
+    assert [message.id for message in run_checks(databases=[]) if message.id == "idempotency.W009"] == []
 
 
 @pytest.mark.parametrize(("engine", "wanted"), [("signed_cookies", ["idempotency.E011"]), ("db", [])])
@@ -315,7 +315,7 @@ def test_users_in_another_database_than_the_keys_are_a_warning(settings, monkeyp
     views = [idempotent(answer), idempotent(scope=scopes.user)(answer), idempotent(recovery_points=[])(answer)]
     assert said(settings, *views) == []
     settings.DATABASE_ROUTERS = [UsersElsewhere()]
-    assert said(settings, *views) == ["idempotency.W015"] * 3
+    assert said(settings, *views) == ["idempotency.W011"] * 3
     apart = scopes.joined(scopes.attribute("tenant.pk"), scopes.user)
     named = [idempotent(scope=scope)(answer) for scope in (scopes.session, apart)]
     assert said(settings, *named, idempotent(using="other")(answer), idempotent(using=lambda request: "default")(answer)) == []
