@@ -143,7 +143,7 @@ def hand_over_savepoint(alias: str | None) -> Iterator[None]:
 
 def _callbacks() -> int:
     """Return how many callbacks wait for a COMMIT, without those of this app, on which no job depends."""
-    waiting = (callback for connection in connections.all(initialized_only=True) for _, callback, _ in connection.run_on_commit)
+    waiting = (entry[1] for connection in connections.all(initialized_only=True) for entry in connection.run_on_commit)
     return sum(not str(getattr(callback, "__module__", "")).startswith("idempotency.") for callback in waiting)
 
 

@@ -20,7 +20,7 @@ from idempotency.fingerprint import way_of
 from idempotency.keys import key_as_read
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, random_seed
 from idempotency.rows import execute, fetch, key_of_row, statements, token_parameter, vendor
-from idempotency.transactions import retryable_failure
+from idempotency.transactions import refuse_second_wait, retryable_failure
 
 #: How often a claim looks again when the row it met changed under its eyes: each time somebody else got on.
 _CLAIM_TRIES = 10
@@ -176,7 +176,11 @@ class _Look:
 
 
 def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using: str) -> _Look:
-    values = fetch(text, parameters, using)
+    try:
+        values = fetch(text, parameters, using)
+    except Error as error:
+        refuse_second_wait(error)
+        raise
     if values is None:
         return _Look()
     claimed, (*columns, expired, lock_seconds), verdict = sql.parts(values)
@@ -274,12 +278,17 @@ def _parameters(request: ClaimedRequest, using: str) -> tuple[uuid.UUID, dict[st
 
 
 def _lock_parameters(request: ClaimedRequest) -> dict[str, Any]:
-    """Return the numbers of the advisory locks. Each part is preceded by its length: no two pairs look alike."""
+    """Return the numbers of the advisory locks: 64 bits for the key, and 64 bits, in two numbers, that mark its request.
+
+    The scope is preceded by its length: no two pairs look alike. The first number of the mark names the key alone, by which
+    a session recognises the mark of another request. The second one is made of the key and its request: equal requests
+    under two keys collide only if both numbers do.
+    """
     name = f"{len(request.scope)}:{request.scope}{request.idempotency_key}".encode()
     key_hash = hashlib.blake2b(name, digest_size=12).digest()
     # Begins with the way in which the fingerprint was made: fingerprints that were made in two ways cannot be compared.
     way_hash = hashlib.blake2b(way_of(request.fingerprint).encode(), digest_size=1).digest()
-    request_hash = way_hash + hashlib.blake2b(request.fingerprint.encode(), digest_size=3).digest()
+    request_hash = way_hash + hashlib.blake2b(key_hash + request.fingerprint.encode(), digest_size=3).digest()
     return {
         "lock": int.from_bytes(key_hash[:8], "big", signed=True),
         "mark_key": int.from_bytes(key_hash[8:], "big", signed=True),

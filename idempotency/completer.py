@@ -24,7 +24,7 @@ from idempotency.exceptions import KeyStuck, LockLost
 from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet
 from idempotency.options import match_of, options_of
 from idempotency.rebuilt import CannotRun, run_again
-from idempotency.transactions import connection_lost
+from idempotency.transactions import connection_lost, takes_no_writes
 
 logger = logging.getLogger("idempotency")
 
@@ -56,7 +56,7 @@ def complete_once(
     """Run each abandoned key on from its recovery point, as its own user; several completers may run at once.
 
     On return each key that was taken is finished, stuck, or released and due again after a wait that doubles with each run.
-    What a view raises is logged and kept on its key. The scopes take turns, so that the failing keys of one scope do not hold up
+    What a view raises is logged and kept on its key. Scopes take turns, so that the failing keys of one scope do not hold up
     the keys of others. ``batch_size``: how many keys are read at a time, at most ten of each scope. ``concurrency``: how many
     run at once, each in a thread with connections of its own, which are closed on return; a single one runs in the caller's
     thread. ``stop`` is asked before each key. ``dry_run`` only counts, as failed, those that would be run.
@@ -177,10 +177,10 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
 
 
 def _answers(alias: str) -> bool:
-    """Tell whether the database of the keys is there; a view may have lost another one."""
+    """Tell whether the database of the keys is there and takes writes; a view may have lost another one."""
     try:
         connections[alias].ensure_connection()
-        return bool(connections[alias].is_usable())
+        return bool(connections[alias].is_usable()) and not takes_no_writes(connections[alias])
     except Error:
         return False
 

@@ -57,8 +57,9 @@ class Settings:
     STORE_5XX: bool = False
     #: A larger body is delivered but not kept; its replay says so.
     MAX_STORED_BODY_BYTES: int = 1024 * 1024
-    #: How many requests of one process wait at once for the first of their key (``wait_seconds``); further ones get 409.
-    MAX_WAITING_REQUESTS: int = 10
+    #: How many requests of one process wait at once for the first of their key (``wait_seconds``); further ones get 409. Set it
+    #: well below the threads of a worker: each that waits holds one.
+    MAX_WAITING_REQUESTS: int = 2
     #: ``callable(status, code, title, detail, retryable, headers) -> HttpResponse``, or its dotted path; None is problem+json.
     ERROR_RENDERER: str | Callable[..., Any] | None = None
     #: What stands before the code in a problem's ``type``.

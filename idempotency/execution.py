@@ -16,6 +16,7 @@ from idempotency.calls import Call
 from idempotency.claims import Claim, ClaimedRequest, Outcome
 from idempotency.contexts import awaited
 from idempotency.exceptions import IdempotencyError, KeyStuck, LockLost, ResponseNotCommitted
+from idempotency.late_releases import release_later
 from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey
 from idempotency.options import Options
 from idempotency.problems import Problem
@@ -24,6 +25,7 @@ from idempotency.runs import PhasedRun
 from idempotency.transactions import (
     atomic_request,
     connection_lost,
+    drop_connection,
     durable_transaction,
     prepare_commits,
     refuse_outer_transaction,
@@ -327,23 +329,22 @@ def _mark_stuck(key: IdempotencyKey, stuck: KeyStuck, sender: HttpRequest | None
 
 
 def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
-    """Free the key if that can be done at all; what cannot be freed expires after LOCK_TIMEOUT_SECONDS."""
+    """Free the key, at the second try on a new connection; if that fails too, a thread tries until the lock has expired."""
     try:
         keys.release(key, error, using=using)
     except Error:
-        connection = connections[using]
-        if not connection.in_atomic_block:
-            # The connection may be what failed: a new one may still get through.
-            connection.close()
+        drop_connection(connections[using])
         try:
             keys.release(key, error, using=using)
         except Error as again:
             logger.warning(
-                "key %s could not be released; its lock will expire: %s",
+                "key %s could not be released yet, will try again until its lock expires: %s",
                 key.key_hash,
                 _first_line(again),
                 extra=keys.about(key),
             )
+            drop_connection(connections[using])
+            release_later(key, error, using=using)
 
 
 def _first_line(error: Error) -> str:

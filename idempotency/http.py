@@ -16,7 +16,7 @@ from idempotency.header import header
 from idempotency.models import IdempotencyKey
 from idempotency.options import URLCONF, Options
 from idempotency.redaction import redacted_body, redacted_target
-from idempotency.scopes import user_of
+from idempotency.scopes import is_no_user, user_of
 
 logger = logging.getLogger("idempotency")
 
@@ -28,6 +28,10 @@ BODY_OMITTED_HEADER = "Idempotent-Body-Omitted"
 REDACTED_MARK = "redacted"
 #: Under this name the path that the site is mounted at is kept among the headers, if it is not the root.
 SCRIPT_NAME = "script_name"
+#: Stands among the kept headers of a multipart request, whose fields are kept as those of a form.
+MULTIPART = "multipart"
+#: Stands among the kept headers of a request whose sender was authenticated, and is no user of Django's.
+NO_USER = "no_user"
 
 #: Kept for the completer's request, beside the host, the scheme and where the site is mounted.
 _KEPT_REQUEST_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "Stripe-Version")
@@ -45,6 +49,7 @@ def describe(request: HttpRequest, scope: str, key: str, options: Options) -> Cl
     The body is read. What Django refuses to read (too large, broken multipart) is raised, as it would be in the view.
     """
     body, content_type = _body(request)
+    marks = _marks(request)
     user = user_of(request)
     headers = {name: value for name in _KEPT_REQUEST_HEADERS if (value := header(request, name)) and value.isprintable()}
     headers |= {"Host": _printable(host_of(request)), "scheme": request.scheme or "http"}
@@ -68,7 +73,7 @@ def describe(request: HttpRequest, scope: str, key: str, options: Options) -> Cl
         path=path,
         body=kept,
         content_type=_printable(content_type),
-        headers=headers | ({REDACTED_MARK: "true"} if taken else {}),
+        headers=headers | marks | ({REDACTED_MARK: "true"} if taken else {}),
         remote_addr=_printable(request.META.get("REMOTE_ADDR", ""))[:45],
         fingerprint=fingerprint(request, body, secret, by_host=conf.get().FINGERPRINT_HOST),
         # Asked when a key was made in another way: by another version, or under a former secret.
@@ -98,6 +103,12 @@ def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
     announced = request.META.get("CONTENT_LENGTH") or "0"
     if arrived is not None and announced.isdecimal() and arrived < int(announced):
         raise problems.body_incomplete()
+
+
+def _marks(request: HttpRequest) -> dict[str, str]:
+    """Return what is kept among the headers for the completer, and is none of the client's."""
+    marks = {NO_USER: is_no_user(request), MULTIPART: is_multipart(request) and request.method == "POST"}
+    return {name: "true" for name, holds in marks.items() if holds}
 
 
 def _printable(text: str) -> str:

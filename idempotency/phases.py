@@ -10,7 +10,7 @@ from typing import Any, cast
 from uuid import UUID
 
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import InterfaceError, OperationalError, connections, transaction
+from django.db import InterfaceError, InternalError, OperationalError, connections, transaction
 from django.db.models.functions import Now
 from django.http import HttpResponseBase
 
@@ -20,7 +20,7 @@ from idempotency.contexts import NeverEntered, either_context
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
 from idempotency.runs import PhasedRun, call_in_doubt, run_of
-from idempotency.transactions import durable_transaction
+from idempotency.transactions import drop_connection, durable_transaction
 
 
 class AtomicPhase:
@@ -232,16 +232,17 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
 
 
 def _insist(write: Callable[[], object], *, using: str, tries: int = 20) -> None:
-    """Write down what was done elsewhere, or was not; while the database is gone, again and again for ten seconds.
+    """Write down what was done elsewhere, or was not.
 
-    This process alone knows it: what it does not write down, a person has to find out.
+    While the database is gone, or takes no writes, it is tried again and again for ten seconds. This process alone knows it:
+    what it does not write down, a person has to find out.
     """
     for tries_left in reversed(range(tries + 1)):
         try:
             write()
             return
-        except (OperationalError, InterfaceError):
-            connections[using].close()
+        except (OperationalError, InterfaceError, InternalError):
+            drop_connection(connections[using])
             if not tries_left:
                 raise
             time.sleep(0.5)

@@ -106,6 +106,7 @@ def attribute(path: str) -> Scope:
             )
         return f"{path}:{value}"
 
+    scope.reads = (path,)  # type: ignore[attr-defined]
     return scope
 
 
@@ -117,7 +118,14 @@ def joined(*scopes: Scope) -> Scope:
         # Each is preceded by its length: no two lists look alike.
         return "".join(f"{len(part)}:{part}" for part in parts) if all(parts) else ""
 
+    # With a user among them the sender is known.
+    scope.reads = () if user in scopes else tuple(path for part in scopes for path in reads_of(part))  # type: ignore[attr-defined]
     return scope
+
+
+def reads_of(scope: Scope | None) -> tuple[str, ...]:
+    """Return the attributes of the request from which ``attribute()``, or ``joined()`` of it, makes a scope; none of others."""
+    return getattr(scope, "reads", ())
 
 
 def scope_of(request: HttpRequest, scope: Scope | None) -> str:
@@ -147,3 +155,9 @@ def user_of(request: HttpRequest) -> Any:
     """Return the signed-in user, None if there is none."""
     who = getattr(request, "user", None)
     return who if isinstance(who, get_user_model()) and who.pk is not None else None
+
+
+def is_no_user(request: HttpRequest) -> bool:
+    """Tell whether somebody was authenticated who is no user of Django's: an API key (``request.auth``), or its account."""
+    authenticated = getattr(getattr(request, "user", None), "is_authenticated", False) or getattr(request, "auth", None)
+    return bool(authenticated) and user_of(request) is None

@@ -96,6 +96,11 @@ _NOTHING_CLAIMED = ", ".join(["NULL"] * (len(CLAIMED) + 2))
 _NOTHING_MET = ", ".join(["NULL"] * (len(MET) + 2))
 _OF_MET = ", ".join(f"met.{name}" for name in [*(_COLUMNS[name] for name in MET), "expired", "lock_seconds"])
 _FENCE = "k.id = %(id)s AND k.claim_token = %(token)s"
+#: Advisory locks belong to the database, not to a schema. Tenants in schemas have a table of keys each, or share one: the
+#: identity of the table that this session sees is part of each number, so that keys of two tables never meet.
+_TABLE_ID = f"'{TABLE}'::regclass::oid"
+_KEY_LOCK = f"(%(lock)s::bigint # {_TABLE_ID}::bigint)"
+_MARK_KEY = f"(%(mark_key)s::int # {_TABLE_ID}::int)"
 
 
 class Statements:
@@ -181,7 +186,7 @@ class Statements:
         # A plain view's row is not visible before COMMIT, and an INSERT would wait for it: its lock tells at once.
         guard = (
             "WHERE CASE WHEN EXISTS (SELECT 1 FROM met) THEN (SELECT met.claimable FROM met) "
-            "ELSE pg_try_advisory_xact_lock(%(lock)s) END"
+            f"ELSE pg_try_advisory_xact_lock({_KEY_LOCK}) END"
         )
         return (
             f"WITH met AS MATERIALIZED (SELECT {self._met}, {self.claimable} AS claimable FROM {TABLE} AS k "  # nosec B608  # see the docstring
@@ -202,8 +207,8 @@ class Statements:
             f"WITH met AS MATERIALIZED (SELECT {self._met} FROM {TABLE} AS k WHERE {_OF_CLIENT}), "  # nosec B608  # see the docstring
             "verdict AS MATERIALIZED (SELECT CASE "
             "WHEN EXISTS (SELECT 1 FROM met WHERE NOT met.expired) THEN 'exists' "
-            "WHEN NOT pg_try_advisory_xact_lock(%(mark_key)s, %(mark_request)s) THEN 'same' "
-            "WHEN NOT pg_try_advisory_xact_lock(%(lock)s) THEN 'other' ELSE 'free' END AS verdict), "
+            f"WHEN NOT pg_try_advisory_xact_lock({_MARK_KEY}, %(mark_request)s::int) THEN 'same' "
+            f"WHEN NOT pg_try_advisory_xact_lock({_KEY_LOCK}) THEN 'other' ELSE 'free' END AS verdict), "
             f"claimed AS ({self._insert(finished=True, source=source)} ON CONFLICT DO NOTHING RETURNING {self._claimed}) "
             f"SELECT claimed.*, {_OF_MET}, verdict.verdict FROM verdict LEFT JOIN claimed ON true LEFT JOIN met ON true"
         )
@@ -307,19 +312,19 @@ RETIRED_SCOPE = "expired:"
 #: Does another session hold the lock of a key, and does it run another request than this one?
 #: pg_locks is read in one piece: a holder that is just letting go shows no mark, and is no proof of another request. Nor is
 #: a mark whose fingerprint was made in another way, as its first eight bits tell: the same request may have it.
-HOLDER = """
+HOLDER = f"""
 WITH held AS MATERIALIZED (
     SELECT pid, classid::bigint, objid::bigint, objsubid FROM pg_locks
     WHERE locktype = 'advisory' AND granted AND pid <> pg_backend_pid()
     AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 ), lock AS (
-    SELECT pid FROM held WHERE objsubid = 1 AND (classid << 32 | objid) = %(lock)s
+    SELECT pid FROM held WHERE objsubid = 1 AND (classid << 32 | objid) = {_KEY_LOCK}
 ), mark AS (
-    SELECT pid FROM held WHERE objsubid = 2 AND classid = %(mark_key)s::bigint & 4294967295
+    SELECT pid FROM held WHERE objsubid = 2 AND classid = {_MARK_KEY}::bigint & 4294967295
     AND objid <> %(mark_request)s::bigint & 4294967295 AND objid >> 24 = (%(mark_request)s::bigint & 4294967295) >> 24
 )
 SELECT EXISTS (SELECT 1 FROM lock), EXISTS (SELECT 1 FROM lock JOIN mark USING (pid))
-"""
+"""  # nosec B608  # see the docstring
 
 
 @lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper, debug_transaction
-from django.db.utils import Error, InterfaceError, InternalError, OperationalError
+from django.db.utils import DatabaseError, Error, InterfaceError, InternalError, OperationalError
 from psycopg import IsolationLevel
 from psycopg.errors import error_from_result
 from psycopg.pq import DiagnosticField, ExecStatus
@@ -28,6 +28,12 @@ _LEVELS: dict[Isolation, IsolationLevel] = {
 }
 #: No connection, no resources, shut down by an operator, ended for its silence.
 _LOST_SQLSTATES = ("08", "53", "57P", "25P03", "25P04")
+#: A write in a read-only transaction. A standby refuses SERIALIZABLE with the second one, before it sees a write.
+_READ_ONLY, _NOT_SUPPORTED = "25006", "0A000"
+
+
+class WriterBusy(OperationalError):
+    """SQLite has waited for the connection's timeout, and another connection still writes. It is not worth another wait."""
 
 
 def refuse_outer_transaction(using: str) -> None:
@@ -67,9 +73,15 @@ def durable_transaction(isolation: Isolation | None, *, using: str, lock_timeout
         if connection.connection is not None and connection.connection.closed:
             connection.close()  # Django opens another one.
         vars(connection)[_BEGIN_HOOK] = partial(_begin, connection, isolation, lock_timeout)
+    begun = False
     try:
         with transaction.atomic(using=using, durable=True):
+            begun = True
             yield
+    except DatabaseError as error:
+        if not begun:  # On SQLite with ``transaction_mode``, BEGIN waits for the writer.
+            refuse_second_wait(error)
+        raise _as_lost(error, connection, own=False)  # noqa: B904 - its cause is set
     finally:
         vars(connection).pop(_BEGIN_HOOK, None)
 
@@ -130,10 +142,11 @@ def _begin(connection: BaseDatabaseWrapper, isolation: Isolation | None, lock_ti
         own.autocommit = False
         result = own.pgconn.exec_(text.encode())
         if result.status != ExecStatus.COMMAND_OK:
-            # As psycopg's own cursors do: what has no SQLSTATE is a connection that broke.
-            told = result.error_field(DiagnosticField.SQLSTATE)
-            error = error_from_result(result) if told else psycopg.OperationalError(own.pgconn.get_error_message())
-            connection.close()
+            # As psycopg's own cursors do: what has no SQLSTATE is a connection that broke. So is one to a standby.
+            told = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
+            known = told not in ("", _NOT_SUPPORTED)
+            error = error_from_result(result) if known else psycopg.OperationalError(own.pgconn.get_error_message())
+            drop_connection(connection)
             raise error
 
 
@@ -158,7 +171,10 @@ def own_cursor(using: str) -> Iterator[CursorWrapper]:
     finally:
         psycopg_connection.cursor_factory = former
     with cursor:
-        yield cursor
+        try:
+            yield cursor
+        except DatabaseError as error:
+            raise _as_lost(error, connection, own=True)  # noqa: B904 - its cause is set
 
 
 def retryable_failure(error: BaseException | None, isolation: Isolation | None) -> Literal["serialization", "unique"] | None:
@@ -167,15 +183,28 @@ def retryable_failure(error: BaseException | None, isolation: Isolation | None) 
     "unique" is a unique violation above READ COMMITTED, which ``get_or_create`` raises there where that level would have waited
     and found the row: worth another try or two, but it may be the view's own mistake.
     """
-    while error is not None:
+    while error is not None and not isinstance(error, WriterBusy):
         if isinstance(error, Error):
-            sqlstate = getattr(error.__cause__, "sqlstate", None)
-            if sqlstate in _RETRYABLE_SQLSTATES or (sqlstate is None and "database is locked" in str(error)):
+            sqlstate = _sqlstate(error)
+            if sqlstate in _RETRYABLE_SQLSTATES or _is_locked(error):
                 return "serialization"
             if sqlstate == _UNIQUE_VIOLATION and isolation in ("repeatable read", "serializable"):
                 return "unique"
         error = error.__cause__
     return None
+
+
+def refuse_second_wait(error: Error) -> None:
+    """Raise WriterBusy if ``error``, of the first statement of a transaction, says that SQLite waited in vain for the writer.
+
+    A later statement is refused without a wait when its transaction has read what has changed since: that is worth a retry.
+    """
+    if _is_locked(error):
+        raise WriterBusy(*error.args) from error
+
+
+def _is_locked(error: Error) -> bool:
+    return _sqlstate(error) is None and "database is locked" in str(error)
 
 
 def connection_lost(error: BaseException, using: str) -> bool:
@@ -186,13 +215,56 @@ def connection_lost(error: BaseException, using: str) -> bool:
     if connection.vendor == "sqlite":
         return any(word in str(error) for word in ("locked", "disk", "unable to open"))
     # The error decides: by now Django may have opened a new connection. A cut line has no SQLSTATE to tell.
-    sqlstate = getattr(error.__cause__, "sqlstate", None)
+    error = _as_lost(error, connection, own=False)
+    sqlstate = _sqlstate(error)
     # PgBouncer tells psycopg of a lost server by two results where it expects one.
     cut = sqlstate is None and isinstance(error, OperationalError | InterfaceError | InternalError)
-    lost = cut or (sqlstate or "").startswith(_LOST_SQLSTATES)
-    if lost and not connection.in_atomic_block:
-        connection.close()
+    read_only = sqlstate in (_READ_ONLY, _NOT_SUPPORTED) and isinstance(error, OperationalError)
+    lost = cut or read_only or (sqlstate or "").startswith(_LOST_SQLSTATES)
+    if lost:
+        drop_connection(connection)
     return lost
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Tell whether a statement failed because it writes, and its transaction may only read."""
+    return isinstance(error, Error) and _sqlstate(error) == _READ_ONLY
+
+
+def takes_no_writes(connection: BaseDatabaseWrapper) -> bool:
+    """Tell whether the server of an open connection has said that it is a standby, or read-only by default."""
+    own = connection.connection
+    if connection.vendor != "postgresql" or own is None or own.closed:
+        return False
+    return any(own.info.parameter_status(name) == "on" for name in ("in_hot_standby", "default_transaction_read_only"))
+
+
+def drop_connection(connection: BaseDatabaseWrapper) -> None:
+    """Close the connection for good, unless it is in a transaction; Django opens another one."""
+    if connection.in_atomic_block:
+        return
+    if connection.vendor == "postgresql" and connection.connection is not None:
+        connection.connection.close()  # Django's pool would lend it to the next request.
+    connection.close()
+
+
+def _as_lost(error: Error, connection: BaseDatabaseWrapper, *, own: bool) -> Error:
+    """Return an OperationalError for a write that a read-only server refuses, else the error itself.
+
+    ``own``: a statement of this app is refused for no other reason. A view may have chosen a read-only transaction itself, so
+    of its statements the server decides.
+    """
+    sqlstate = _sqlstate(error)
+    if not (own and sqlstate == _READ_ONLY) and not (sqlstate in (_READ_ONLY, _NOT_SUPPORTED) and takes_no_writes(connection)):
+        return error
+    lost = OperationalError(*error.args)
+    lost.__cause__ = error.__cause__
+    return lost
+
+
+def _sqlstate(error: Error) -> str | None:
+    sqlstate: str | None = getattr(error.__cause__, "sqlstate", None)
+    return sqlstate
 
 
 def backoff_seconds(attempt: int) -> float:

@@ -19,14 +19,19 @@ from idempotency.models import IdempotencyKey
 from idempotency.options import class_of, options_of
 from idempotency.policy import Protected, View, allowed_methods, protected_views, wrapped
 
+#: A scope of these is for users who are none of Django's, whose scope is ``scopes.user``. Others may be attributes of theirs.
+_IDS_OF_USER = ("user.pk", "user.id")
+
 
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E005, E007, E008, W004, W005, W006, W008, W012: protected views that do not do what they seem to."""
+    """E005, E007, E008, W004, W005, W006, W008, W009, W010, W011: protected views that do not do what they seem to."""
     if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
         return []
     views = list(protected_views())
-    each = [message for view in views for message in (*_mistakes(view), *_doubts(view), *_losses(view, views))]
+    each = [
+        message for view in views for message in (*_mistakes(view), *_doubts(view), *_strangers(view), *_losses(view, views))
+    ]
     return [*each, *_several_databases(views)]
 
 
@@ -84,6 +89,14 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
             hint="Add SessionMiddleware and AuthenticationMiddleware to MIDDLEWARE, or give the view a scope=.",
             id="idempotency.W006",
         )
+    reads = [path for path in scopes.reads_of(view.options.scope) if path in _IDS_OF_USER or not path.startswith("user.")]
+    if view.options.recovery_points is not None and reads and conf.get().PREPARE_REQUEST is None:
+        yield Warning(
+            f"{view.path}: its scope reads request.{', request.'.join(reads)}, which the completer's request does not have. "
+            "The key of a sender who is no user of Django's becomes stuck (user_missing).",
+            hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that sets it, request.user or request.auth, from the key.",
+            id="idempotency.W009",
+        )
 
 
 def _strangers(view: Protected) -> Iterator[CheckMessage]:
@@ -97,7 +110,7 @@ def _strangers(view: Protected) -> Iterator[CheckMessage]:
             "databases, two of them may have one primary key, and with it one scope.",
             hint="Give the view a scope that names the database too: scope=joined(attribute('tenant.pk'), user) of "
             "idempotency.scopes. If all users are in one database, silence this check.",
-            id="idempotency.W015",
+            id="idempotency.W011",
         )
 
 
@@ -135,7 +148,7 @@ def _several_databases(views: list[Protected]) -> Iterator[CheckMessage]:
             "A write to a second database takes effect at least once per key, not exactly once.",
             hint="Put @transaction.non_atomic_requests(using=...) below @idempotent on views that do not write there. In the "
             "others guard each write there with a row that is unique by scope and key.",
-            id="idempotency.W012",
+            id="idempotency.W010",
         )
 
 

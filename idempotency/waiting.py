@@ -13,7 +13,10 @@ _LONGEST_WAIT_SECONDS = 0.5
 
 
 class Patience:
-    """How long one request waits: up to ``seconds``, while not too many of this process wait."""
+    """How long one request waits: up to ``seconds``, while not too many of this process wait.
+
+    A request in the main thread never waits: its worker has one thread, which nobody else could use meanwhile.
+    """
 
     _waiting = 0
     _lock = threading.Lock()
@@ -43,6 +46,8 @@ class Patience:
         return True
 
     def _take_place(self) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            return False
         with self._lock:
             if self._waiting >= conf.get().MAX_WAITING_REQUESTS:
                 return False

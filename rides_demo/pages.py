@@ -94,6 +94,7 @@ def sign_in(request: HttpRequest) -> HttpResponse:
     """Keep the token in the session, so that the page can hand it to its script."""
     token = request.POST.get("token", "")
     if User.objects.filter(api_token_hash=User.hash_token(token), is_active=True).exists():
+        request.session.cycle_key()  # whoever has planted the session that was there does not know the new one
         request.session[TOKEN] = token
     return redirect("home")
 

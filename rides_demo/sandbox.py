@@ -60,6 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             body = self._body()
             if url.path.startswith("/_"):
+                self._refuse_other_origins()
                 status, answer = 200, dumped(self._control(url.path, body))
             else:
                 status, answer, replayed = route(url.path, nested(parse_qsl(url.query) + parse_qsl(body.decode())))
@@ -87,6 +88,15 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             raise ValueError("the Content-Length")
         return self.rfile.read(int(length))
+
+    def _refuse_other_origins(self) -> None:
+        """Raise StripeError for a page of another site, in a browser of this machine: also for a name that leads to it."""
+        host = self.headers.get("Host", "")
+        if urlsplit(f"//{host}").hostname not in ("127.0.0.1", "localhost") or self.headers.get("Origin") not in (
+            None,
+            f"http://{host}",
+        ):
+            raise StripeError(403, "invalid_request_error", "Other origins may not switch the sandbox.")
 
     def _control(self, path: str, body: bytes) -> Any:
         server = self.server

@@ -1,5 +1,6 @@
 """Stripe's events: signed, delivered at least once, in no order; each takes effect once."""
 
+import re
 from http import HTTPStatus
 
 import stripe
@@ -35,13 +36,14 @@ def stripe_webhook(request: HttpRequest) -> HttpResponse:
         event = stripe.Webhook.construct_event(
             request.body, signature, settings.STRIPE_WEBHOOK_SECRET, tolerance=TOLERANCE_SECONDS
         )
-        event_id, kind, subject = event.id, event.type, event.data.object
+        event_id = _id(event.id)
+        charge = _charge(event.data.object) if event.type == "charge.succeeded" else None
     except (ValueError, RecursionError, AttributeError, TypeError, stripe.SignatureVerificationError):
         return error_response(HTTPStatus.BAD_REQUEST, "signature_invalid", "This is not an event that Stripe has signed.")
     try:
         with process_once("stripe", event_id) as first:
-            if first and kind == "charge.succeeded":
-                _mark_paid(subject)
+            if first and charge is not None:
+                _mark_paid(*charge)
     except (MessageInProgress, ChargeNotRecorded):
         message = "This event cannot be taken yet. Please deliver it again."
         return error_response(HTTPStatus.SERVICE_UNAVAILABLE, "event_too_early", message, retry_after_seconds=1)
@@ -50,12 +52,23 @@ def stripe_webhook(request: HttpRequest) -> HttpResponse:
     return HttpResponse(status=HTTPStatus.OK)
 
 
-def _mark_paid(charge: stripe.Charge) -> None:
+def _id(value: object) -> str:
+    """Return an id of Stripe's. Raises ValueError for anything else: a signature does not make it one that can be kept."""
+    if not isinstance(value, str) or not re.fullmatch(r"\w{1,255}", value, re.ASCII):
+        raise ValueError(value)
+    return value
+
+
+def _charge(charge: stripe.Charge) -> tuple[str, str]:
+    """Return the ids of a charge and of the ride that it names."""
+    return _id(charge.id), payments.ride_id_of(charge)
+
+
+def _mark_paid(charge_id: str, ride_id: str) -> None:
     """Mark the ride that the charge names; one that is not a ride of this database is nobody's business here."""
-    ride_id = payments.ride_id_of(charge)
     ride = Ride.objects.filter(pk=ride_id).first() if ride_id.isdecimal() and len(ride_id) < 19 else None
     if ride is None:
         return
     if ride.stripe_charge_id is None:
         raise ChargeNotRecorded
-    Ride.objects.filter(pk=ride.pk, stripe_charge_id=charge.id, paid_at__isnull=True).update(paid_at=Now())
+    Ride.objects.filter(pk=ride.pk, stripe_charge_id=charge_id, paid_at__isnull=True).update(paid_at=Now())

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import redis
 from django.conf import settings
 from django_tasks_db.models import DBTaskResult
 
@@ -218,3 +219,8 @@ def tasks_table_locked() -> Iterator[None]:
 
 
 KINDS = [Rq, Celery, Tasks]
+
+
+def queued(broker: "redis.Redis", queue: str = "default") -> list[str]:
+    """Return the ids of the jobs in a queue of RQ."""
+    return [job.decode() for job in broker.lrange(f"rq:queue:{queue}", 0, -1)]

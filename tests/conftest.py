@@ -28,6 +28,18 @@ NOT_BEHIND_A_POOLER = {
     "test_a_result_is_kept_when_the_database_comes_back": "a pooler keeps its connections to the server",
     "test_threads_stop_between_keys_and_leave_no_connection": "a pooler keeps its connections to the server",
     "test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default": "it sets what belongs to a session",
+    "test_52_read_only_connection_is_not_used_again": "it sets what belongs to a session",
+    "test_52_database_made_read_only_between_two_phases_is_a_503_and_the_retry_resumes": "it sets what belongs to a session",
+    "test_52_request_to_a_read_only_database_is_a_503_and_the_view_does_not_run": "a pooler keeps its connections",
+    "test_52_standby_is_a_503_until_it_is_promoted": "a pooler keeps its connections",
+    "test_a_loop_says_once_that_the_database_takes_no_writes": "a pooler keeps its connections",
+    "test_a_command_says_in_one_line_that_the_database_takes_no_writes": "a pooler keeps its connections",
+    "test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again": "it sets what belongs to a session",
+    "test_the_key_of_a_run_that_the_outage_ended_is_free_once_the_database_is_back": "a pooler keeps its connections",
+    "test_a_late_release_is_given_up_when_the_lock_has_expired": "a pooler keeps its connections",
+    "test_51_one_key_of_two_tenants_is_two_keys": "it sets what belongs to a session",
+    "test_51_one_key_in_one_table_is_one_key": "it sets what belongs to a session",
+    "test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next": "it sets what belongs to a session",
 }
 NOT_WITH_A_POOL = {
     "test_phased_view_costs_a_claim_and_its_replay_one_statement": "statements prepared by an earlier test have no text",

@@ -63,6 +63,40 @@ def test_a_key_is_found_as_a_whole_or_by_its_number(staff):
         assert shown(staff.get(KEYS, {"q": term})) == set()
 
 
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"q": "9" * 4400},
+        {"q": "\0"},
+        {"recovery_point": "\0"},
+        {"stuck_code": "a\0"},
+        {"state": "\0"},
+        {"age": "\0"},
+        {"p": "9" * 4400},
+        {"scope": "\0"},
+        {"id": "9" * 4400},
+        {"seed__gte": "a"},
+        {"idempotency_key__regex": "("},
+        {"history__x": "\0"},
+    ],
+    ids=lambda query: f"{query}"[:30],
+)
+def test_no_query_of_the_list_is_an_error_of_the_server(staff, query):
+    IdempotencyKeyFactory(recovery_point="ride_created")
+    assert staff.get(KEYS, query, follow=True).status_code in (200, 400)
+
+
+@pytest.mark.parametrize(("url", "name"), [(LISTS[1], "job_name"), (LISTS[2], "name"), (LISTS[3], "source")])
+def test_no_filter_of_another_list_is_one_either(staff, url, name):
+    assert staff.get(url, {name: "\0"}, follow=True).status_code in (200, 400)
+
+
+def test_a_value_that_no_row_can_have_is_found_in_none(staff):
+    IdempotencyKeyFactory()
+    for name in ("recovery_point", "stuck_code"):
+        assert shown(staff.get(KEYS, {name: "\0"})) == set()
+
+
 def test_the_list_costs_the_same_for_one_key_and_for_fifty(staff, django_assert_max_num_queries):
     for count in (1, 49):
         for _ in range(count):

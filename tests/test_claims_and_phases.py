@@ -229,6 +229,7 @@ def test_locks_are_numbers_of_the_width_that_postgresql_takes() -> None:
         assert name == "mark_request" or len(set(values)) == 64
     marks = {claims._lock_parameters(request(fingerprint=str(number)))["mark_request"] for number in range(64)}
     assert len(marks) == 64
+    assert len({numbers["mark_request"] for numbers in wide}) == 64, "equal requests under different keys share neither half"
     for values, bits in (({one["lock"] for one in wide}, 63), ({one["mark_key"] for one in wide}, 31), (marks, 31)):
         assert max(map(abs, values)) > 2 ** (bits - 1), "all of the width is used, so that locks of different keys seldom meet"
 

@@ -325,7 +325,7 @@ def refused_outside(view: Any) -> Any:
     @wraps(view)
     def decorated(request: HttpRequest) -> HttpResponseBase:
         if hasattr(request, "_idempotency_claimed_key"):
-            return HttpResponse(status=403)
+            return HttpResponse(status=429)
         answer: HttpResponseBase = view(request)
         return answer
 
@@ -349,7 +349,7 @@ def test_what_ends_before_the_views_decorator_releases_the_key_and_says_so(
     assert complete_once() == CompletePass(failed=1)
     key = IdempotencyKey.objects.get()
     assert (key.locked_at, key.recovery_point, key.history[-1]["event"]) == (None, "entry_created", "error")
-    assert key.last_error.startswith("A decorator or the framework answered with status 403")
+    assert key.last_error.startswith("A decorator or the framework answered with status 429")
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": tenant_is_gone}
     abandon()
     assert complete_once() == CompletePass(failed=1)

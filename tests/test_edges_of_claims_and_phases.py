@@ -118,10 +118,18 @@ def test_a_claim_that_is_always_outrun_sends_its_client_away_for_a_second(
     assert look() == Claim(Outcome.IN_PROGRESS, None, lock_seconds=1)
 
 
+def table_id() -> int:
+    """Return the identity of the table of keys, which is part of the number of each advisory lock."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT %s::regclass::oid::bigint", [IdempotencyKey._meta.db_table])
+        return int(cursor.fetchone()[0])
+
+
 @pytest.mark.postgres
 def test_who_holds_the_same_key_in_another_database_of_the_server_is_in_nobodys_way(rows_that_vanish: None) -> None:
+    number = claims._lock_parameters(request())["lock"] ^ table_id()
     with connection._nodb_cursor() as elsewhere, statements() as seen:
-        elsewhere.execute("SELECT pg_advisory_lock(%s)", [claims._lock_parameters(request())["lock"]])
+        elsewhere.execute("SELECT pg_advisory_lock(%s)", [number])
         claim()
     assert len(seen) == 2 * claims._CLAIM_TRIES, "it looks again, and asks again who holds the key"
 
@@ -162,8 +170,10 @@ def test_only_an_expired_key_of_its_scope_is_moved_out_of_the_way(committing: No
 
 @pytest.mark.postgres
 def test_who_holds_the_lock_of_a_key_is_another_session_with_this_very_lock(committing: None) -> None:
+    table = table_id()
+
     def held(lock: int) -> Any:
-        return rows.fetch(sql.HOLDER, {"lock": lock, "mark_key": 1, "mark_request": 1}, "default")
+        return rows.fetch(sql.HOLDER, {"lock": lock ^ table, "mark_key": 1 ^ table, "mark_request": 1}, "default")
 
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(5)")

@@ -21,6 +21,7 @@ from idempotency.jobs import stage_job
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
 from rides_demo.services import free_port
+from tests.brokers import queued
 from tests.factories import StagedJobFactory, UserFactory
 from tests.kit.commands import run, start
 from tests.kit.threads import Gate, at_once, background
@@ -33,10 +34,6 @@ PICKY = {"ENQUEUERS": {"*": "tests.jobs_for_tests.PickyBackend"}}
 
 def stage(count, **values):
     return StagedJob.objects.bulk_create(StagedJobFactory.build_batch(count, **values))
-
-
-def queued(broker, queue="default"):
-    return [job.decode() for job in broker.lrange(f"rq:queue:{queue}", 0, -1)]
 
 
 def work(broker):
@@ -84,13 +81,9 @@ def test_a_job_that_commits_late_with_a_lower_id_is_not_lost(broker):
     gate, late = Gate(), []
 
     def slow_request():
-        try:
-            with transaction.atomic():
-                late.append(stage_job("tests.jobs_for_tests.record"))
-                staged.set()
-                assert commit.wait(60)
-        finally:
-            connection.close()
+        with transaction.atomic():
+            late.append(stage_job("tests.jobs_for_tests.record"))
+            gate.wait_here()
 
     with background(slow_request) as request:
         gate.wait_until_reached()

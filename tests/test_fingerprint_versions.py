@@ -105,7 +105,7 @@ def test_27_old_and_new_code_at_once_run_one_and_refuse_no_retry_for_good(
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         return create(request)
 
     serve(view=kind(counted := Counted(work)))
@@ -113,7 +113,7 @@ def test_27_old_and_new_code_at_once_run_one_and_refuse_no_retry_for_good(
         if not first_is_new:
             old_code(patch)
         first = in_background(another_client(sender).send)
-        gate.wait_for_visitor()
+        gate.wait_until_reached()
     with monkeypatch.context() as patch:
         if first_is_new:
             old_code(patch)
@@ -172,12 +172,12 @@ def test_a_secret_that_is_changed_while_the_first_request_runs_refuses_no_retry_
     gate = Gate()
 
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         return create(request)
 
     serve(view=kind(counted := Counted(work), redact=["a"], scope=lambda request: "one"))
     first = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     rotate(settings)
     meanwhile = sender.send()
     gate.open()

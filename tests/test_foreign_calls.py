@@ -15,6 +15,7 @@ from idempotency.phases import MadeCall, atomic_phase, foreign_call
 from tests.kit.ageing import expire_lock
 from tests.kit.serving import Sender, problem
 from tests.kit.threads import Gate, background
+from tests.kit.views import texting
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -32,23 +33,6 @@ class SmsService:
 
 class Trouble(Exception):
     """What goes wrong in these tests."""
-
-
-def texting(block: Callable[[MadeCall], None], after: Callable[[], None] = lambda: None) -> Any:
-    """Return a view that makes one foreign call with ``block``, then finishes with its result."""
-
-    @idempotent(recovery_points=[])
-    def view(request: HttpRequest) -> HttpResponseBase:
-        key = request.idempotency_key
-        for _ in key.phases():
-            with foreign_call(key, "sms") as call:
-                block(call)
-            after()
-            with atomic_phase(key) as phase:
-                phase.set_response(JsonResponse({"receipt": call.result}))
-        return key.response()
-
-    return view
 
 
 def once(action: Callable[[], None]) -> Callable[[], None]:

@@ -10,8 +10,8 @@ from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.jobs import stage_job
 from idempotency.models import StagedJob
 from rides_demo.models import AuditRecord
+from tests.brokers import queued
 from tests.factories import StagedJobFactory, UserFactory
-from tests.test_enqueuer import queued
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

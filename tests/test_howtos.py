@@ -7,6 +7,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from threading import Event
 from types import ModuleType, SimpleNamespace
@@ -35,7 +36,7 @@ from idempotency.phases import atomic_phase
 from idempotency.testing import Downstream, age, assert_survives
 from rides_demo.models import Ride
 from tests.factories import RideFactory, UserFactory
-from tests.kit.examples import GUIDES
+from tests.kit.examples import GUIDES, serve_page, shop_modules
 from tests.kit.threads import background
 from tests.models import Account, Entry
 
@@ -48,39 +49,13 @@ ORDER = {"name": "one"}
 @pytest.fixture
 def shop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     """Return a function that makes the modules of the shop that the pages import, with these models and functions."""
-
-    def make(**modules: dict[str, Any]) -> SimpleNamespace:
-        made = {name: ModuleType(f"shop.{name}") for name in ("models", "bank", "jobs", *modules)}
-        vars(made["models"]).update({"Order": Entry, "Account": Account})
-        vars(made["jobs"]).update(dict.fromkeys(("send_receipt", "remind", "thank"), fails))
-        for name, contents in modules.items():
-            vars(made[name]).update(contents)
-        package = ModuleType("shop")
-        vars(package).update(made)
-        monkeypatch.setitem(sys.modules, "shop", package)
-        for name, module in made.items():
-            monkeypatch.setitem(sys.modules, f"shop.{name}", module)
-        return SimpleNamespace(**made)
-
-    make()
-    return make
+    return shop_modules(monkeypatch)
 
 
 @pytest.fixture
 def page(shop: Callable[..., SimpleNamespace], settings: Settings) -> Callable[..., ModuleType]:
     """Return a function that executes the Python blocks of a guide, one after the other, and serves their URLs."""
-
-    def execute(guide: str, *numbers: int) -> ModuleType:
-        module = ModuleType("example")
-        settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "JOB_MODULES": ["shop", "example", "tests"]}
-        found = blocks(guide, "python")
-        for number in numbers or range(len(found)):
-            exec(compile(found[number], guide, "exec"), vars(module))
-        if hasattr(module, "urlpatterns"):
-            settings.ROOT_URLCONF = module
-        return module
-
-    return execute
+    return partial(serve_page, settings)
 
 
 @pytest.fixture

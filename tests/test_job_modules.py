@@ -17,10 +17,10 @@ from idempotency.exceptions import JobNotAllowed
 from idempotency.jobs import call_job, stage_job
 from idempotency.models import StagedJob
 from rides_demo.models import AuditRecord
+from tests.brokers import queued
 from tests.celery_for_tests import app as celery_app
 from tests.factories import StagedJobFactory, UserFactory
 from tests.jobs_for_tests import record
-from tests.test_enqueuer import queued
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -212,7 +212,7 @@ def test_a_number_of_an_example_is_above_that_of_the_code(page: str, said: str, 
 @pytest.mark.parametrize(
     ("page", "said"),
     [
-        ("../README.md", r"5xx and answers like (.*?) are not stored"),
+        ("../README.md", r"5xx, (.*?), which are not stored"),
         ("explanation/how-a-request-runs.md", r"Never (.*?), nor 5xx"),
         ("how-to/a-key-is-stuck.md", r"a 5xx, or a (\d+), would only"),
         ("how-to/django-ninja.md", r"answer; (.*?) and 5xx are not"),

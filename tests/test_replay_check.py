@@ -22,10 +22,9 @@ from idempotency.contrib import ninja
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
-from tests.conformance.threads import PATIENCE_SECONDS
 from tests.kit.ageing import make_older
 from tests.kit.serving import Sender, View, another_client, problem
-from tests.kit.threads import Gate, in_background
+from tests.kit.threads import WAIT_SECONDS, Gate, in_background
 from tests.kit.views import Counted, both_kinds, create, plain, two_phases
 from tests.models import Entry
 
@@ -157,31 +156,31 @@ def test_it_is_asked_after_waiting(kind: Kind, serve: Serve, sender: Sender) -> 
     gate, team = Gate(), Team()
 
     def work(request: HttpRequest) -> HttpResponse:
-        gate.stop_here()
+        gate.wait_here()
         team.closed = True
         return create(request)
 
     serve(view=kind(work, wait_seconds=30, replay_check=team.check))
     running = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     waiting = in_background(another_client(sender).send)
     gate.open()
-    assert running.result(PATIENCE_SECONDS).status_code == 201
-    assert waiting.result(PATIENCE_SECONDS).status_code == 403
+    assert running.result(WAIT_SECONDS).status_code == 201
+    assert waiting.result(WAIT_SECONDS).status_code == 403
     assert (len(team.asked), Entry.objects.count()) == (1, 1)
 
 
 def test_it_is_asked_after_a_lost_lock(serve: Serve, sender: Sender) -> None:
     gate, team = Gate(), Team()
-    serve(view=two_phases(Counted(), create_second, call=gate.stop_here, replay_check=team.check))
+    serve(view=two_phases(Counted(), create_second, call=gate.wait_here, replay_check=team.check))
     late = in_background(another_client(sender).send)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     make_older(91, "locked_at")
     assert sender.send().status_code == 201
     assert team.asked == []
     stored, team.closed = rows(), True
     gate.open()
-    assert late.result(PATIENCE_SECONDS).status_code == 403
+    assert late.result(WAIT_SECONDS).status_code == 403
     assert (rows(), len(team.asked)) == (stored, 1)
 
 
@@ -200,7 +199,7 @@ def test_the_completer_does_not_ask(taken_over: bool, serve: Serve, sender: Send
         for _ in key.phases():
             if down:
                 return HttpResponse(status=503)
-            gate.stop_here()
+            gate.wait_here()
             with atomic_phase(key) as phase:
                 phase.set_response(HttpResponse(status=201))
         return key.response()
@@ -211,12 +210,12 @@ def test_the_completer_does_not_ask(taken_over: bool, serve: Serve, sender: Send
     down.clear()
     make_older(1000, "created_at", "last_run_at")
     completing = in_background(complete_once)
-    gate.wait_for_visitor()
+    gate.wait_until_reached()
     if taken_over:
         make_older(91, "locked_at")
         assert sender.send().status_code == 201
     gate.open()
-    completing.result(PATIENCE_SECONDS)
+    completing.result(WAIT_SECONDS)
     assert IdempotencyKey.objects.get().response_code == 201
     assert team.asked == []
     assert sender.send().status_code == 403

@@ -220,6 +220,22 @@ class TestStripeEvents:
     def test_a_signed_body_that_is_no_event_is_refused(self, db, body):
         assert deliver(body).status_code == 400
 
+    @pytest.mark.parametrize("event_id", ["evt_\0", "evt_\ud800", "e" * 256, "", 7, None, {"a": 1}])
+    def test_an_event_whose_id_cannot_be_kept_is_refused(self, ride, event_id):
+        assert deliver(event(ride.pk, event_id=event_id)).status_code == 400
+        assert not ProcessedMessage.objects.exists()
+
+    @pytest.mark.parametrize("charge", ["ch_\0", "ch_\ud800", None])
+    def test_a_charge_whose_id_is_none_of_stripe_s_pays_nothing(self, ride, charge):
+        assert deliver(event(ride.pk, charge=charge)).status_code == 400
+        assert Ride.objects.get().paid_at is None
+
+    @pytest.mark.parametrize("subject", [{}, {"id": "ch_1"}, {"id": "ch_1", "metadata": "x"}, [], "x"])
+    def test_a_charge_without_its_parts_pays_nothing(self, ride, subject):
+        body = {"id": "evt_1", "object": "event", "type": "charge.succeeded", "data": {"object": subject}}
+        assert deliver(json.dumps(body).encode()).status_code in (200, 400)
+        assert Ride.objects.get().paid_at is None
+
     @pytest.mark.parametrize("named", ["", "x", "0", "9" * 30, "\u0663"])
     def test_an_event_of_no_ride_is_taken_and_does_nothing(self, ride, named):
         assert deliver(event(named)).status_code == 200
@@ -256,6 +272,17 @@ class TestPage:
         client.post("/sign-out")
 
         assert "Book a ride" not in client.get("/").content.decode()
+
+    def test_a_session_that_was_planted_is_not_signed_in(self, jane, max_):
+        attacker, rider = Client(), Client()
+        attacker.post("/sign-in", {"token": "demo-max"})
+        attacker.post("/sign-out")
+        rider.cookies["sessionid"] = attacker.cookies["sessionid"].value
+
+        rider.post("/sign-in", {"token": "demo-jane"})
+
+        rider_s, attacker_s = (client.get("/").context["rider"] for client in (rider, attacker))
+        assert (rider_s, attacker_s) == (jane.user, None)
 
     def test_an_unknown_token_signs_nobody_in(self, jane):
         client = Client()

@@ -12,6 +12,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
+import httpx
 import pytest
 import requests
 import stripe
@@ -303,6 +304,33 @@ def test_a_webhook_is_signed_and_comes_again_until_it_is_taken():
     assert {event.type for event in listener.taken} == {"charge.succeeded"}
     assert len({event.id for event in listener.taken}) == len(made)
     assert {event.data.object.metadata["ride_id"] for event in listener.taken} == {str(n) for n in range(20)}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:18671"},
+    ],
+    ids=str,
+)
+def test_pages_of_other_origins_cannot_reach_its_switches(sandbox, headers):
+    url = f"{sandbox.url}/_faults"
+    with httpx.Client(trust_env=False, headers=headers) as page:
+        answers = [page.post(url, content='[{"fault": "down"}]'), page.get(url), page.get(f"{sandbox.url}/_state")]
+    assert [answer.status_code for answer in answers] == [403] * 3
+    assert sandbox.faults.state()["faults"] == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_its_own_origin_may_switch_it(sandbox, host):
+    own = f"{host}:{sandbox.server_address[1]}"
+    headers = {"Origin": f"http://{own}", "Host": own}
+    with httpx.Client(trust_env=False, headers=headers) as page:
+        assert page.post(f"{sandbox.url}/_faults", content="[]").status_code == 200
 
 
 def test_a_port_that_is_taken_is_named():

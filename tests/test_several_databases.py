@@ -240,7 +240,7 @@ def test_the_guard_of_the_guide_lets_a_second_run_write_nothing_there(
 
 def test_a_check_warns_of_atomic_requests_in_a_second_database(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     def warned() -> list[Any]:
-        return [message for message in check_views(None) if isinstance(message, Warning) and message.id == "idempotency.W012"]
+        return [message for message in check_views(None) if isinstance(message, Warning) and message.id == "idempotency.W010"]
 
     serve(view=idempotent(Booking()), other=idempotent(Booking()))
     (warning,) = warned()

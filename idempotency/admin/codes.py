@@ -49,8 +49,10 @@ STUCK_CODES = {
         "Deploy a view that answers it, then complete the key; or answer it.",
     ),
     "user_missing": StuckCode(
-        "The user who sent the request is gone or not active any more, and nobody else may run it.",
-        "Make the user active and complete the key; or take back what it has begun, and answer it.",
+        "The sender of the request is gone, not active, or not allowed to make it any more; or the sender is no user of "
+        "Django's, and PREPARE_REQUEST does not say who it is.",
+        "The reason on the page says which. Mend it and complete the key; or take back what the request has begun, and "
+        "answer it.",
     ),
     "body_not_kept": StuckCode(
         "The body of the request was not kept (an upload, or store_body=False), so only its client can send it again.",

@@ -78,7 +78,7 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
         if not search_term:
             return queryset, False
         found = Q(idempotency_key=search_term) | Q(scope__in=[search_term, OWN + search_term])
-        if search_term.isdecimal() and int(search_term) <= _BIGGEST_ID:
+        if search_term.isdecimal() and len(search_term) <= len(str(_BIGGEST_ID)) and int(search_term) <= _BIGGEST_ID:
             found |= Q(pk=int(search_term))
         users = get_user_model()
         if user := users._default_manager.filter(**{users.USERNAME_FIELD: search_term}).only("pk").first():

@@ -159,7 +159,10 @@ class ChosenFilter(admin.SimpleListFilter):
         return [(name, name) for name in names]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return queryset.filter(**{self.parameter_name or "": self.value()}) if self.value() else queryset
+        value = self.value()
+        if value and "\0" in value:
+            return queryset.none()  # PostgreSQL takes no NUL.
+        return queryset.filter(**{self.parameter_name or "": value}) if value else queryset
 
 
 class StuckCodeFilter(ChosenFilter):

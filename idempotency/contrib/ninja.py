@@ -11,16 +11,26 @@ from functools import wraps
 from inspect import iscoroutinefunction, unwrap
 from typing import Any
 
+from asgiref.sync import sync_to_async
+from django.conf import settings
 from django.contrib.auth import get_user_model
+from django.core.checks import CheckMessage, Info, register
 from django.http import HttpRequest, HttpResponseBase
+from ninja.errors import AuthenticationError
 from ninja.operation import Operation, PathView
+from ninja.security.session import SessionAuth, SessionAuthSuperUser
 from pydantic import BaseModel
 
-from idempotency import decorators
+from idempotency import conf, decorators
+from idempotency.contexts import awaited
 from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
 from idempotency.options import FINDERS, Options
+from idempotency.policy import protected_views
 
 Run = Callable[..., Any]
+
+#: The authenticators of Ninja that ask nothing but ``request.user``; that of staff is among them, as a subclass.
+_BY_USER = (SessionAuth, SessionAuthSuperUser)
 
 
 def idempotent(run: Run | None = None, **options: Any) -> Any:
@@ -28,8 +38,9 @@ def idempotent(run: Run | None = None, **options: Any) -> Any:
 
     The options are those of ``idempotency.decorators.idempotent``. A user whom the authentication of the operation returns
     becomes ``request.user``, and with it the scope of the key. What Ninja refuses before the operation, a parameter too, spends
-    no key. The completer's request passes the authentication as the user who sent the first one, with ``request.auth`` that
-    user unless PREPARE_REQUEST has set another.
+    no key. The completer's request comes from the user who sent the first one, with ``request.auth`` that user unless
+    PREPARE_REQUEST has set another. Authenticators that ask ``request.user`` alone, such as ``django_auth_is_staff``, are
+    asked again; all others need credentials, which are not kept, and are passed.
 
     Raises TypeError when it decorates anything but an operation, and for one that streams.
     """
@@ -95,25 +106,61 @@ def _copy(value: Any) -> Any:
 
 
 def _let_the_completer_in(operation: Operation) -> None:
-    """Let the request that carries a claimed key pass as the user whom the completer has put there."""
+    """Let the request that carries a claimed key pass as its sender, as far as the authenticators can be asked again."""
     authenticate: Run = operation._run_authentication
 
-    def known(request: Any) -> bool:
+    def is_completer(request: HttpRequest) -> bool:
         # A Python attribute of the request: nothing that comes over the network sets one.
-        if getattr(request, CLAIMED_KEY_ATTRIBUTE, None) is None:
-            return False
-        if not hasattr(request, "auth"):
-            request.auth = request.user
-        return True
+        return getattr(request, CLAIMED_KEY_ATTRIBUTE, None) is not None
+
+    def let_in(request: HttpRequest) -> Any:
+        found: Any = request.user
+        if not _unrepeatable(operation):
+            try:
+                every: Any = operation.auth_callbacks
+                found = next(filter(None, (awaited(one.authenticate(request, None)) for one in every)), None)
+                if found is None:
+                    raise AuthenticationError
+            except Exception as error:
+                return operation.api.on_exception(request, error)
+        vars(request).setdefault("auth", found)
+        return None
 
     def run(request: HttpRequest) -> Any:
-        return None if known(request) else authenticate(request)
+        return let_in(request) if is_completer(request) else authenticate(request)
 
     async def run_async(request: HttpRequest) -> Any:
-        return None if known(request) else await authenticate(request)
+        return await (sync_to_async(let_in)(request) if is_completer(request) else authenticate(request))
 
-    let_in: Run = run_async if iscoroutinefunction(authenticate) else run
-    operation._run_authentication = let_in  # type: ignore[method-assign]
+    asked: Run = run_async if iscoroutinefunction(authenticate) else run
+    operation._run_authentication = asked  # type: ignore[method-assign]
+
+
+def _unrepeatable(operation: Operation) -> list[str]:
+    """Return the names of the authenticators of an operation that ask for more than ``request.user``."""
+    others = [one for one in operation.auth_callbacks if not isinstance(one, _BY_USER)]
+    return [getattr(one, "__qualname__", type(one).__qualname__) for one in others]
+
+
+@register
+def check_authenticators(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """I002: a phased operation whose authenticators the completer cannot ask again."""
+    if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
+        return []
+    if conf.get().PREPARE_REQUEST is not None:
+        return []  # It may check what they do.
+    return [
+        Info(
+            f"{view.path}: the completer cannot ask {', '.join(names)} again, which need the client's credentials: it runs the "
+            "request of an active user without them.",
+            hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that raises KeyStuck for a user who has lost the right.",
+            id="idempotency.I002",
+        )
+        for view in protected_views()
+        if view.options.recovery_points is not None
+        for operation in _operations(view.callback)
+        if set(view.methods) & set(operation.methods) and (names := _unrepeatable(operation))
+    ]
 
 
 def _operations(view: Any) -> list[Operation]:

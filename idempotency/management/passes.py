@@ -19,6 +19,7 @@ from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, close_
 
 from idempotency.backends import BrokerUnavailable
 from idempotency.heartbeats import Heartbeat
+from idempotency.transactions import drop_connection, is_read_only
 
 logger = logging.getLogger("idempotency")
 
@@ -121,6 +122,7 @@ class Loop:
             counts = self._run_pass(stop=self._stop_requested)
         except (Exception, SystemExit, CancelledError) as error:  # A backend or on_abandon may raise any of them.
             self._note_failure(error)
+            drop_connection(connections[self._using])
             connections.close_all()
             return
         if self._failure is not None:
@@ -131,7 +133,7 @@ class Loop:
 
     def _note_failure(self, error: BaseException) -> None:
         """Log the first of several failures of one kind."""
-        unreachable, line = isinstance(error, _UNREACHABLE), explained(error, self._using)
+        unreachable, line = _is_unreachable(error), explained(error, self._using)
         failure = _UNREACHABLE if unreachable else type(error)
         if failure != self._failure:
             logger.log(
@@ -232,7 +234,12 @@ def explained(error: BaseException, using: str) -> str | None:
     line = _one_line(error)
     if getattr(error.__cause__, "sqlstate", None) in _NOT_MIGRATED or line.startswith(_NOT_MIGRATED_WORDS):
         return f"{line.partition(' LINE ')[0]}: run manage.py migrate --database {using}"
-    return line if isinstance(error, _UNREACHABLE) else None
+    return line if _is_unreachable(error) else None
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Tell whether the database or the broker cannot be reached; a database that takes no writes counts as one."""
+    return isinstance(error, _UNREACHABLE) or is_read_only(error)
 
 
 def add_database_argument(parser: CommandParser) -> None:

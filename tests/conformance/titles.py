@@ -50,4 +50,7 @@ TITLES = {
     47: "a view that changes who asks needs a scope of its own",
     49: "no answer and no replay reports a write that another database has rolled back",
     50: "a view that is rolled back leaves request, session and messages as they were",
+    51: "tenants in schemas of one database do not meet each other's locks",
+    52: "a read-only or demoted database is one that cannot be reached",
+    53: "what redact= and store_body=False name is nowhere in the tables and log lines of the app",
 }

@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
+from django.core.checks import run_checks
+from django.db.models import F
 from django.http import HttpRequest, HttpResponse
 from django.test import Client
 from django.urls import path
 from ninja import NinjaAPI, Router, Schema, Status
 from ninja.decorators import decorate_view
 from ninja.errors import HttpError
-from ninja.security import APIKeyHeader, HttpBearer, django_auth
+from ninja.security import APIKeyHeader, HttpBearer, SessionAuth, django_auth, django_auth_is_staff, django_auth_superuser
 from ninja.streaming import JSONL
 from ninja.throttling import AnonRateThrottle
 from pytest_django import Settings
@@ -307,6 +311,111 @@ def test_completer_passes_the_authentication(
     abandon()
     assert complete_once() == CompletePass(finished=1)
     assert auths == [{"plan": "gold"}, {"plan": "silver"} if settled else UserFactory._meta.model.objects.get()]
+
+
+class StaffOfShop(SessionAuth):
+    """An authenticator of a project that asks the user alone, in an async function."""
+
+    async def authenticate(self, request: HttpRequest, key: str | None) -> Any:
+        """Return the user if that is one of the staff."""
+        user = await request.auser()
+        return user if user.is_staff else None
+
+
+def payments(api: NinjaAPI, auth: Any, *, moved: bool, is_async: bool = False, **options: Any) -> list[Any]:
+    """Give the API an operation that charges who asks at its second run; return whom it has charged."""
+    runs: list[Any] = []
+    charged: list[Any] = []
+
+    def pay(request: HttpRequest) -> Any:
+        key = request.idempotency_key
+        for recovery_point in key.phases():
+            if moved and recovery_point == "started":
+                with atomic_phase(key) as phase:
+                    phase.set_recovery_point("noted")
+                continue
+            runs.append(1)
+            if len(runs) == 1:
+                return api.create_response(request, {}, status=503)
+            charged.append(request.auth)
+            with atomic_phase(key) as phase:
+                phase.set_response(api.create_response(request, {}, status=201))
+        return key.response()
+
+    async def pay_async(request: HttpRequest) -> Any:
+        return await sync_to_async(pay)(request)
+
+    protect = decorate_view(idempotent(recovery_points=["noted"], **options))
+    api.post("/entries", auth=auth)(protect(pay_async if is_async else pay))
+    return charged
+
+
+def completed() -> IdempotencyKey:
+    """Return the only key after the completer took it, an hour later."""
+    old = timedelta(hours=1)
+    IdempotencyKey.objects.update(created_at=F("created_at") - old, last_run_at=F("last_run_at") - old)
+    complete_once()
+    return IdempotencyKey.objects.get()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("auth", [django_auth_is_staff, django_auth_superuser, StaffOfShop()])
+@pytest.mark.parametrize("revoked", [True, False])
+@pytest.mark.parametrize("moved", [True, False])
+def test_completer_asks_an_authenticator_of_users_again(
+    serve: Serve, client: Client, auth: Any, moved: bool, revoked: bool, is_async: bool
+) -> None:
+    users, rights = UserFactory._meta.model.objects, {"is_staff": True, "is_superuser": True}
+    users.update(**rights)
+    api = new_api()
+    charged = payments(api, auth, moved=moved, is_async=is_async)
+    serve(api)
+    assert post(client, {}).status_code == 503
+    if revoked:
+        users.update(**dict.fromkeys(rights, False))
+    key = completed()
+    assert (charged, key.response_code) == (([], None) if revoked else ([users.get()], 201))
+    assert key.stuck_code == ("user_missing" if revoked and moved else "")
+
+
+@pytest.mark.parametrize("scope", [scopes.attribute("auth"), lambda request: "all"])
+def test_completer_does_not_pass_an_api_key_as_an_anonymous_user(serve: Serve, scope: Any) -> None:
+    api = new_api()
+    charged = payments(api, Key(), moved=True, scope=scope)
+    serve(api)
+    assert post(Client(), {}, **{"X-Api-Key": "secret-1"}).status_code == 503
+    assert (completed().stuck_code, charged) == ("user_missing", [])
+
+
+def account_of(request: HttpRequest, key: IdempotencyKey) -> None:
+    """Say who sent the request, from its scope."""
+    request.auth = key.scope.removeprefix("auth:")
+
+
+def test_prepare_request_says_which_api_key_it_was(serve: Serve, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": account_of}
+    api = new_api()
+    charged = payments(api, Key(), moved=True, scope=scopes.attribute("auth"))
+    serve(api)
+    assert post(Client(), {}, **{"X-Api-Key": "secret-1"}).status_code == 503
+    assert (completed().response_code, charged) == (201, ["account-1"])
+
+
+@pytest.mark.parametrize(
+    ("auth", "names"),
+    [(django_auth, ""), ([django_auth_is_staff, StaffOfShop()], ""), ([django_auth, Owner()], "Owner"), (Key(), "Key")],
+)
+def test_check_names_authenticators_that_the_completer_cannot_ask(
+    serve: Serve, settings: Settings, auth: Any, names: str
+) -> None:
+    api = new_api()
+    payments(api, auth, moved=True)
+    serve(api)
+    settings.IDEMPOTENCY = {}
+    found = [message.msg for message in run_checks(databases=[]) if message.id == "idempotency.I002"]
+    assert [f"ask {names} again" in message for message in found] == ([True] if names else [])
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": account_of}
+    assert "idempotency.I002" not in [message.id for message in run_checks(databases=[])]
 
 
 def test_nothing_from_the_network_signs_in(serve: Serve) -> None:

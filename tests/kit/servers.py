@@ -1,5 +1,12 @@
 """A PostgreSQL for tests that do not crash it."""
 
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from rides_demo.processes import Process
 from rides_demo.services import Postgres
 
 
@@ -10,3 +17,30 @@ class HastyPostgres(Postgres):
         """Switch fsync off."""
         super().prepare()
         self.command += ["-c", "fsync=off"]
+
+
+class Standby(HastyPostgres):
+    """A hot standby of another server on this machine, which it follows until it is promoted."""
+
+    def __init__(self, folder: Path, primary: Path) -> None:
+        super().__init__(folder, max_connections=200)
+        self._primary = primary
+
+    def _initialise(self, binaries: Path) -> None:
+        """Copy the primary."""
+        source = f"host={self._primary} user=postgres"
+        command = [binaries / "pg_basebackup", "-D", self.data, "-d", source, "-c", "fast", "-X", "stream", "-R", "--no-sync"]
+        owner = {"user": self.user, "group": self.user, "extra_groups": []} if self.user else {}
+        subprocess.run(command, cwd=self.data, stdin=subprocess.DEVNULL, capture_output=True, check=True, **owner)
+        for lock in self.data.glob(".s.PGSQL.*.lock"):
+            lock.unlink()  # The primary's: its socket is in its data folder.
+
+    def wait_ready(self, seconds: float) -> None:
+        """Wait until it answers queries. It makes no database of its own."""
+        Process.wait_ready(self, seconds)
+
+    def execute(self, statement: str) -> Any:
+        """Return the first column of the row that the statement yields."""
+        with psycopg.connect(host=str(self.sockets), user="postgres", dbname="postgres", autocommit=True) as connection:
+            row = connection.execute(statement.encode()).fetchone()
+            return row and row[0]

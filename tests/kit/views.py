@@ -7,7 +7,7 @@ import pytest
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from idempotency.decorators import idempotent
-from idempotency.phases import atomic_phase
+from idempotency.phases import MadeCall, atomic_phase, foreign_call
 from tests.kit.serving import View
 from tests.models import Entry
 
@@ -83,3 +83,20 @@ class Counted:
     def __call__(self, request: HttpRequest) -> HttpResponseBase:
         self.runs += 1
         return self.work(request)
+
+
+def texting(block: Callable[[MadeCall], None], after: Callable[[], None] = lambda: None) -> Any:
+    """Return a view that makes one foreign call with ``block``, then finishes with its result."""
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for _ in key.phases():
+            with foreign_call(key, "sms") as call:
+                block(call)
+            after()
+            with atomic_phase(key) as phase:
+                phase.set_response(JsonResponse({"receipt": call.result}))
+        return key.response()
+
+    return view

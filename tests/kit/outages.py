@@ -1,0 +1,35 @@
+"""A database that cannot be reached, or takes no writes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from django.db import connection
+
+
+def make_read_only(on: bool) -> None:
+    """Let new sessions of the database be read-only, or not; this thread gets a new one."""
+    name = connection.settings_dict["NAME"]
+    with connection.cursor() as cursor:
+        cursor.execute("SET default_transaction_read_only = off")
+        cursor.execute(f'ALTER DATABASE "{name}" ' + ("SET default_transaction_read_only = on" if on else "RESET ALL"))
+    connection.close()
+
+
+def allow_connections(allowed: bool) -> None:
+    """Let the database take connections, or end those it has and take no more."""
+    name = connection.settings_dict["NAME"]
+    with connection._nodb_cursor() as cursor:
+        cursor.execute(f'ALTER DATABASE "{name}" WITH ALLOW_CONNECTIONS {allowed}')
+        if not allowed:
+            cursor.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = %s", [name])
+
+
+@contextmanager
+def writable_at_the_end() -> Iterator[None]:
+    """Leave the database as it was, whatever the block did to it."""
+    try:
+        yield
+    finally:
+        allow_connections(True)
+        connection.close()
+        make_read_only(False)
