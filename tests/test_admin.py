@@ -59,8 +59,8 @@ def test_a_key_is_found_as_a_whole_or_by_its_number(staff):
     IdempotencyKeyFactory(idempotency_key="Order-12")
     assert shown(staff.get(KEYS, {"q": "Order-1"})) == {key.pk}
     assert shown(staff.get(KEYS, {"q": str(key.pk)})) == {key.pk}
-    for term in ("order-1", "Order", "9" * 30, "\0", "²"):
-        assert key.pk not in shown(staff.get(KEYS, {"q": term})) or term == "\0"
+    for term in ("order-1", "Order", "9" * 30, "²"):
+        assert shown(staff.get(KEYS, {"q": term})) == set()
 
 
 @pytest.mark.parametrize(

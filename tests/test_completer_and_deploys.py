@@ -84,9 +84,11 @@ def test_a_key_that_a_person_hands_back_in_the_middle_of_a_pass_has_its_attempts
     second = IdempotencyKey.objects.get(idempotency_key="second")
     IdempotencyKey.objects.filter(pk=second.pk).update(completer_attempts=2)
 
+    handed_back: list[bool] = []
+
     def hand_back(key: IdempotencyKey, **kwargs: Any) -> None:
         if key.idempotency_key == "first":
-            assert interventions.hand_back(second.pk, second.claim_token, by="jane")
+            handed_back.append(interventions.hand_back(second.pk, second.claim_token, by="jane"))
 
     shop.broken = False
     key_claimed.connect(hand_back)
@@ -94,3 +96,4 @@ def test_a_key_that_a_person_hands_back_in_the_middle_of_a_pass_has_its_attempts
         assert complete_once() == CompletePass(finished=2)
     finally:
         key_claimed.disconnect(hand_back)
+    assert handed_back == [True]

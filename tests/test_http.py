@@ -80,11 +80,11 @@ def test_key_is_refused(header: str) -> None:
     assert (refused.value.status, refused.value.code) == (400, "key_invalid")
 
 
-@pytest.mark.parametrize("header", INVALID)
+@pytest.mark.parametrize("header", [header for header in INVALID if header.strip('" ') and len(header) >= 4])
 def test_refusal_does_not_repeat_the_key(header: str) -> None:
     with pytest.raises(Problem) as refused:
         key_of(_request(header))
-    assert header.strip('" ') == "" or len(header) < 4 or header not in refused.value.detail
+    assert header not in refused.value.detail
 
 
 def test_no_header_is_no_key() -> None:
@@ -340,7 +340,7 @@ def test_error_in_rendering_comes_before_commit(
     assert sender.send().status_code == 500
     assert not IdempotencyKey.objects.finished().exists()
     assert [sender.send().content for _ in range(2)] == [b"fine", b"fine"]
-    assert kind is phased_outside or not Entry.objects.exists()
+    assert Entry.objects.exists() is (kind is phased_outside)
 
 
 @both_kinds
@@ -367,7 +367,7 @@ def test_file_response_is_delivered_and_not_kept(serve: Serve, sender: Sender) -
     first, replayed = sender.send(), sender.send()
     assert first.getvalue() == b"pdf"
     assert replayed["Content-Disposition"] == first["Content-Disposition"]
-    assert "Content-Length" not in replayed or replayed["Content-Length"] == "0"
+    assert replayed["Content-Length"] == "0"
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", "é".encode("latin-1"), "日本".encode()])

@@ -1,7 +1,6 @@
 """Claims, fences and expiry, below HTTP."""
 
 import threading
-import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -230,33 +229,6 @@ def test_a_row_that_has_moved_is_found_by_its_id() -> None:
         transaction.set_rollback(True)
     finish(key)
     assert IdempotencyKey.objects.get().recovery_point == "finished"
-
-
-@pytest.mark.postgres
-def test_every_update_of_a_phased_key_but_the_last_stays_hot() -> None:
-    """No index is touched, so that a key's updates stay on its page."""
-
-    def updates() -> tuple[int, int]:
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_stat_force_next_flush()")
-            cursor.execute(
-                "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = %s", [IdempotencyKey._meta.db_table]
-            )
-            found: tuple[int, int] = cursor.fetchone()
-        return found
-
-    with connection.cursor() as cursor:
-        # Rows that earlier tests have left lie on the pages, and an ANALYZE that runs just now keeps them there.
-        cursor.execute(f"VACUUM {IdempotencyKey._meta.db_table}")
-    claimed = [claim(request(str(uuid.uuid4()))).key for _ in range(20)]
-    all_before, hot_before = updates()
-    for key in claimed:
-        keys.advance(key, "paid", using="default")
-    all_after, hot_after = updates()
-    assert all_after - all_before == 20
-    # Were an index touched, none would be HOT. How many are depends on whose snapshot keeps pages full just now, that of an
-    # ANALYZE of the server's own among them: half of them were seen.
-    assert hot_after > hot_before
 
 
 def test_a_level_that_is_none_opens_no_transaction() -> None:

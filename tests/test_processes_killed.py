@@ -1,7 +1,5 @@
 """Real processes that die, and services that go away: nothing is lost or takes effect twice, everything comes to an end."""
 
-import os
-import random
 import re
 import sys
 import threading
@@ -19,6 +17,7 @@ from rides_demo.processes import Process
 from rides_demo.services import Postgres, Redis
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.ageing import ago, expired_keys
+from tests.kit.chance import chance
 from tests.kit.commands import environment, run
 from tests.kit.waiting import eventually
 from tests.models import Entry
@@ -35,7 +34,6 @@ COMMANDS = {
     "all three": "idempotency_worker --enqueue-interval 0.1 --complete-interval 0.1 --reap-interval 0.1",
 }
 LOOPS = ["complete_keys", "enqueue_jobs", "reap_keys"]
-SEED = int(os.environ.get("KILL_SEED", "1"))
 KILLS = 24
 JOBS, KEYS, EXPIRED = 2000, 500, 300
 END_SECONDS = 1200
@@ -98,7 +96,7 @@ def entries():
 
 @pytest.mark.sample
 def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broker, tmp_path):
-    chance = random.Random(SEED)
+    drawn = chance()
     names = [f"job {number}" for number in range(JOBS)]
     keys = IdempotencyKey.objects
     abandon(KEYS)
@@ -120,8 +118,8 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broke
         processes = Processes(stack, tmp_path, queue, "enqueuer", "worker", "completer", "reaper")
         for kill in range(KILLS):
             stage(names[kill::KILLS])
-            threading.Event().wait(chance.uniform(0.1, 1.5))
-            processes.kill(chance.choice(list(processes.by_name)))
+            threading.Event().wait(drawn.uniform(0.1, 1.5))
+            processes.kill(drawn.choice(list(processes.by_name)))
         try:
             # However slow the machine, as long as something moves: what comes twice has no effect, but takes its time.
             end = time.monotonic() + END_SECONDS

@@ -3,7 +3,6 @@
 # ruff: noqa: F811 (fixtures are imported, and named by the tests that use them)
 
 import json
-import random
 from urllib.parse import quote
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo.models import AuditRecord, Ride
 from rides_demo.parameters import BadParameters, coordinates
+from tests.kit.chance import chance
 from tests.rides_fixtures import RIDE, jane, sandbox  # noqa: F401
 
 pytestmark = pytest.mark.django_db
@@ -204,9 +204,9 @@ def test_a_key_that_is_none_is_refused(jane, key):
     "name", ["Host", "Accept", "Accept-Language", "X-Forwarded-Proto", "Cookie", "Content-Encoding", "If-Match"]
 )
 def test_headers_of_any_bytes_break_nothing(jane, name):
-    chance = random.Random(name)
+    drawn = chance(name)
     for length in (0, 1, 20, 3000):
-        value = bytes(chance.randrange(256) for _ in range(length)).decode("latin-1")
+        value = bytes(drawn.randrange(256) for _ in range(length)).decode("latin-1")
 
         response = jane.book(**{name.replace("-", "_"): value})
 

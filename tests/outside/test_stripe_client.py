@@ -1,7 +1,6 @@
 """Stripe's own client, with its own retries, against a protected view over connections that break: one charge, one answer."""
 
 import http.client
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from django.views.decorators.csrf import csrf_exempt
 from pytest_django import Settings
 from pytest_django.live_server_helper import LiveServer
 
+from tests.kit.chance import chance
 from tests.kit.threads import Gate, all_at_once
 from tests.kit.views import Counted, both_kinds
 from tests.models import Entry
@@ -251,8 +251,8 @@ def test_43_the_stripe_client_gets_each_charge_once_in_a_storm_of_faults(
     serve_charges: Any, wire: FaultyWire, kind: Any, record_property: Callable[[str, object], None]
 ) -> None:
     serve_charges(kind)
-    chance = random.Random(43)
-    drawn = {f"order-{n}": chance.choices([CONFLICT, ERROR, ERROR_AFTER, CUT_BEFORE, CUT_AFTER], k=n % 3) for n in range(40)}
+    drawing = chance(kind.__name__)
+    drawn = {f"order-{n}": drawing.choices([CONFLICT, ERROR, ERROR_AFTER, CUT_BEFORE, CUT_AFTER], k=n % 3) for n in range(40)}
     wire.faults_of = {key: list(faults) for key, faults in drawn.items()}
 
     def buy(number: int) -> list[stripe.Charge]:
