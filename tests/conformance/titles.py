@@ -15,7 +15,7 @@ TITLES = {
     12: "of many equal requests at once, one runs",
     13: "a process killed anywhere leaves the work and its key, or neither",
     14: "status, bytes and headers are stored, but none that belongs to one answer alone",
-    15: "definitive answers are stored; those with another cure than a new key are not",
+    15: "definitive answers are stored; those with another cure than a new key are not, and only the client's retry runs again",
     16: "a server error is rolled back and may be retried",
     17: "a large or streamed body is delivered once, and its replay says that it is missing",
     18: "without the database the answer is to come back, and nothing runs",
@@ -48,4 +48,5 @@ TITLES = {
     45: "schemathesis finds no answer that the demo's document does not declare",
     46: "a stuck key says so; a deploy that knows its point goes on",
     47: "a view that changes who asks needs a scope of its own",
+    48: "what only the completer's rebuilt request was answered is not the client's answer",
 }
