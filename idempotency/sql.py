@@ -90,11 +90,8 @@ _SQLITE = _Dialect(
 #: For a claim of the client, and of the completer.
 _OPEN_TO_RETRIES = f"(k.stuck_at IS NULL OR k.stuck_code IN {OPEN_TO_RETRIES!r})"
 _NOT_STUCK = f"(k.stuck_at IS NULL OR k.stuck_code = '{UNKNOWN_RECOVERY_POINT}')"
-#: One attempt more. The count of those that have begun nothing goes along only while it has counted them all.
-_NEXT_ATTEMPT = (
-    "attempts = k.attempts + 1, refused_at = NULL, "
-    "untouched_attempts = k.untouched_attempts + CASE WHEN k.untouched_attempts = k.attempts THEN 1 ELSE 0 END"
-)
+#: One attempt more. Both counts go up, so that a key which is once touched never becomes untouched.
+_NEXT_ATTEMPT = "attempts = k.attempts + 1, untouched_attempts = k.untouched_attempts + 1, refused_at = NULL"
 CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 #: A run that does not know that its own last COMMIT went through must not write over what it committed.
