@@ -2,6 +2,7 @@
 
 import logging
 from asyncio import CancelledError
+from functools import partial
 
 from django.http import HttpResponseBase
 from django.urls import Resolver404
@@ -61,6 +62,7 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
         keys.mark_stuck(key, CallInDoubt.code, IN_DOUBT, using=using)
         return False
     keys.mark_stuck(key, ON_ABANDON, BEGUN, using=using)
+    key.begin_call = partial(keys.begin_call, key, using=using, stuck_code=ON_ABANDON)
     try:
         response = rendered(awaited(on_abandon(key)))
         if not isinstance(response, HttpResponseBase):

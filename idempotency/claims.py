@@ -18,7 +18,7 @@ from django.db import Error, connections
 from idempotency import sql
 from idempotency.fingerprint import way_of
 from idempotency.keys import key_as_read
-from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, random_seed
+from idempotency.models import OPEN_TO_RETRIES, IdempotencyKey, random_seed
 from idempotency.rows import execute, fetch, key_of_row, statements, token_parameter, vendor
 from idempotency.transactions import refuse_second_wait, retryable_failure
 
@@ -148,7 +148,8 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
     """Claim an abandoned key for the completer, which leaves it alone for ``delay_seconds`` if this run fails too.
 
     ``early``: for the reaper, whose run of ``on_abandon`` does not wait for the end of the delay that an earlier run has set.
-    Return the claimed key; None if it is not due yet, or somebody else was faster, finished it, or handed it to a person.
+    Return the claimed key; None if it is not due yet, or somebody else was faster, finished it, or handed it to a person, or
+    its client was refused.
     """
     parameters = {
         "id": pk,
@@ -241,7 +242,7 @@ def _refusal(row: _Row, request: ClaimedRequest, recovery_points: tuple[str, ...
         return None if row.expired else Claim(Outcome.FINISHED, key)
     if row.lock_seconds > 0:
         return Claim(Outcome.IN_PROGRESS, key, lock_seconds=row.lock_seconds)
-    if key.stuck_at is not None and key.stuck_code != UNKNOWN_RECOVERY_POINT:
+    if key.stuck_at is not None and key.stuck_code not in OPEN_TO_RETRIES:
         return Claim(Outcome.STUCK, key)
     if key.recovery_point not in recovery_points:
         return Claim(Outcome.UNKNOWN_POINT, key)

@@ -18,10 +18,11 @@ from django.db.models import Window
 from django.db.models.functions import Now, RowNumber
 from django.urls import Resolver404
 
-from idempotency import claims, conf, keys, signals
+from idempotency import claims, conf, http, keys, signals
 from idempotency.abandonment import on_abandon_of
 from idempotency.exceptions import KeyStuck, LockLost
-from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet
+from idempotency.execution import HTTP_EXCEPTIONS
+from idempotency.models import REFUSED_WHEN_REBUILT, IdempotencyKey, IdempotencyKeyQuerySet
 from idempotency.options import match_of, options_of
 from idempotency.rebuilt import CannotRun, run_again
 from idempotency.transactions import connection_lost, takes_no_writes
@@ -30,6 +31,8 @@ logger = logging.getLogger("idempotency")
 
 #: The stuck code of a key that the completer has run often enough.
 ATTEMPTS_EXHAUSTED = "attempts_exhausted"
+#: After so many runs a key whose rebuilt request is refused, with nothing begun under it, is left to its client.
+_RUNS_BEFORE_REFUSED = 5
 #: The longest wait between two runs of one key. With it 25 attempts last for three days: from Friday to Monday.
 _MAX_DELAY_SECONDS = 4 * 3600
 #: So many keys of one scope are taken, then the database is asked again which scopes have some.
@@ -97,8 +100,9 @@ def complete_key(pk: int, *, using: str | None = None) -> str | None:
     """Run one unlocked key that is not stuck on from its recovery point, now, however young it is.
 
     Return "finished", "stuck", or "failed" for a key that was released with its error, and is due again after
-    COMPLETER_IDLE_SECONDS; None, with nothing done, when a run holds it, a person has it, it has its response, or its next run
-    is not due. What the view raises is logged and kept on the key; a lost database is raised. Not for use in a transaction.
+    COMPLETER_IDLE_SECONDS; None, with nothing done, when a run holds it, a person has it, it has its response, its client was
+    refused, or its next run is not due. What the view raises is logged and kept on the key; a lost database is raised. Not for
+    use in a transaction.
     """
     return _complete(pk, 0, using or router.db_for_write(IdempotencyKey))
 
@@ -151,8 +155,10 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
     if key is None:
         return None
     keys.emit(signals.key_claimed, key, None)
+    refused = False
     try:
         response = run_again(key)
+        refused = http.is_refusal(response)
         ended = f"A decorator or the framework answered with status {response.status_code}, before @idempotent ran the view."
     except (CannotRun, KeyStuck) as error:
         ended = ""
@@ -162,6 +168,7 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
     except (Exception, SystemExit, CancelledError) as error:  # A view may call sys.exit(), or let out what it cancelled.
         if connection_lost(error, alias) and not _answers(alias):
             raise  # The next key would fare no better. This one's lock expires.
+        refused = isinstance(error, HTTP_EXCEPTIONS)
         ended = f"{type(error).__name__}: {error}"
         logger.exception("the completer could not finish key %s", key.key_hash, extra=keys.about(key))
     # The status returned says little (a 409 may mean that a client came back): the row says what became of the key.
@@ -171,6 +178,8 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
         keys.release(key, ended, using=alias)
     if after is None or after.finished_at is not None:
         return "finished"
+    if refused and after.untouched and after.completer_attempts >= _RUNS_BEFORE_REFUSED and _leave_to_client(key, alias):
+        return "stuck"
     if after.stuck_at is None and after.completer_attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, alias):
         return "stuck"
     return "failed" if after.stuck_at is None else "stuck"
@@ -183,6 +192,26 @@ def _answers(alias: str) -> bool:
         return bool(connections[alias].is_usable()) and not takes_no_writes(connections[alias])
     except Error:
         return False
+
+
+def _leave_to_client(key: IdempotencyKey, alias: str) -> bool:
+    """Mark a key stuck whose rebuilt request is refused again and again; return whether this call did it.
+
+    What a middleware adds may be missing in the rebuilt request, so that the answer is not one for the client. Its own retry
+    still runs. Not done when anybody has claimed the key since, nor for a view with ``on_abandon``, which settles it.
+    """
+    if on_abandon_of(key) is not None:
+        return False
+    reason = (
+        f"The completer ran it {key.completer_attempts} times, and the request that it had rebuilt was refused before anything "
+        f"was begun. The last error says how. A retry of the client still runs."
+    )
+    try:
+        keys.mark_stuck(key, REFUSED_WHEN_REBUILT, reason, using=alias)
+    except LockLost:
+        return False
+    keys.announce_stuck(key.pk, None, using=alias)
+    return True
 
 
 def _give_up(pk: int, alias: str) -> bool:

@@ -16,7 +16,7 @@ from django.db.models.functions import Coalesce, Greatest, Now
 from idempotency import conf
 from idempotency.enqueuer import backlog
 from idempotency.heartbeats import SILENT_SECONDS
-from idempotency.models import IdempotencyKey, ProcessHeartbeat
+from idempotency.models import REFUSED_WHEN_REBUILT, IdempotencyKey, ProcessHeartbeat
 
 #: Counts stop here: that there are more does not change what is to be done.
 COUNT_LIMIT = 10_000
@@ -71,7 +71,8 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
     keys = IdempotencyKey.objects.using(found.database)
     limits = conf.get()
     found.measured["keys_unfinished"] = _count(keys.unfinished())
-    found.measured["keys_stuck"] = stuck = _count(keys.stuck())
+    found.measured["keys_stuck"] = _count(keys.stuck())
+    stuck = _count(keys.stuck().exclude(stuck_code=REFUSED_WHEN_REBUILT))  # Those wait for their clients.
     found.measured["keys_acknowledged"] = _count(keys.acknowledged())
     if stuck:
         yield Finding(

@@ -37,7 +37,7 @@ logger = logging.getLogger("idempotency")
 #: Where the completer puts the key that it has claimed. Nothing that comes over the network can set it.
 CLAIMED_KEY_ATTRIBUTE = "_idempotency_claimed_key"
 #: What Django itself turns into an answer.
-_HTTP_EXCEPTIONS = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPartParserError)
+HTTP_EXCEPTIONS = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPartParserError)
 
 Run = Callable[[], HttpResponseBase]
 
@@ -202,7 +202,7 @@ def _run_phased(
         if resumed:
             run.recall_doubts()
         with _bound(call.request, run.key):
-            return _settled(call, run)
+            return _settled(call, run, options)
 
     try:
         if key.recovery_point not in run.order:
@@ -218,37 +218,55 @@ def _run_phased(
         _mark_stuck(key, stuck, sender, using=using)
         raise problems.key_stuck(stuck.code) from stuck
     except BaseException as error:
-        if not run.finished:
+        # An HTTP exception has released its key in _settled().
+        if not run.finished and not isinstance(error, HTTP_EXCEPTIONS):
             _release(key, keys.error_text(error, withheld=options.withholds), using=using)
         raise
 
 
-def _settled(call: Call, run: PhasedRun) -> HttpResponseBase:
+def _settled(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
     """Run the view once. Its response is stored, or releases the key, or is refused: no client gets what a retry would not."""
     cause: Exception | None = None
     try:
         response = call.response()
     except Exception as error:
         answer = _answer_to(error, call)
-        if answer is None or (answer.status_code >= 500 and not run.untouched):
+        if answer is None or (answer.status_code >= 500 and not run.key.untouched):
+            if isinstance(error, HTTP_EXCEPTIONS) and not run.finished:
+                _let_go(run, keys.error_text(error, withheld=options.withholds), refusal=True)
             raise
         response, cause = answer, error
     if run.stored(response):
         return response
-    definitive = http.is_stored(response) and (response.status_code < 500 or run.untouched)
-    if not definitive and not run.finished:
-        _release(run.key, f"The view answered with status {response.status_code}.", using=run.using)
+    early = response.status_code >= 400 and run.key.untouched
+    definitive = http.is_stored(response) and (response.status_code < 500 or early)
+    # Nobody has seen what the completer's rebuilt request is answered, and its client might be answered otherwise.
+    if not run.finished and (not definitive or (early and run.sender is None)):
+        refusal = 400 <= response.status_code < 500
+        _let_go(run, f"The view answered with status {response.status_code}.", refusal=refusal)
         return response
-    if response.status_code >= 400 and run.untouched:
-        run.refuse_to_forget_calls()
+    if early:
         keys.finish(run.key, *http.stored_parts(response), using=run.using)
         run.finished_with(response)
         keys.emit(signals.key_finished, run.key, run.sender)
         return response
+    run.refuse_beside_doubt()
     raise ResponseNotCommitted(
         f"A response with status {response.status_code} is not the one a phase stored. Store it with "
         f"phase.set_response(response) and return key.response()."
     ) from cause
+
+
+def _let_go(run: PhasedRun, error: str, *, refusal: bool) -> None:
+    """Free the key of a run that stores no answer. ``refusal``: its client is told "no", and must not be charged later.
+
+    So what marks the key as refused may neither fail silently nor come from a run that has lost its key: raises LockLost, and
+    what the database raises.
+    """
+    if refusal and run.sender is not None:
+        keys.refuse(run.key, error, using=run.using)
+    else:
+        _release(run.key, error, using=run.using)
 
 
 def _answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
@@ -257,7 +275,7 @@ def _answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
         return None
     if (answer := call.answer_to(error)) is not None:
         return answer
-    if isinstance(error, _HTTP_EXCEPTIONS) or conf.get().STORE_5XX:
+    if isinstance(error, HTTP_EXCEPTIONS) or conf.get().STORE_5XX:
         answer = response_for_exception(call.request, error)
     return answer if answer is not None and http.is_stored(answer) else None
 

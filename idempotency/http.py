@@ -129,6 +129,11 @@ def is_stored(response: HttpResponseBase) -> bool:
     return response.status_code < HTTPStatus.INTERNAL_SERVER_ERROR or limits.STORE_5XX
 
 
+def is_refusal(response: HttpResponseBase) -> bool:
+    """Tell whether this response is a 4xx that nobody has marked with ``not_stored``."""
+    return 400 <= response.status_code < 500 and not getattr(response, "idempotency_not_stored", False)
+
+
 def stored_parts(response: HttpResponseBase) -> tuple[int, dict[str, str], bytes | None]:
     """Return status, headers and body as they are stored; the body is None when it streams or is too large to keep."""
     headers = {

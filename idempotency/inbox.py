@@ -15,6 +15,7 @@ from idempotency import conf
 from idempotency.contexts import either_context
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
+from idempotency.transactions import own_cursor
 
 #: How long a delivery waits for another delivery of the same message. Below the patience of those who send webhooks.
 WAIT_SECONDS = 5
@@ -100,7 +101,7 @@ def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str, *, id
     outer one has limits of its own.
     """
     bounded = connection.vendor == "postgresql"
-    with connection.cursor() as cursor:
+    with own_cursor(connection.alias) as cursor:
         if bounded:
             cursor.execute("SELECT current_setting('lock_timeout'), set_config('lock_timeout', %s, true)", [f"{WAIT_SECONDS}s"])
             before = cursor.fetchone()[0]

@@ -17,9 +17,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-from django.db import router, transaction
-from django.db.models import Count, Max, QuerySet
-from django.db.models.functions import Coalesce, Now
+from django.db import connections, router, transaction
+from django.db.models import QuerySet
+from django.db.models.functions import Now
 from django.http import HttpResponse
 
 from idempotency import conf, http, keys, signals, sql
@@ -33,9 +33,10 @@ from idempotency.transactions import refuse_outer_transaction
 
 logger = logging.getLogger("idempotency")
 
-#: Changes with each foreign call of a key that is begun, recorded or taken back.
+#: Changes with each foreign call of a key that is begun, recorded or taken back, and with each ``key.call()``.
 _CALLS = (
     "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above
+    "|| '/' || COALESCE(CAST(k.call_begun_at AS text), '') "
     f"FROM {ForeignCall._meta.db_table} AS c WHERE c.key_id = k.id)"
 )
 
@@ -64,8 +65,8 @@ def hand_back(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None
     """Give a key back to the completer, with all its attempts; return whether this call did it.
 
     On return the key is neither locked nor stuck, and due, and the retention after which the reaper settles it counts anew.
-    Not done for a key that a run holds, for a finished one, and for one whose ``on_abandon`` was begun: what that undid must
-    not be built upon, so such a key can only be answered.
+    Not done for a key that a run holds, for a finished one, for a refused one, and for one whose ``on_abandon`` was begun:
+    what that undid must not be built upon, so such a key can only be answered.
     """
     text = statements(_alias(using))
     return _change(
@@ -73,7 +74,7 @@ def hand_back(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None
         seen,
         at,
         f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, handed_back_at = {text.now}, {sql.CLEAR_STUCK}",
-        f"{text.unlocked} AND k.stuck_code <> '{ON_ABANDON}'",
+        f"{text.unlocked} AND NOT k.refused AND k.stuck_code <> '{ON_ABANDON}'",
         using,
         event="handed back",
         detail=f"to the completer, by {by}",
@@ -94,10 +95,14 @@ def complete_now(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = N
 
 
 def calls_of(pk: int, *, using: str | None = None) -> str:
-    """Return what ``answer`` wants to know of a person: which foreign calls of the key there were when they looked."""
-    found = ForeignCall.objects.using(_alias(using)).filter(key_id=pk)
-    of = found.aggregate(begun=Count("pk"), recorded=Count("recorded_at"), last=Coalesce(Max("pk"), 0))
-    return f"{of['begun']}/{of['recorded']}/{of['last']}"
+    """Return what ``answer`` wants to know of a person: which calls of the key there were when they looked.
+
+    Calls are those of ``foreign_call`` and of ``key.call()``.
+    """
+    with connections[_alias(using)].cursor() as cursor:
+        cursor.execute(f"SELECT {_CALLS} FROM {sql.TABLE} AS k WHERE k.id = %s", [pk])  # nosec B608  # see the noqa above
+        row = cursor.fetchone()
+    return row[0] if row else ""
 
 
 def answer(
@@ -124,7 +129,7 @@ def answer(
         pk,
         seen,
         at,
-        f"recovery_point = '{FINISHED}', finished_at = {text.now}, locked_at = NULL, {sql.CLEAR_STUCK}, "
+        f"recovery_point = '{FINISHED}', finished_at = {text.now}, locked_at = NULL, refused_at = NULL, {sql.CLEAR_STUCK}, "
         "response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
         text.unlocked + (f" AND {_CALLS} = %(calls)s" if calls is not None else ""),
         using,

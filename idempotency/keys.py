@@ -26,6 +26,9 @@ logger = logging.getLogger("idempotency")
 #: The key whose run is under way here; a staged job points at it.
 current: ContextVar[IdempotencyKey | None] = ContextVar("idempotency_key", default=None)
 
+#: The event in a key's history when a block of ``key.call()`` is entered; its detail is the name of the call.
+CALL_BEGUN = "call begun"
+
 _MAX_ERROR_LENGTH = 2000
 _MAX_SUMMARY_LENGTH = 200
 _MAX_CODE_LENGTH = 50
@@ -70,8 +73,18 @@ def advance(key: IdempotencyKey, recovery_point: str, *, using: str) -> None:
 
 
 def renew(key: IdempotencyKey, *, using: str) -> None:
-    """Renew the lock. Raises LockLost if another claim has taken the key over, or a person has been called to it."""
+    """Renew the lock, and note that the request has begun something. Raises LockLost if another claim has taken the key over,
+    or a person has been called to it."""
     _fenced("renew", key, using, reached=key.recovery_point)
+
+
+def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = "") -> None:
+    """Do what ``renew`` does before a call under a derived key, and write the call into the history.
+
+    Raises LockLost if another claim has taken the key over, or the key is stuck with another code than ``stuck_code``.
+    """
+    called = {"event": CALL_BEGUN, "detail": summary(name)}
+    _fenced("begin_call", key, using, reached=key.recovery_point, stuck_code=stuck_code, **called)
 
 
 def finish(key: IdempotencyKey, code: int, headers: dict[str, str], body: bytes | None, *, using: str) -> None:
@@ -95,6 +108,19 @@ def release(key: IdempotencyKey, error: str, *, using: str) -> None:
         _fenced("release", key, using, error=printable(error), event="error", detail=summary(error))
     except LockLost:
         logger.info("key %s was taken over by another run before it was released", key.key_hash, extra=about(key))
+
+
+def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:
+    """Free the lock of a key whose client is told "no", and keep ``error``.
+
+    A key under which nothing was begun is refused: from now on only a retry of its client runs it. Raises LockLost if another
+    claim has taken the key over: its client may get what that one did.
+    """
+    described = {"error": printable(error), "detail": summary(error)}
+    if key.untouched:
+        _fenced("refuse", key, using, reached=key.recovery_point, event="refused", **described)
+    else:
+        _fenced("release", key, using, event="error", **described)
 
 
 def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> None:

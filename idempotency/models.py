@@ -10,7 +10,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 from urllib.parse import parse_qs
@@ -22,13 +22,18 @@ from django.db.models.functions import Now
 from django.http import HttpResponseBase
 
 from idempotency import conf
+from idempotency.contexts import either_context
 from idempotency.exceptions import DownstreamKeyExpired
 
 #: The first and the last recovery point of every key.
 STARTED = "started"
 FINISHED = "finished"
-#: The stuck code of a key that a deploy left behind; the one mark that code can clear by itself.
+#: The stuck code of a key that a deploy left behind. Code that knows its recovery point clears it.
 UNKNOWN_RECOVERY_POINT = "unknown_recovery_point"
+#: The stuck code of a key whose request is refused each time that the completer rebuilds it. A retry of the client clears it.
+REFUSED_WHEN_REBUILT = "refused_when_rebuilt"
+#: The stuck codes with which a retry of the client still runs.
+OPEN_TO_RETRIES = (UNKNOWN_RECOVERY_POINT, REFUSED_WHEN_REBUILT)
 
 _NOT_PHASED = (
     "No phased request works on this key: it was only read from the database, or its view is a plain one, whose row each "
@@ -63,8 +68,12 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         return self.filter(finished_at__isnull=False)
 
     def unfinished(self) -> "IdempotencyKeyQuerySet":
-        """Keys without a stored response, stuck ones included."""
-        return self.filter(finished_at__isnull=True)
+        """Keys without a stored response, stuck ones included, refused ones not."""
+        return self.filter(finished_at__isnull=True, refused=False)
+
+    def refused(self) -> "IdempotencyKeyQuerySet":
+        """Keys whose client was refused before anything was begun: only a retry of the client runs them."""
+        return self.filter(finished_at__isnull=True, refused=True)
 
     def stuck(self) -> "IdempotencyKeyQuerySet":
         """Keys that wait for a person: given up on, and not acknowledged since."""
@@ -98,10 +107,11 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         )
 
     def expired(self, retention: timedelta | None = None) -> "IdempotencyKeyQuerySet":
-        """Finished keys past their retention, counted from ``finished_at``: they are new again on read."""
+        """Keys past their retention, counted from ``finished_at`` or ``refused_at``. Finished ones are new again on read."""
         cutoff = Now() - (timedelta(hours=conf.get().RETENTION_HOURS) if retention is None else retention)
-        # A key is created before it is finished: the first condition is implied, and has an index.
-        return self.filter(created_at__lt=cutoff, finished_at__lt=cutoff)
+        refused = Q(finished_at__isnull=True, refused=True, refused_at__lt=cutoff)
+        # A key is created before it is finished or refused: the first condition is implied, and has an index.
+        return self.filter(Q(finished_at__lt=cutoff) | refused, created_at__lt=cutoff)
 
     def overdue(self) -> "IdempotencyKeyQuerySet":
         """Unfinished keys past the retention that nobody has looked at yet.
@@ -150,6 +160,21 @@ class IdempotencyKey(models.Model):
 
     claim_token = models.UUIDField(null=True, blank=True, help_text="The current claim: the fence.")
     attempts = models.PositiveIntegerField(default=0, help_text="Claims so far, by clients and by the completer.")
+    # Equal to ``attempts``, not a mark of its own: code from before this column raises ``attempts`` alone, and what it has
+    # begun is unknown. Such a key counts as touched, and as not refused.
+    untouched_attempts = models.PositiveIntegerField(
+        default=0, db_default=0, help_text="While it equals attempts, no attempt is known to have begun anything."
+    )
+    call_begun_at = models.DateTimeField(null=True, blank=True, help_text="When the last key.call() was entered.")
+    refused_at = models.DateTimeField(
+        null=True, blank=True, help_text="When the client was refused with a status that is never stored; each claim clears it."
+    )
+    refused = models.GeneratedField(
+        expression=Q(refused_at__isnull=False, untouched_attempts=F("attempts")),  # type: ignore[arg-type]  # a Q is one
+        output_field=models.BooleanField(),
+        db_persist=True,
+        help_text="Refused before any attempt had begun anything: only a retry of the client runs it.",
+    )
     completer_attempts = models.PositiveIntegerField(default=0)
     next_run_at = models.DateTimeField(null=True, blank=True, help_text="Not before this will the completer run it again.")
 
@@ -177,6 +202,8 @@ class IdempotencyKey(models.Model):
 
     #: The run that works on this instance; None on an instance that was merely read.
     run: Run | None = None
+    #: What writes down that a call under a derived key begins; None where no such call may be made.
+    begin_call: Callable[[str], None] | None = None
     #: The token of the claim that this instance stands for. Not a field: refresh_from_db() must not adopt another claim's.
     fence: uuid.UUID | None = None
     #: Where the row was when it was last seen, on PostgreSQL (``ctid``).
@@ -215,11 +242,16 @@ class IdempotencyKey(models.Model):
             models.CheckConstraint(
                 condition=Q(locked_at__isnull=True) | Q(claim_token__isnull=False), name="idempotency_key_locked_by_claim"
             ),
+            models.CheckConstraint(
+                condition=Q(untouched_attempts__lte=F("attempts")), name="idempotency_key_untouched_attempts"
+            ),
         ]
         indexes = [
             # Neither an UPDATE of a phase nor that of a plain view touches an indexed column: they stay HOT.
             models.Index(fields=["created_at"], name="idempotency_key_created"),
-            models.Index(fields=["created_at"], name="idempotency_key_unfinished", condition=Q(finished_at__isnull=True)),
+            models.Index(
+                fields=["created_at"], name="idempotency_key_unfinished", condition=Q(finished_at__isnull=True, refused=False)
+            ),
         ]
 
     def __str__(self) -> str:
@@ -242,6 +274,11 @@ class IdempotencyKey(models.Model):
         return hashlib.sha256(f"{len(self.scope)}:{self.scope}{self.idempotency_key}".encode()).hexdigest()[:12]
 
     @property
+    def untouched(self) -> bool:
+        """Whether no attempt has begun anything that outlives it: a phase, a ``foreign_call``, a ``key.call()``."""
+        return self.recovery_point == STARTED and self.untouched_attempts == self.attempts
+
+    @property
     def request_params(self) -> Any:
         """The stored body, decoded for people: JSON, the fields of a form, else text; None if it was not kept."""
         if self.request_body is None:
@@ -260,7 +297,7 @@ class IdempotencyKey(models.Model):
         """Return the key to pass to another system for the call ``name``: 64 hexadecimal digits.
 
         The same over all attempts of this request; unique over scopes, accounts and restored databases; never the
-        client's own value. Nothing is read or written.
+        client's own value. Nothing is read or written: make the call itself in ``key.call()``.
 
         Raises DownstreamKeyExpired when this key is older than ``valid_seconds``: the other system may have forgotten it.
         The decorator then marks this key stuck. Raises RuntimeError in a plain view: each attempt would get another one.
@@ -274,6 +311,24 @@ class IdempotencyKey(models.Model):
                 f"happened, then answer this request from the admin."
             )
         return hmac.new(bytes(self.seed), name.encode(), hashlib.sha256).hexdigest()
+
+    @either_context(holds_transaction=False)
+    def call(self, name: str, valid_seconds: int | None = None) -> Iterator[str]:
+        """Enter a block that makes the call ``name`` to another system, and give it the key to pass there.
+
+        The key is that of ``derive()``. When the block begins, one fenced statement has committed that the request has begun
+        something, and has renewed the lock; leaving the block writes nothing. A process that stands still inside the block for
+        longer than the lock timeout may still make the call after the key was taken over.
+
+        Raises what ``derive()`` raises; CallInDoubt beside a foreign call in doubt; LockLost when another claim has taken the
+        key over, or the key is stuck; RuntimeError in a phase, in a transaction, and where no phased request works on the key.
+        An async view enters it with ``async with``.
+        """
+        if self.begin_call is None:
+            raise RuntimeError(_NOT_PHASED)
+        downstream_key = self.derive(name, valid_seconds)
+        self.begin_call(name)
+        yield downstream_key
 
     def phases(self) -> Iterator[str]:
         """Yield the recovery point to go on from until the key is finished; see ``idempotency.runs``."""

@@ -49,9 +49,10 @@ class AtomicPhase:
     def set_response(self, response: HttpResponseBase) -> None:
         """Let the phase commit together with this response, which finishes the key.
 
-        Raises ResponseNotStorable for a status that is never stored.
+        Any 4xx may end the request here, also one that is never stored when it is returned, such as 403. Raises
+        ResponseNotStorable for other statuses that are never stored, and for what ``not_stored()`` has marked.
         """
-        if not http.is_stored(response):
+        if not (http.is_stored(response) or http.is_refusal(response)):
             raise ResponseNotStorable(
                 f"A response with status {response.status_code} is never stored. Return it from outside the phase: the key is "
                 f"released, and a retry goes on from the last recovery point."
@@ -195,7 +196,7 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     run = run_of(key)
     if name in run.called:
         raise RuntimeError(f"This run has made the call {name!r} before, and a second one would get its result: name it anew.")
-    run.refuse_call_beside_doubt(name)
+    run.refuse_beside_doubt(name)
     token = cast(UUID, key.fence)
     rows = ForeignCall.objects.using(run.using)
     with durable_transaction(None, using=run.using):
@@ -203,6 +204,7 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
         # The renewal has locked the key, so nobody else writes this row meanwhile.
         begun = rows.filter(key_id=key.pk, name=name).first()
         row = begun or rows.create(key_id=key.pk, name=name, token=token)
+    run.begun()
     call = MadeCall(row)
     if call.due:
         # Until it is settled: the view may catch what is raised here, or in the block, and go on.

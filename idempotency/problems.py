@@ -5,7 +5,7 @@ import math
 from django.http import HttpResponseBase, JsonResponse
 
 from idempotency import conf
-from idempotency.models import UNKNOWN_RECOVERY_POINT
+from idempotency.models import REFUSED_WHEN_REBUILT, UNKNOWN_RECOVERY_POINT
 
 #: A client in a hurry is told to look again after so long, however long the lock may still hold.
 LOOK_AGAIN_SECONDS = 2
@@ -97,6 +97,8 @@ def key_stuck(stuck_code: str) -> Problem:
     if stuck_code == UNKNOWN_RECOVERY_POINT:
         detail = "Send it again later, with the same key."
         return Problem(503, stuck_code, detail, retryable=True, retry_after=LOOK_AGAIN_SECONDS)
+    if stuck_code == REFUSED_WHEN_REBUILT:
+        return key_in_use()
     return Problem(409, "key_stuck", "Do not send it again: it was handed to a person, who will settle it.")
 
 

@@ -53,14 +53,14 @@ def reap_once(
 ) -> ReapPass:
     """Delete what is past its retention, a batch in a transaction, with a rest after each; several may run at once.
 
-    Deleted are finished keys that have expired, and messages of the inbox after 30 days, but not the message of a job that is
-    still staged. Foreign keys to a deleted key are honoured; one that a row of the user protects is kept. Unfinished keys past
-    the retention, counted from their creation or from when a person gave them back to the completer, are settled by the
-    ``on_abandon`` of their view, or marked stuck, unless a run holds them.
+    Deleted are finished and refused keys that have expired, and messages of the inbox after 30 days, but not the message of a
+    job that is still staged. Foreign keys to a deleted key are honoured; one that a row of the user protects is kept. Other
+    unfinished keys past the retention, counted from their creation or from when a person gave them back to the completer, are
+    settled by the ``on_abandon`` of their view, or marked stuck, unless a run holds them.
 
-    ``older_than_hours`` replaces RETENTION_HOURS for the finished keys of this pass, and for nothing else: a retry that comes
-    after its key was deleted runs anew. ``stop`` is asked before each batch and during the rests, ``progress`` is told the
-    counts after each batch. ``dry_run`` only counts.
+    ``older_than_hours`` replaces RETENTION_HOURS for the finished and refused keys of this pass, and for nothing else: a retry
+    that comes after its key was deleted runs anew. ``stop`` is asked before each batch and during the rests, ``progress`` is
+    told the counts after each batch. ``dry_run`` only counts.
     """
     alias = using or router.db_for_write(IdempotencyKey)
     hours = conf.get().RETENTION_HOURS if older_than_hours is None else older_than_hours

@@ -29,7 +29,7 @@ from idempotency import conf, scopes
 from idempotency.contexts import awaited
 from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
 from idempotency.http import MULTIPART, NO_USER, REDACTED_MARK, SCRIPT_NAME
-from idempotency.models import STARTED, ForeignCall, IdempotencyKey
+from idempotency.models import IdempotencyKey
 from idempotency.options import URLCONF, Options, match_of, options_of
 
 #: Where PREPARE_REQUEST says who sent the request; the last two are Django REST framework's.
@@ -114,8 +114,7 @@ def _stop_if_refused(request: HttpRequest, key: IdempotencyKey, status: int) -> 
     """
     if status not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or hasattr(request, "idempotency_key"):
         return  # @idempotent sets that attribute first: it was reached.
-    calls = ForeignCall.objects.using(key._state.db).filter(key_id=key.pk)
-    if key.recovery_point != STARTED or calls.exists():
+    if not key.untouched:
         raise CannotRun(
             "user_missing",
             f"The sender may not make this request any more: it was refused with status {status}, before @idempotent ran the "

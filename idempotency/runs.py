@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from django.db.models import F
 from django.http import HttpRequest, HttpResponseBase
 
-from idempotency import conf, http
+from idempotency import conf, http, keys
 from idempotency.calls import Call
-from idempotency.exceptions import CallInDoubt, IdempotencyError, PhaseDidNotAdvance, ResponseNotCommitted
-from idempotency.models import FINISHED, STARTED, ForeignCall, IdempotencyKey
+from idempotency.exceptions import CallInDoubt, IdempotencyError, PhaseDidNotAdvance
+from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
+from idempotency.transactions import refuse_outer_transaction
 
 
 class PhasedRun:
@@ -34,52 +34,40 @@ class PhasedRun:
         self.unsettled: dict[str, IdempotencyError] = {}
         #: Those whose blocks have not been left yet.
         self.open_calls: set[str] = set()
-        self._phases_committed = 0
         self._moved = False
         self._response: HttpResponseBase | None = None
-        key.run = self
+        key.run, key.begin_call = self, self._begin_call
 
     def again(self, fresh: IdempotencyKey) -> "PhasedRun":
         """Return the run that goes on for this one inside the process, over a key read anew."""
-        run = PhasedRun(fresh, self.call, self.order, self.sender, using=self.using)
-        run._phases_committed = self._phases_committed
-        return run
+        return PhasedRun(fresh, self.call, self.order, self.sender, using=self.using)
 
     @property
     def finished(self) -> bool:
         """Whether the key has its response."""
         return self.key.recovery_point == FINISHED
 
-    @property
-    def untouched(self) -> bool:
-        """Whether nothing has moved the key yet, and this request has committed nothing."""
-        return self.key.recovery_point == STARTED and not self._phases_committed
-
     def recall_doubts(self) -> None:
         """Read which calls were begun before and not recorded, in case that this time the view takes another way."""
         rows = ForeignCall.objects.using(self.using).filter(key_id=self.key.pk, recorded_at=None)
         self.unsettled = {name: CallInDoubt(call_in_doubt(name)) for name in rows.values_list("name", flat=True)}
 
-    def refuse_call_beside_doubt(self, name: str) -> None:
-        """Raise CallInDoubt when another call than ``name`` is in doubt: this one, made instead, might do its work twice."""
+    def refuse_beside_doubt(self, name: str | None = None) -> None:
+        """Raise CallInDoubt when another call than ``name`` is in doubt.
+
+        A call made instead might do its work twice; an answer that no phase stored would say that nothing happened.
+        """
         for other, obstacle in self.unsettled.items():
             if isinstance(obstacle, CallInDoubt) and other != name and other not in self.open_calls:
                 raise obstacle
 
-    def refuse_to_forget_calls(self) -> None:
-        """Raise when a foreign call of this request was begun: an answer that no phase stored would say that nothing happened.
-
-        Raises CallInDoubt when nobody knows what it did, ResponseNotCommitted when its result is recorded.
-        """
-        calls = ForeignCall.objects.using(self.using).filter(key_id=self.key.pk)
-        calls = calls.order_by(F("recorded_at").asc(nulls_first=True))  # A doubt weighs more than a result.
-        for name, recorded_at in calls.values_list("name", "recorded_at"):
-            if recorded_at is None:
-                raise CallInDoubt(call_in_doubt(name))
-            raise ResponseNotCommitted(
-                f"The call {name!r} was made, and this answer would end the request as if it had not been. Store an answer "
-                f"that tells of it with phase.set_response(), or go on."
-            )
+    def _begin_call(self, name: str) -> None:
+        """Write down that a call under a derived key begins; see ``IdempotencyKey.call``."""
+        run_of(self.key)
+        refuse_outer_transaction(self.using)
+        self.refuse_beside_doubt()
+        keys.begin_call(self.key, name, using=self.using)
+        self.begun()
 
     def phases(self) -> Iterator[str]:
         """Yield the recovery point to go on from until the key is finished.
@@ -108,9 +96,13 @@ class PhasedRun:
         """Tell whether this very response is the one that a phase stored."""
         return response is self._response
 
+    def begun(self) -> None:
+        """Note what was committed with ``keys.renew`` or a phase: the key is not untouched any more."""
+        self.key.untouched_attempts = 0
+
     def moved_to(self, recovery_point: str) -> None:
         """Note what a phase has committed."""
-        self._phases_committed += 1
+        self.begun()
         self._moved = self._moved or recovery_point != self.key.recovery_point
         self.key.recovery_point = recovery_point
 

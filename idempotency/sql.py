@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from idempotency import conf
-from idempotency.models import FINISHED, STARTED, UNKNOWN_RECOVERY_POINT, IdempotencyKey
+from idempotency.models import FINISHED, OPEN_TO_RETRIES, STARTED, UNKNOWN_RECOVERY_POINT, IdempotencyKey
 
 #: How many events a key remembers: without a limit 4,000 retries of one key made a 12 ms claim.
 HISTORY_LIMIT = 50
@@ -24,7 +24,7 @@ READ = tuple(
     if field.name not in {"request_body", "request_content_type", "request_headers", "remote_addr", "last_error", "history"}
 )
 #: What a claim returns of the key that it claimed, with its age and its place: all that the claim has not written itself.
-CLAIMED = ("id", "user_id", "attempts", "seed", "recovery_point")
+CLAIMED = ("id", "user_id", "attempts", "untouched_attempts", "seed", "recovery_point")
 #: What a claim returns of a key that it met, with whether it is expired and what is left of its lock.
 MET = (
     *("id", "user_id", "attempts", "recovery_point", "request_fingerprint", "finished_at", "stuck_at", "stuck_code"),
@@ -87,7 +87,11 @@ _SQLITE = _Dialect(
     place="NULL",
 )
 
+#: For a claim of the client, and of the completer.
+_OPEN_TO_RETRIES = f"(k.stuck_at IS NULL OR k.stuck_code IN {OPEN_TO_RETRIES!r})"
 _NOT_STUCK = f"(k.stuck_at IS NULL OR k.stuck_code = '{UNKNOWN_RECOVERY_POINT}')"
+#: One attempt more. Both counts go up, so that a key which is once touched never becomes untouched.
+_NEXT_ATTEMPT = "attempts = k.attempts + 1, untouched_attempts = k.untouched_attempts + 1, refused_at = NULL"
 CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 #: A run that does not know that its own last COMMIT went through must not write over what it committed.
@@ -112,10 +116,10 @@ class Statements:
         self.now = dialect.now
         self.unlocked = f"(k.locked_at IS NULL OR k.locked_at < {dialect.ago.format(lock_timeout_seconds)})"
         self.expired = f"COALESCE(k.finished_at < {dialect.ago.format(retention_seconds)}, false)"
-        # A stuck key is claimed only when a deploy alone left it, and only by code that knows its point.
+        # A stuck key is claimed only when a deploy or the completer alone left it, and only by code that knows its point.
         self.claimable = (
             f"(k.finished_at IS NULL AND k.request_fingerprint = %(request_fingerprint)s AND {self.unlocked} "
-            f"AND {_NOT_STUCK} AND {dialect.known_point})"
+            f"AND {_OPEN_TO_RETRIES} AND {dialect.known_point})"
         )
 
     def _columns(self, names: tuple[str, ...], prefix: str) -> str:
@@ -156,6 +160,7 @@ class Statements:
             "recovery_point": f"'{FINISHED if finished else STARTED}'",
             "locked_at": "NULL" if finished else self.now,
             "attempts": "1",
+            "untouched_attempts": "1",
             "completer_attempts": "0",
             "stuck_code": "''",
             "stuck_reason": "''",
@@ -173,7 +178,7 @@ class Statements:
         return (
             self._insert(finished=False, source=source)
             + f"ON CONFLICT (scope, idempotency_key) DO UPDATE SET claim_token = excluded.claim_token, locked_at = {self.now}, "  # nosec B608  # see the docstring
-            f"last_run_at = {self.now}, attempts = k.attempts + 1, {CLEAR_STUCK}, history = {self.dialect.append_event} "
+            f"last_run_at = {self.now}, {_NEXT_ATTEMPT}, {CLEAR_STUCK}, history = {self.dialect.append_event} "
             f"WHERE {self.claimable} RETURNING {self._claimed}"
         )
 
@@ -186,7 +191,7 @@ class Statements:
         # A plain view's row is not visible before COMMIT, and an INSERT would wait for it: its lock tells at once.
         guard = (
             "WHERE CASE WHEN EXISTS (SELECT 1 FROM met) THEN (SELECT met.claimable FROM met) "
-            f"ELSE pg_try_advisory_xact_lock({_KEY_LOCK}) END"
+            f"ELSE pg_try_advisory_xact_lock({_KEY_LOCK}) END"  # nosec B608  # see the docstring
         )
         return (
             f"WITH met AS MATERIALIZED (SELECT {self._met}, {self.claimable} AS claimable FROM {TABLE} AS k "  # nosec B608  # see the docstring
@@ -226,9 +231,9 @@ class Statements:
         """Claim for the completer, which sets when it will come back, or for ``on_abandon`` in the reaper."""
         return (
             f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at = {self.now}, "  # nosec B608  # see the docstring
-            f"attempts = k.attempts + 1, completer_attempts = k.completer_attempts + 1, "
+            f"{_NEXT_ATTEMPT}, completer_attempts = k.completer_attempts + 1, "
             f"next_run_at = {self.dialect.later.format('%(delay)s')}, {CLEAR_STUCK}, history = {self.dialect.append_event} "
-            f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} "
+            f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND NOT k.refused AND {self.unlocked} AND {_NOT_STUCK} "
             f"AND (%(early)s OR k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._read('')}"
         )
 
@@ -253,8 +258,20 @@ class Statements:
 
     @cached_property
     def renew(self) -> str:
-        """Renew the lock, and nothing else. A run that was given up begins no call while a person looks at its key."""
-        return f"UPDATE {TABLE} AS k SET locked_at = {self.now} WHERE {_FENCE} AND {_REACHED} AND k.stuck_at IS NULL"  # nosec B608  # see the docstring
+        """Renew the lock, and note that something is begun. A run that was given up begins nothing while a person looks at
+        its key."""
+        return (
+            f"UPDATE {TABLE} AS k SET locked_at = {self.now}, untouched_attempts = 0 "  # nosec B608  # see the docstring
+            f"WHERE {_FENCE} AND {_REACHED} AND k.stuck_at IS NULL"
+        )
+
+    @cached_property
+    def begin_call(self) -> str:
+        """The same before a call under a derived key, which the history names; for ``on_abandon`` under its own mark."""
+        return (
+            f"UPDATE {TABLE} AS k SET locked_at = {self.now}, untouched_attempts = 0, call_begun_at = {self.now}, "  # nosec B608  # see the docstring
+            f"history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED} AND k.stuck_code = %(stuck_code)s"
+        )
 
     @cached_property
     def finish(self) -> str:
@@ -273,6 +290,14 @@ class Statements:
             f"WHERE {_FENCE} AND k.finished_at IS NULL"
         )
 
+    @cached_property
+    def refuse(self) -> str:
+        """Free the lock of a key under which nothing was begun, and leave it to its client alone."""
+        return (
+            f"UPDATE {TABLE} AS k SET locked_at = NULL, refused_at = {self.now}, {CLEAR_STUCK}, last_error = %(error)s, "  # nosec B608  # see the docstring
+            f"history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED} AND k.untouched_attempts = k.attempts"
+        )
+
     def _mark_stuck(self, condition: str) -> str:
         return (
             f"UPDATE {TABLE} AS k SET locked_at = NULL, stuck_at = {self.now}, stuck_code = %(code)s, "  # nosec B608  # see the docstring
@@ -288,7 +313,7 @@ class Statements:
     @cached_property
     def give_up(self) -> str:
         """Hand the key to a person, when no run holds it and nobody has it yet."""
-        return self._mark_stuck(f"k.id = %(id)s AND k.stuck_at IS NULL AND {self.unlocked}")
+        return self._mark_stuck(f"k.id = %(id)s AND k.stuck_at IS NULL AND NOT k.refused AND {self.unlocked}")
 
 
 #: The parameters of a claim that describe the request; each is a column.

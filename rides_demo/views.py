@@ -37,7 +37,8 @@ def give_back(key: IdempotencyKey) -> HttpResponse:
     ride = Ride.objects.select_related("user").filter(idempotency_key=key).first()
     charge_id = (ride.stripe_charge_id or payments.find_charge(ride)) if ride else None
     if charge_id:
-        payments.refund_charge(charge_id, key.derive("refund"))
+        with key.call("refund") as downstream_key:
+            payments.refund_charge(charge_id, downstream_key)
     message = "The ride could not be booked in time. Nothing was charged, or the charge was given back."
     return error_response(HTTPStatus.GONE, "ride_abandoned", message)
 
@@ -58,7 +59,8 @@ def create_ride(request: HttpRequest) -> HttpResponse:
             case "ride_created":
                 ride = Ride.objects.select_related("user").get(idempotency_key=key)
                 try:
-                    charge_id = payments.charge_ride(ride, key.derive("charge", valid_seconds=payments.CHARGE_KEY_SECONDS))
+                    with key.call("charge", valid_seconds=payments.CHARGE_KEY_SECONDS) as downstream_key:
+                        charge_id = payments.charge_ride(ride, downstream_key)
                 except payments.PaymentDeclined as declined:
                     with atomic_phase(key) as phase:
                         phase.set_response(error_response(HTTPStatus.PAYMENT_REQUIRED, "payment_declined", str(declined)))

@@ -137,6 +137,7 @@ def _kind_of(field: Any) -> str:
         "JSONField": "JSON",
         "BinaryField": "bytes",
         "PositiveIntegerField": "whole number",
+        "BooleanField": "true or false",
         "PositiveSmallIntegerField": "whole number",
     }.get(kind)
     if name is None:

@@ -25,7 +25,7 @@ from idempotency.admin.codes import STUCK_CODES
 from idempotency.completer import ATTEMPTS_EXHAUSTED
 from idempotency.exceptions import KeyStuck
 from idempotency.interventions import acknowledge
-from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, StagedJob
+from idempotency.models import OPEN_TO_RETRIES, IdempotencyKey, StagedJob
 from rides_demo.urls import urlpatterns
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import make_older
@@ -223,7 +223,7 @@ def test_a_key_that_moved_on_under_the_claim_that_was_seen_is_left_alone() -> No
     client, key = person(superuser=True), stuck_key()
     asked = client.get(url(key, "answer"), looked_at(key, "default")).text
     hidden = dict(re.findall(r'<input type="hidden" name="(seen|at|calls)" value="([^"]*)"', asked))
-    assert hidden == {"seen": str(key.claim_token), "at": "started", "calls": "0/0/0"}
+    assert hidden == {"seen": str(key.claim_token), "at": "started", "calls": "0/0/0/"}
     IdempotencyKey.objects.update(recovery_point="charged")
     for button in BUTTONS:
         assert "moved since you looked" in told(client.post(url(key, button), hidden | {"status": 409}, follow=True))
@@ -367,10 +367,10 @@ def test_every_stuck_code_of_the_app_is_explained_on_the_page_and_in_the_docs() 
         *(kind.code for kind in KeyStuck.__subclasses__() if kind.__module__.startswith("idempotency.")),
         KeyStuck.code,
     }
-    raised |= {ATTEMPTS_EXHAUSTED, RETENTION_PASSED, ON_ABANDON, UNKNOWN_RECOVERY_POINT}
+    raised |= {ATTEMPTS_EXHAUSTED, RETENTION_PASSED, ON_ABANDON, *OPEN_TO_RETRIES}
     named = set(re.findall(r'(?:give_up|mark_stuck)\((?:\w|\.)+, ("?[A-Z_]{2,}|"\w+)', sources))
     assert named
-    assert named <= {"ATTEMPTS_EXHAUSTED", "RETENTION_PASSED", "ON_ABANDON", "UNKNOWN_RECOVERY_POINT"}
+    assert named <= {"ATTEMPTS_EXHAUSTED", "RETENTION_PASSED", "ON_ABANDON", "UNKNOWN_RECOVERY_POINT", "REFUSED_WHEN_REBUILT"}
     assert raised == set(STUCK_CODES)
     documented = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", DOCS, re.M)
     assert documented == [(code, found.cause, found.cure) for code, found in STUCK_CODES.items()]

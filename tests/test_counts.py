@@ -1,12 +1,16 @@
 """What a protected request costs in statements, commits and WAL, on any machine."""
 
 from collections.abc import Iterator
+from typing import cast
+from unittest.mock import patch
 
 import pytest
 from django.db import connection
 
 from benchmarks import views
 from benchmarks.counts import Counts, count, create_table
+from idempotency import keys
+from idempotency.models import IdempotencyKey
 
 pytestmark = pytest.mark.postgres
 
@@ -55,6 +59,18 @@ def test_ride_is_four_commits() -> None:
     counts = first(views.ride)
     assert counts.commits == 4
     assert len(counts.besides_the_work) == 4  # the claim, and the end of each phase
+
+
+def test_call_under_a_derived_key_is_one_statement_more() -> None:
+    def with_a_call(key: IdempotencyKey) -> None:
+        with key.call("charge"):
+            pass
+
+    cost = len(first(views.ride).statements)
+    with patch.object(views, "charge", lambda: with_a_call(cast(IdempotencyKey, keys.current.get()))):
+        counts = first(views.ride)
+    assert (len(counts.statements), counts.commits) == (cost + 1, 5)
+    assert (counts.updates, counts.hot_updates) == (4, 3)
 
 
 def test_replay_of_a_plain_view_is_one_statement_in_a_transaction() -> None:

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection
 from django.http import HttpResponse
 from pytest_django import Settings
 
 from idempotency import late_releases
 from idempotency.completer import complete_once
 from idempotency.enqueuer import enqueue_once
+from idempotency.inbox import process_once
 from idempotency.late_releases import release_later
 from idempotency.management.passes import Loop, explained
 from idempotency.models import ForeignCall, IdempotencyKey
@@ -81,6 +82,13 @@ def test_a_command_says_in_one_line_that_the_database_takes_no_writes() -> None:
     with pytest.raises(Exception, match="read-only") as raised:
         reap_once()
     assert explained(raised.value, "default") is not None
+
+
+def test_a_delivery_to_a_read_only_database_is_one_to_a_lost_database() -> None:
+    """Workers deliver again, without end, what an OperationalError ended."""
+    make_read_only(True)
+    with pytest.raises(OperationalError, match="read-only"), process_once("stripe", "evt_1"):
+        pytest.fail("the message counts as new")
 
 
 def test_the_key_of_a_run_that_the_outage_ended_is_free_once_the_database_is_back(serve: Serve, sender: Sender) -> None:

@@ -125,7 +125,7 @@ BUTTONS = {
         explanation="The request is run on from its recovery point, now and in this process, as the user who sent it. What it "
         "has done already is not done again. Should it fail, the completer goes on with it, with all its attempts "
         "anew.",
-        possible=lambda key, state: state not in ("in flight", "finished") and key.stuck_code != ON_ABANDON,
+        possible=lambda key, state: state not in ("in flight", "refused", "finished") and key.stuck_code != ON_ABANDON,
         press=_complete,
     ),
     "answer": Button(

@@ -44,6 +44,12 @@ STUCK_CODES = {
         "The code that runs now does not know the recovery point at which the key stands: a deploy renamed or removed it.",
         "Deploy code that declares the recovery point. The next retry, or the completer, then goes on by itself.",
     ),
+    "refused_when_rebuilt": StuckCode(
+        "The completer made the request again from what is kept of it, and the view refused it each time, before anything was "
+        "begun. Its client may be answered otherwise.",
+        "A retry of the client runs it. If the rebuilt request lacks what a middleware adds, set PREPARE_REQUEST and complete "
+        "the key; or answer it.",
+    ),
     "view_missing": StuckCode(
         "No view that is protected with @idempotent answers the path of the request any more.",
         "Deploy a view that answers it, then complete the key; or answer it.",

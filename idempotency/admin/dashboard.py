@@ -25,7 +25,7 @@ MAX_READ = 5000
 LOOPS = ("enqueue_jobs", "complete_keys", "reap_keys")
 _COLUMNS = (
     *("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "acknowledged_at", "next_run_at"),
-    *("recovery_point", "stuck_code"),
+    *("recovery_point", "stuck_code", "refused"),
 )
 
 
@@ -90,7 +90,7 @@ def _of_keys(keys: list[Any], url: str) -> dict[str, Any]:
         "by_state": [
             _bar(state, states[state], max(states.values(), default=0), url, state == "stuck", state=state.replace(" ", "_"))
             for state in STATES
-            if state != "finished"
+            if state not in ("refused", "finished")
         ],
         "by_point": by_point,
         "by_code": [

@@ -13,6 +13,7 @@ from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
 from idempotency.admin.reading import admin_url, first_line
+from idempotency.keys import CALL_BEGUN
 from idempotency.models import FINISHED, STARTED, ForeignCall, IdempotencyKey, StagedJob
 from idempotency.options import URLCONF, match_of, options_of
 
@@ -122,6 +123,24 @@ def events(key: IdempotencyKey) -> list[Event]:
         found.append(Event(event["event"], event["detail"], at, later))
         before = at or before
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class LastCall:
+    """A call under a derived key that no later phase has answered for."""
+
+    name: str
+    seconds_ago: float
+
+
+def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
+    """Return the last call under a derived key since the key last moved; None if there is none, or the key is finished."""
+    for event in reversed(events(key)) if key.finished_at is None else ():
+        if event.name == "recovery point":
+            break
+        if event.name == CALL_BEGUN and event.at is not None:
+            return LastCall(event.detail, max(0.0, (now - event.at).total_seconds()))
+    return None
 
 
 def linked(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, using: str) -> Iterator[Linked]:

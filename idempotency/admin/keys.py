@@ -34,8 +34,8 @@ _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history"
 _PRESSED = ("pk", "claim_token", "recovery_point", "request_method", "request_path")
 _REQUEST_PARTS = ("request_headers_shown", "request_shown")
 _TIMES = (
-    *("created_at", "last_run_at", "locked_at", "finished_at", "stuck_at", "acknowledged_at", "handed_back_at"),
-    "next_run_at",
+    *("created_at", "last_run_at", "locked_at", "finished_at", "refused_at", "stuck_at", "acknowledged_at"),
+    *("handed_back_at", "next_run_at"),
 )
 
 
@@ -160,6 +160,7 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
             "state": state,
             "line": key_page.line(key, key.declared),
             "events": key_page.events(key),
+            "last_call": key_page.last_call(key, key.read_at),
             "next_step": next_step(key, key.read_at, has_view=key.declared is not None),
             "stuck_code": STUCK_CODES.get(key.stuck_code),
             "buttons": offered(key, state, partial(self.holds, request)),
@@ -203,6 +204,7 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
             self.message_user(request, text, level)
             return HttpResponseRedirect(page)
         context = {"title": button.label, "opts": self.opts, "key": key, "button": button, "form": form, "page": page}
+        context["last_call"] = key_page.last_call(key, key.read_at)
         template = "admin/idempotency/idempotencykey/press.html"
         return TemplateResponse(request, template, self.admin_site.each_context(request) | {"media": self.media} | context)
 

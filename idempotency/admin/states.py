@@ -15,9 +15,9 @@ from django.utils.timesince import timeuntil
 from idempotency import conf
 from idempotency.abandonment import on_abandon_of
 from idempotency.admin.codes import STUCK_CODES
-from idempotency.models import UNKNOWN_RECOVERY_POINT, IdempotencyKey, IdempotencyKeyQuerySet
+from idempotency.models import REFUSED_WHEN_REBUILT, UNKNOWN_RECOVERY_POINT, IdempotencyKey, IdempotencyKeyQuerySet
 
-STATES = ("stuck", "acknowledged", "abandoned", "waiting for a retry", "in flight", "finished")
+STATES = ("stuck", "acknowledged", "abandoned", "waiting for a retry", "in flight", "refused", "finished")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ def state_of(key: IdempotencyKey, now: datetime) -> str:
         return "finished"
     if key.locked_at is not None and now <= _lock_ends(key):
         return "in flight"
+    if key.refused:
+        return "refused"
     if key.stuck_at is not None:
         seen = key.acknowledged_at is not None and key.acknowledged_at >= key.stuck_at
         return "acknowledged" if seen else "stuck"
@@ -75,6 +77,11 @@ def next_step(key: IdempotencyKey, now: datetime, *, has_view: bool) -> str:
                 f"A run holds it. Should that run fall silent, its lock expires at {_moment(_lock_ends(key), now)}; then a "
                 f"retry of its client goes on from its recovery point, or later the completer."
             )
+        case "refused":
+            expires = (key.refused_at or now) + timedelta(hours=limits.RETENTION_HOURS)
+            return f"Nothing was begun. Only a retry of its client runs it; the reaper deletes it at {_moment(expires, now)}."
+        case "stuck" if key.stuck_code == REFUSED_WHEN_REBUILT:
+            return "The completer does not run it again. A retry of its client does."
         case "stuck" if key.stuck_code == UNKNOWN_RECOVERY_POINT:
             due = max(_completer_due(key), now)
             return f"Code that knows its recovery point goes on: with a retry, or the completer at {_moment(due, now)}."
@@ -120,7 +127,7 @@ class StateFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         keys = IdempotencyKeyQuerySet(IdempotencyKey, query=queryset.query, using=queryset.db)
         match self.value():
-            case "stuck" | "acknowledged" | "abandoned" | "in_flight" | "finished" | "unfinished" as name:
+            case "stuck" | "acknowledged" | "abandoned" | "in_flight" | "refused" | "finished" | "unfinished" as name:
                 chosen: QuerySet[Any] = getattr(keys, name)()
                 return chosen
             case "waiting_for_a_retry":

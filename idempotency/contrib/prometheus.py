@@ -126,7 +126,8 @@ def _of_keys(alias: str) -> Iterator[GaugeMetricFamily]:
             stuck[code] += 1
         if stuck_at is None or code == UNKNOWN_RECOVERY_POINT:
             oldest = max(oldest, _seconds(age))
-    yield GaugeMetricFamily("idempotency_unfinished_keys", "Keys without a response, stuck ones included.", value=len(rows))
+    unanswered = "Keys without a response, stuck ones included, refused ones not."
+    yield GaugeMetricFamily("idempotency_unfinished_keys", unanswered, value=len(rows))
     by_code = GaugeMetricFamily("idempotency_stuck_keys", "Keys that wait for a person, by stuck code.", labels=["code"])
     for code, count in stuck.items():
         by_code.add_metric([code], count)

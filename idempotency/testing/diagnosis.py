@@ -25,11 +25,13 @@ WRITTEN_AGAIN = (
     "it over."
 )
 UNSAFE_CALL = (
-    "If that system honours idempotency keys, pass it request.idempotency_key.derive(NAME); else make the call in "
+    "If that system honours idempotency keys, pass it the key of request.idempotency_key.call(NAME); else make the call in "
     "`with foreign_call(key, NAME) as call:`, which never makes it twice. Both need a phased view: "
     "@idempotent(recovery_points=[...])."
 )
-RANDOM_KEY = "Pass request.idempotency_key.derive(NAME): it is the same in each run of this request, and nobody else's."
+RANDOM_KEY = (
+    "Pass the key of request.idempotency_key.call(NAME): it is the same in each run of this request, and nobody else's."
+)
 LOST = (
     "What is done after the last COMMIT, or in on_commit, is lost with the process. Do it before the phase that stores the "
     "response, or stage_job() it inside that phase."

@@ -1,14 +1,17 @@
-"""Numbers 36, 39 and 40: what the reaper and the completer do, as clients and the rows see it."""
+"""Numbers 15, 36, 39, 40 and 48: what the reaper and the completer do, as clients and the rows see it."""
 
 import io
 from collections.abc import Callable
 
 import pytest
+from django.contrib.auth import get_user_model
 from django.core.management import call_command
 from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.shortcuts import get_object_or_404
 from pytest_django import Settings
 
 from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
 from tests.kit.ageing import abandon, make_older, past_the_retention
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import Gate, at_once, in_background
@@ -44,6 +47,76 @@ class Leaving:
 def begin(request: HttpRequest) -> None:
     """Write what a first phase commits."""
     Entry.objects.create(name="begun")
+
+
+@pytest.mark.parametrize("status", [401, 403, 408, 412, 425, 428, 429])
+def test_15_a_refused_request_is_its_clients_alone(status: int, serve: Serve, sender: Sender) -> None:
+    answers = [HttpResponse(status=503), HttpResponse(status=status)]
+    serve(view=phased_outside(work := Counted(lambda request: answers.pop(0) if answers else HttpResponse(status=404))))
+    assert [sender.send().status_code for _ in range(2)] == [503, status]
+    abandon()
+    run("complete_keys")
+    past_the_retention()
+    run("complete_keys")
+    run("reap_keys")
+    assert (work.runs, IdempotencyKey.objects.stuck().count()) == (2, 0)
+    assert IdempotencyKey.objects.refused().count() == 1
+    assert sender.send().status_code == 404
+    assert work.runs == 3
+
+
+@pytest.mark.parametrize("status", [403, 429])
+def test_15_a_refusal_after_something_was_begun_does_not_end_the_request(status: int, serve: Serve, sender: Sender) -> None:
+    answers = [HttpResponse(status=503), HttpResponse(status=status)]
+
+    def pay(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        with key.call("charge"):
+            pass
+        if answers:
+            return answers.pop(0)
+        with atomic_phase(key) as phase:
+            phase.set_response(create(request))
+        return key.response()  # type: ignore[no-any-return]
+
+    serve(view=phased_outside(pay))
+    assert [sender.send().status_code for _ in range(2)] == [503, status]
+    abandon()
+    run("complete_keys")
+    replayed = sender.send()
+    assert (replayed.status_code, replayed["Idempotent-Replayed"]) == (201, "true")
+
+
+@pytest.mark.parametrize("lacking", ["what a middleware adds", "a host that is allowed"])
+def test_48_what_only_the_rebuilt_request_was_answered_is_not_the_clients_answer(
+    lacking: str, serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    down = [HttpResponse(status=503)]
+
+    def pay(request: HttpRequest) -> HttpResponse:
+        if lacking == "what a middleware adds":
+            get_object_or_404(get_user_model(), pk=request.META.get("HTTP_X_TENANT"))
+        else:
+            request.build_absolute_uri("/back")
+        if down:
+            return down.pop()
+        key = request.idempotency_key
+        with atomic_phase(key) as phase:
+            phase.set_response(create(request))
+        return key.response()  # type: ignore[no-any-return]
+
+    serve(view=phased_outside(pay))
+    headers = {"X-Tenant": str(sender.user.pk)}
+    assert sender.send(headers=headers).status_code == 503
+    abandon()
+    allowed = settings.ALLOWED_HOSTS
+    if lacking == "a host that is allowed":
+        settings.ALLOWED_HOSTS = ["shop.example"]
+    run("complete_keys")
+    settings.ALLOWED_HOSTS = allowed
+    assert IdempotencyKey.objects.unfinished().count() == 1
+    answered = sender.send(headers=headers)
+    assert (answered.status_code, "Idempotent-Replayed" in answered, Entry.objects.count()) == (201, False, 1)
 
 
 @both_kinds

@@ -1,0 +1,246 @@
+"""``key.call()``: a call under a derived key holds the lease, is written down before it is made, and is seen by a person."""
+
+import re
+from html import unescape
+from typing import Any
+
+import pytest
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.test import Client
+from django.urls import path
+from django.views.decorators.csrf import csrf_exempt
+
+from idempotency import interventions
+from idempotency.decorators import idempotent
+from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase, foreign_call
+from idempotency.reaper import ReapPass, reap_once
+from rides_demo.urls import urlpatterns
+from tests.factories import IdempotencyKeyFactory, UserFactory
+from tests.kit.ageing import make_older
+from tests.kit.asgi import ask
+from tests.kit.commands import run
+from tests.kit.serving import Sender, another_client, problem
+from tests.kit.threads import Gate, background
+from tests.kit.views import phased
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+KEYS = "/admin/idempotency/idempotencykey/"
+
+
+def finish(key: IdempotencyKey, body: str = "done") -> None:
+    """Store a response."""
+    with atomic_phase(key) as phase:
+        phase.set_response(HttpResponse(body))
+
+
+def test_it_gives_the_derived_key_and_is_written_down_before_the_block(serve: Any, sender: Sender) -> None:
+    seen: list[Any] = []
+
+    def pay(key: Any) -> None:
+        derived = key.derive("charge", valid_seconds=60)
+        make_older(80, "locked_at")
+        before = IdempotencyKey.objects.get()
+        with key.call("charge", valid_seconds=60) as downstream_key:
+            row = IdempotencyKey.objects.get()
+            seen.append((downstream_key == derived, before.untouched, row.untouched, row.locked_at > before.locked_at))
+            seen.append((row.call_begun_at is not None, row.history[-1]["event"], row.history[-1]["detail"]))
+        finish(key)
+
+    serve(view=phased(pay))
+    assert sender.send().status_code == 200
+    assert seen == [(True, True, False, True), (True, "call begun", "charge")]
+
+
+def test_in_an_async_view(serve: Any, transactional_db: None) -> None:
+    charged: list[str] = []
+
+    @csrf_exempt
+    @idempotent(recovery_points=[], scope=lambda request: "everybody")
+    async def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        async for _ in key.aphases():
+            async with key.call("charge") as downstream_key:
+                charged.append(downstream_key)
+            async with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse("done"))
+        return key.response()
+
+    async def scenario() -> None:
+        assert (await ask("/view/", "key-1"))[0] == 200
+
+    serve(view=view)
+    run(scenario)
+    key = IdempotencyKey.objects.get()
+    assert len(charged) == 1
+    assert [event["event"] for event in key.history] == ["claimed", "call begun", "finished"]
+
+
+def test_past_its_validity_nothing_is_begun(serve: Any, sender: Sender) -> None:
+    def pay(key: Any) -> None:
+        with key.call("charge", valid_seconds=-1):
+            raise AssertionError
+
+    serve(view=phased(pay))
+    assert problem(sender.send())["code"] == "key_stuck"
+    key = IdempotencyKey.objects.get()
+    assert (key.stuck_code, key.call_begun_at) == ("downstream_key_expired", None)
+
+
+@pytest.mark.parametrize("end", ["answered", "taken over", "given up"])
+def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sender) -> None:
+    """The run is paused before its call and thought dead; a person answers that nothing was done, or another run goes on."""
+    gate, charges = Gate(), []
+
+    def pay(key: Any) -> None:
+        gate.wait_here()
+        with key.call("charge"):
+            charges.append(key.attempts)
+        finish(key)
+
+    serve(view=phased(pay))
+    with background(another_client(sender).send) as late:
+        gate.wait_until_reached()
+        make_older(91, "locked_at")
+        key = IdempotencyKey.objects.get()
+        if end == "answered":
+            seen = {"at": key.recovery_point, "calls": interventions.calls_of(key.pk)}
+            assert interventions.answer(key.pk, key.claim_token, HttpResponse(status=410), by="jane", **seen)
+        elif end == "taken over":
+            assert sender.send().status_code == 200
+        else:
+            make_older(73 * 3600, "created_at")
+            assert reap_once() == ReapPass(stuck=1)
+        gate.open()
+        told = late.result(60).status_code
+    assert (told, charges) == {"answered": (410, []), "taken over": (200, [2]), "given up": (409, [])}[end]
+
+
+def test_an_answer_is_refused_when_a_call_was_begun_since_the_person_looked(serve: Any, sender: Sender) -> None:
+    before, during = Gate(), Gate()
+
+    def pay(key: Any) -> None:
+        before.wait_here()
+        with key.call("charge"):
+            during.wait_here()
+        raise OSError("after the payment")
+
+    def looked() -> dict[str, Any]:
+        return {"by": "jane", "at": "started", "calls": interventions.calls_of(key.pk)}
+
+    serve(view=phased(pay))
+    refusal = HttpResponse("not charged", status=409)
+    with background(another_client(sender).send) as late:
+        before.wait_until_reached()
+        key = IdempotencyKey.objects.get()
+        seen = looked()
+        before.open()
+        during.wait_until_reached()
+        make_older(91, "locked_at")
+        assert not interventions.answer(key.pk, key.claim_token, refusal, **seen)
+        assert interventions.answer(key.pk, key.claim_token, refusal, **looked())
+        during.open()
+        late.result(60)
+
+
+def test_the_admin_says_which_call_was_begun_and_when(sender: Sender, settings: Any) -> None:
+    def pay(key: Any) -> None:
+        if key.attempts == 1:
+            with key.call("charge"):
+                pass
+            raise OSError
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse("done"))
+
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", phased(pay)), *urlpatterns]})
+    sender.send()
+    jane, key = Client(), IdempotencyKey.objects.get()
+    jane.force_login(UserFactory(is_staff=True, is_superuser=True))
+    page = jane.get(f"{KEYS}{key.pk}/change/").text
+    assert re.search(r"call charge begun \d+\.\d s ago", page)
+    link = unescape(re.search(r'href="([^"]*/press/answer/[^"]*)"', page)[1])  # type: ignore[index]
+    assert re.search(r"Call charge begun \d+\.\d s ago", jane.get(link).text)
+    assert sender.send().status_code == 200
+    assert "call charge begun" not in jane.get(f"{KEYS}{key.pk}/change/").text.replace("<strong>call begun", "")
+
+
+def test_beside_a_foreign_call_in_doubt_nothing_is_begun(serve: Any, sender: Sender) -> None:
+    charged: list[int] = []
+
+    def pay(key: Any) -> None:
+        try:
+            with foreign_call(key, "charge"):
+                raise TimeoutError
+        except TimeoutError:
+            with key.call("charge"):
+                charged.append(1)
+
+    serve(view=phased(pay))
+    assert problem(sender.send())["code"] == "key_stuck"
+    assert (charged, IdempotencyKey.objects.get().stuck_code) == ([], "call_in_doubt")
+
+
+def test_in_a_phase_it_is_refused(serve: Any, sender: Sender) -> None:
+    def pay(key: Any) -> None:
+        with atomic_phase(key), key.call("charge"):
+            raise AssertionError
+
+    serve(view=phased(pay))
+    assert sender.send().status_code == 500
+    assert IdempotencyKey.objects.get().last_error.startswith("RuntimeError")
+
+
+def test_without_a_phased_request_it_is_refused(serve: Any, sender: Sender) -> None:
+    read = IdempotencyKeyFactory()
+    with pytest.raises(RuntimeError), read.call("charge"):
+        pass
+
+    @idempotent
+    def plain(request: HttpRequest) -> HttpResponse:
+        with pytest.raises(RuntimeError), request.idempotency_key.call("charge"):
+            pass
+        return HttpResponse("done")
+
+    serve(view=plain)
+    assert sender.send().status_code == 200
+
+
+def overdue(serve: Any, sender: Sender, on_abandon: Any) -> None:
+    """Leave a key past its retention, whose view has ``on_abandon``."""
+
+    @idempotent(recovery_points=[], on_abandon=on_abandon)
+    def view(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(status=503)
+
+    serve(view=view)
+    sender.send()
+    make_older(73 * 3600, "created_at", "last_run_at")
+
+
+def test_on_abandon_makes_its_calls_in_it(serve: Any, sender: Sender) -> None:
+    refunds: list[str] = []
+
+    def give_back(key: IdempotencyKey) -> HttpResponse:
+        with key.call("refund") as downstream_key:
+            refunds.append(downstream_key)
+        return HttpResponse("given back", status=410)
+
+    overdue(serve, sender, give_back)
+    assert reap_once() == ReapPass(settled=1)
+    assert (len(refunds), sender.send().status_code) == (1, 410)
+
+
+def test_an_on_abandon_that_comes_late_begins_no_call(serve: Any, sender: Sender) -> None:
+    refunds: list[str] = []
+
+    def give_back(key: IdempotencyKey) -> HttpResponse:
+        row = IdempotencyKey.objects.get()
+        assert interventions.answer(row.pk, row.claim_token, HttpResponse(status=410), by="jane")
+        with key.call("refund") as downstream_key:
+            refunds.append(downstream_key)
+        return HttpResponse("given back", status=410)
+
+    overdue(serve, sender, give_back)
+    assert reap_once() == ReapPass()
+    assert refunds == []
