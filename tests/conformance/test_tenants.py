@@ -115,11 +115,9 @@ def test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next(tenan
     gate, threshold = Gate(), connection.settings_dict["OPTIONS"].get("prepare_threshold")
     connection.ensure_connection()
     connection.connection.prepare_threshold = 0
-    serve(view=plain(stopping(gate)))
-    gate.entered.set()
+    serve(view=plain(stopping(gate)), warm=plain(create))
     for tenant in ("one", "two"):
-        assert sender.send(key="warm", headers={"X-Tenant": tenant}).status_code == 201
-    gate.entered.clear()
+        assert sender.send("/warm/", key="warm", headers={"X-Tenant": tenant}).status_code == 201
     running = in_background(lambda: another_client(sender).send(headers={"X-Tenant": "one"}))
     gate.wait_until_reached()
     answers = [sender.send(headers={"X-Tenant": tenant}).status_code for tenant in ("two", "one")]
