@@ -5,8 +5,6 @@ from configparser import ConfigParser
 from itertools import product
 from pathlib import Path
 
-from benchmarks.sizes import SCALE_SIZES
-
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -40,8 +38,9 @@ def test_its_map_shows_each_module_of_the_app() -> None:
     folder = ROOT / "idempotency"
     of_the_app = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
     of_the_app |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")} - {"migrations/", "templatetags/"}
-    ways = TEXT[TEXT.index("## The way of a request") : TEXT.index("## Rules")]
-    assert set(re.findall(r"\b\w+\.py\b|\b[a-z]+/(?=`)", ways)) == of_the_app
+    shown = set(re.findall(r"\b\w+\.py\b|\b[a-z]+/(?=`)", TEXT))
+    assert of_the_app <= shown
+    assert not [name for name in shown if not any(ROOT.glob(name)) and not any(ROOT.glob(f"*/{name}"))]
 
 
 def test_the_layers_of_the_imports_are_held_for_each_module() -> None:
@@ -65,22 +64,14 @@ def test_the_cell_that_it_names_is_one_and_the_main_cell_is_the_pinned_one() -> 
     cells = re.search(r"^CELLS := (.*)$", MAKEFILE, re.M)
     assert cells
     assert named in cells[1].split()
-    ((python, django),) = re.findall(r"main cell, Python ([\d.]+) with Django ([\d.]+):", TEXT)
+    ((python, django),) = re.findall(r"Python ([\d.]+) with Django (\d+\.\d+)", TEXT)
     assert f"py{python.replace('.', '')}-django{django.replace('.', '')}" == cells[1].split()[0]
     assert re.search(rf"^django=={django}\.", (ROOT / "requirements" / "test.txt").read_text(), re.M)
 
 
-def test_the_benchmarks_are_as_large_as_it_says() -> None:
-    peers = {path.stem for path in (ROOT / "benchmarks" / "peers").glob("*.py")} - {"__init__", "around", "rest"}
-    assert "times beside five peers" in TEXT
-    assert len(peers) == 5
-    assert "on ten million keys" in TEXT
-    assert max(SCALE_SIZES) == 10_000_000
-
-
 def test_coverage_and_mutants_run_as_their_page_says() -> None:
     page = " ".join((ROOT / "docs" / "contributing" / "coverage.md").read_text().split())
-    assert re.findall(r"after `MINUTES` \((\d+)\)", page) == re.findall(r"--minutes \$\(or \$\(MINUTES\),(\d+)\)", MAKEFILE)
+    assert re.findall(r"`MINUTES` \((\d+)\)", page) == re.findall(r"--minutes \$\(or \$\(MINUTES\),(\d+)\)", MAKEFILE)
 
 
 def test_the_workflows_run_the_targets_and_the_cells() -> None:

@@ -21,7 +21,7 @@ from rest_framework.views import APIView
 
 from idempotency.backends import MAX_ATTEMPTS
 from idempotency.contrib import ninja
-from idempotency.contrib.celery import CeleryBackend, OnceTask
+from idempotency.contrib.celery import OnceTask
 from idempotency.contrib.rq import RQBackend
 from idempotency.contrib.tasks import TasksBackend
 from idempotency.decorators import idempotent
@@ -32,6 +32,7 @@ from tests import jobs_for_tests
 from tests.celery_for_tests import app as celery_app
 from tests.factories import StagedJobFactory
 from tests.kit.examples import GUIDES, blocks, shop_modules
+from tests.kit.pages import says
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -108,12 +109,9 @@ def test_how_long_jobs_are_tried_is_what_the_page_says() -> None:
         ("Celery", OnceTask.max_retries, hours(*(min(2**tries, 3600) for tries in range(OnceTask.max_retries)))),
         ("Django Tasks", MAX_ATTEMPTS, hours(*(TasksBackend.follow_up_seconds * wait for wait in doubled))),
     ]
-    assert f"{hours(*(TasksBackend.follow_up_seconds * wait for wait in doubled))} hours with Django Tasks" in text
-    assert round(CeleryBackend.follow_up_seconds * sum(doubled) / 86400) == 7
-    assert "(a\nweek with Celery" in text
+    assert says(text, hours(*(TasksBackend.follow_up_seconds * wait for wait in doubled)), "hours")
     # The last refusal is followed by no wait.
-    assert f"ten times\nwithin {hours(*(BACKOFF_SECONDS * wait for wait in doubled[:-1]))} hours" in text
-    assert MAX_ATTEMPTS == 10
+    assert says(text, hours(*(BACKOFF_SECONDS * wait for wait in doubled[:-1])), "hours")
 
 
 # use-a-pooler.md: the runs behind poolers have their settings from the page (tests/settings.py).

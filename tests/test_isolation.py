@@ -1,6 +1,5 @@
 """What two requests under different keys can do to each other at each level: the tables of docs/explanation/isolation.md."""
 
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from django.db.models import F, Sum
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
-from idempotency.conf import Settings
 from idempotency.decorators import idempotent
 from idempotency.phases import atomic_phase
 from tests.kit.database import waits_for_a_lock
@@ -199,12 +197,6 @@ def test_the_table_of_anomalies_holds(anomaly: str, level: str, kind: str, serve
     tried = ANOMALIES[anomaly](sender)
     serve(view=KINDS[kind](tried.work, isolation=level))
     assert tried.happened() is (PROMISES[anomaly][level] == "can happen")
-
-
-def test_the_levels_named_as_defaults_are_those_of_the_code() -> None:
-    assert Settings().PHASE_ISOLATION == "serializable"
-    assert Settings().PLAIN_ISOLATION is None
-    assert re.search(r"Phases run at `serializable`.*plain views at the connection's own level", PAGE, re.S)
 
 
 # What helps below serializable

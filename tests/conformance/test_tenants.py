@@ -115,7 +115,7 @@ def test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next(tenan
     gate, threshold = Gate(), connection.settings_dict["OPTIONS"].get("prepare_threshold")
     connection.ensure_connection()
     connection.connection.prepare_threshold = 0
-    serve(view=plain(stopping(gate)), warm=plain(create))
+    serve(warm=plain(create), view=plain(stopping(gate)))
     for tenant in ("one", "two"):
         assert sender.send("/warm/", key="warm", headers={"X-Tenant": tenant}).status_code == 201
     running = in_background(lambda: another_client(sender).send(headers={"X-Tenant": "one"}))
