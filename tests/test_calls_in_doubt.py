@@ -3,7 +3,6 @@
 import asyncio
 import re
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from html import unescape
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import OperationalError, connection, connections, transaction
 from django.db.models.functions import Now
-from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.http import HttpRequest, HttpResponse
 from django.test import Client
 from django.urls import path
 from django.utils.functional import lazystr
@@ -32,6 +31,7 @@ from tests.kit.asgi import ask, run
 from tests.kit.database import waits_for_a_lock
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, background
+from tests.kit.views import over_key
 from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -65,19 +65,6 @@ def charge(key: Any, name: str, charged: list[str], end: BaseException | None = 
             call.record("paid")
 
 
-def phased(work: Callable[[Any], None]) -> Any:
-    """Return a view that runs ``work`` at its only recovery point."""
-
-    @idempotent(recovery_points=[])
-    def view(request: HttpRequest) -> HttpResponseBase:
-        key = request.idempotency_key
-        for _ in key.phases():
-            work(key)
-        return key.response()
-
-    return view
-
-
 def stuck_code() -> str:
     """Return why the only key is stuck."""
     return IdempotencyKey.objects.get().stuck_code
@@ -92,7 +79,7 @@ def test_a_run_that_takes_another_way_is_stopped(by: str, serve: Any, sender: Se
             charge(key, "payment", charged, Killed())
         finish(key, "not charged", 409)
 
-    serve(view=phased(book))
+    serve(view=over_key(book))
     with pytest.raises(Killed):
         sender.send()
     rooms.clear()
@@ -113,7 +100,7 @@ def test_another_service_is_not_asked_instead(end: BaseException, serve: Any, se
             charge(key, "payment by B", charged)
         finish(key)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     if isinstance(end, Killed):
         with pytest.raises(Killed):
             sender.send()
@@ -135,7 +122,7 @@ def test_a_doubt_outlives_the_retries_inside_the_process(serve: Any, sender: Sen
         charge(key, "payment by B", charged)
         finish(key)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     assert problem(sender.send())["code"] == "key_stuck"
     assert (charged, stuck_code()) == (["payment by A"], "call_in_doubt")
 
@@ -151,7 +138,7 @@ def test_a_service_that_refused_and_one_that_is_under_way_are_no_doubt(serve: An
                 refused.record("refused")
         finish(key)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     assert sender.send().status_code == 200
     assert set(ForeignCall.objects.values_list("name", "result")) == {
         ("payment", "paid"),
@@ -170,7 +157,7 @@ def test_a_result_that_came_late_ends_the_doubt(serve: Any, sender: Sender, char
                 call.record("paid")
         finish(key, call.result)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     with background(another_client(sender).send) as late:
         gate.wait_until_reached()
         make_older(91, "locked_at")
@@ -192,7 +179,7 @@ def test_a_doubt_that_is_over_when_the_call_is_asked_for_is_none(serve: Any, sen
         charge(key, "payment", charged)
         finish(key)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     with pytest.raises(Killed):
         sender.send()
     assert sender.send().status_code == 200
@@ -213,7 +200,7 @@ def test_a_phase_inside_the_block_of_a_call_is_refused_and_the_result_kept(
                 refused.append(caught.type)
         finish(key)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     assert sender.send().status_code == 200
     assert refused == [RuntimeError]
     assert ForeignCall.objects.get().result == "paid"
@@ -237,7 +224,7 @@ def test_a_run_that_does_not_know_that_it_is_through_makes_no_call(
         except OperationalError:
             charge(key, "refund", charged)
 
-    serve(view=phased(buy))
+    serve(view=over_key(buy))
     assert sender.send().content == b"ticket"
     assert charged == []
 
@@ -251,7 +238,7 @@ def test_a_run_that_was_given_up_makes_no_call(serve: Any, sender: Sender, charg
         charge(key, "payment", charged)
         finish(key)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     with background(another_client(sender).send) as late:
         gate.wait_until_reached()
         make_older(73 * 3600, "created_at", "last_run_at", "locked_at")
@@ -292,7 +279,7 @@ def test_a_result_that_fails_to_become_json_is_never_kept_as_none(
                 call.record({"label": label(error)})
         finish(key)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     if isinstance(error, Killed):
         with pytest.raises(Killed):
             sender.send()
@@ -340,7 +327,7 @@ def test_a_result_is_kept_when_the_database_comes_back(serve: Any, sender: Sende
                 allow(False)
                 threading.Thread(target=come_back).start()
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     try:
         sender.send()
     finally:
@@ -426,7 +413,7 @@ def test_the_admin_answers_what_the_person_saw_on_the_page_with_the_button(
             charge(key, "payment", charged)
         raise OSError("something else is down")
 
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", phased(pay)), *urlpatterns]})
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", over_key(pay)), *urlpatterns]})
     assert sender.send().status_code == 500
     key, jane = IdempotencyKey.objects.get(), boss()
     page = jane.get(f"{KEYS}{key.pk}/change/").text
@@ -462,7 +449,7 @@ def test_an_answer_is_refused_when_a_call_was_begun_or_recorded_since(
         key = IdempotencyKey.objects.get()
         return key, interventions.calls_of(key.pk)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     with background(another_client(sender).send) as late:
         before.wait_until_reached()
         key, calls = look()

@@ -18,11 +18,10 @@ from idempotency.reaper import ReapPass, reap_once
 from rides_demo.urls import urlpatterns
 from tests.factories import IdempotencyKeyFactory, UserFactory
 from tests.kit.ageing import make_older
-from tests.kit.asgi import ask
-from tests.kit.commands import run
+from tests.kit.asgi import ask, run
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, background
-from tests.kit.views import phased
+from tests.kit.views import over_key
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -48,7 +47,7 @@ def test_it_gives_the_derived_key_and_is_written_down_before_the_block(serve: An
             seen.append((row.call_begun_at is not None, row.history[-1]["event"], row.history[-1]["detail"]))
         finish(key)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     assert sender.send().status_code == 200
     assert seen == [(True, True, False, True), (True, "call begun", "charge")]
 
@@ -82,7 +81,7 @@ def test_past_its_validity_nothing_is_begun(serve: Any, sender: Sender) -> None:
         with key.call("charge", valid_seconds=-1):
             raise AssertionError
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     assert problem(sender.send())["code"] == "key_stuck"
     key = IdempotencyKey.objects.get()
     assert (key.stuck_code, key.call_begun_at) == ("downstream_key_expired", None)
@@ -99,7 +98,7 @@ def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sende
             charges.append(key.attempts)
         finish(key)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     with background(another_client(sender).send) as late:
         gate.wait_until_reached()
         make_older(91, "locked_at")
@@ -129,7 +128,7 @@ def test_an_answer_is_refused_when_a_call_was_begun_since_the_person_looked(serv
     def looked() -> dict[str, Any]:
         return {"by": "jane", "at": "started", "calls": interventions.calls_of(key.pk)}
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     refusal = HttpResponse("not charged", status=409)
     with background(another_client(sender).send) as late:
         before.wait_until_reached()
@@ -153,7 +152,7 @@ def test_the_admin_says_which_call_was_begun_and_when(sender: Sender, settings: 
         with atomic_phase(key) as phase:
             phase.set_response(HttpResponse("done"))
 
-    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", phased(pay)), *urlpatterns]})
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", over_key(pay)), *urlpatterns]})
     sender.send()
     jane, key = Client(), IdempotencyKey.objects.get()
     jane.force_login(UserFactory(is_staff=True, is_superuser=True))
@@ -176,7 +175,7 @@ def test_beside_a_foreign_call_in_doubt_nothing_is_begun(serve: Any, sender: Sen
             with key.call("charge"):
                 charged.append(1)
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     assert problem(sender.send())["code"] == "key_stuck"
     assert (charged, IdempotencyKey.objects.get().stuck_code) == ([], "call_in_doubt")
 
@@ -186,7 +185,7 @@ def test_in_a_phase_it_is_refused(serve: Any, sender: Sender) -> None:
         with atomic_phase(key), key.call("charge"):
             raise AssertionError
 
-    serve(view=phased(pay))
+    serve(view=over_key(pay))
     assert sender.send().status_code == 500
     assert IdempotencyKey.objects.get().last_error.startswith("RuntimeError")
 

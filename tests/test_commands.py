@@ -246,8 +246,9 @@ def test_the_completer_takes_a_number_of_threads(broker):
 
 
 def test_it_can_be_called_from_code(broker, capsys):
+    handler = signal.getsignal(signal.SIGTERM)
     call_command("enqueue_jobs", verbosity=0)
     assert capsys.readouterr().out == ""
     with pytest.raises(CommandError):
         call_command("enqueue_jobs", "--database", "nowhere")
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == handler

@@ -15,7 +15,7 @@ from tests.kit.threads import WAIT_SECONDS, Gate, in_background
 from tests.kit.views import create, phased, plain
 from tests.models import Entry
 
-pytestmark = pytest.mark.skipif("connection.vendor != 'sqlite'", reason="it is about SQLite")
+pytestmark = pytest.mark.skipif("connection.vendor != 'sqlite'", reason="needs SQLite")
 
 Serve = Callable[..., None]
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 from django.core.management import call_command
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from pytest_django import Settings
 
+from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
 from tests.kit.ageing import make_older
 from tests.kit.serving import Sender, View
-from tests.kit.views import Counted, both_kinds, phased, plain
+from tests.kit.views import Counted, Work, both_kinds, phased, plain
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -46,7 +48,23 @@ def test_37_printed_header_and_limits_are_those_that_hold(
     assert (sender.send(key=None).status_code == 400) is told["required"]
 
 
-@both_kinds
+def refusing_outside(work: Work) -> View:
+    """Return a phased view that stores a success in a phase, and returns a refusal from outside of it."""
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        response, key = work(request), request.idempotency_key
+        if response.status_code >= 400:
+            return response
+        for _ in key.phases():
+            with atomic_phase(key) as phase:
+                phase.set_response(response)
+        return key.response()
+
+    return view
+
+
+@pytest.mark.parametrize("kind", [plain, refusing_outside])
 def test_37_printed_statuses_are_stored_and_the_others_are_not(kind: Kind, serve: Serve, sender: Sender) -> None:
     statuses = [200, 201, 204, 302, 400, 401, 403, 404, 408, 409, 412, 422, 425, 428, 429, 500, 503]
 

@@ -280,7 +280,7 @@ def test_validate_scope_and_key_from_see_the_request_of_the_framework(serve: Ser
     assert (refused.status_code, refused.json()) == (422, {"name": "missing"})
     first, second = (client.post("/view/", body | {"name": "n"}, format="json") for _ in range(2))
     assert (first.status_code, second.content) == (201, first.content)
-    assert IdempotencyKey.objects.values_list("scope", "idempotency_key").get() == ("tenant:7", "one")
+    assert IdempotencyKey.objects.values_list("scope", "idempotency_key").get() == ("scope=tenant:7", "one")
 
 
 def test_error_renderer_of_the_framework_s_shape(serve: Serve, client: APIClient, settings: Settings) -> None:

@@ -100,3 +100,16 @@ def texting(block: Callable[[MadeCall], None], after: Callable[[], None] = lambd
         return key.response()
 
     return view
+
+
+def over_key(work: Callable[[Any], None]) -> Any:
+    """Return a phased view that gives its key to ``work`` at its only recovery point."""
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for _ in key.phases():
+            work(key)
+        return key.response()
+
+    return view
