@@ -26,7 +26,7 @@ from typing import Any
 
 from rides_demo.services import Postgres
 from tests.kit.servers import HastyPostgres
-from tests.mutation.choice import POSTGRESQL, SAMPLED, SEED, SQLITE, WHOLE
+from tests.mutation.choice import FIRST_FILE, POSTGRESQL, SAMPLED, SEED, SQLITE, WHOLE
 from tests.mutation.mutants import ROOT, SQL_MODULE, Mutant, mutants_of
 from tests.mutation.stand import Found, Stand
 
@@ -36,7 +36,7 @@ TESTS_OF_EXPLAINED = 100
 #: The outcome of each mutant by the digest of its text, and the table, for ``--resume`` and for a comparison.
 RESULTS = ROOT / ".run" / "mutants.json"
 #: Which test runs which line, as long as neither changes.
-LINES = ROOT / ".run" / "mutants-lines.json"
+LINES = ROOT / ".run" / "mutants-lines"
 DATABASES = ("postgresql", "sqlite")
 #: So long may a test take on the unchanged code, and so many may fail by themselves: they are left out.
 TEST_SECONDS, FEW = 300, 20
@@ -202,44 +202,34 @@ class Run:
 
     def _cover(self, database: str, names: list[str], pool: ThreadPoolExecutor) -> dict[str, Any]:
         """Return which test runs which line, from what an earlier run wrote down if nothing has changed."""
-        digest, began = _digest_of_the_code(names), time.monotonic()
-        kept = json.loads(LINES.read_text()) if LINES.exists() else {}
+        began, folder = time.monotonic(), LINES / _digest_of_the_code(names)
+        folder.mkdir(parents=True, exist_ok=True)
         files: dict[str, list[str]] = defaultdict(list)
         for name in names:
             files[name.partition("::")[0]].append(name)
-        known = kept.get(database, {}).get("digest") == digest
 
-        def one(tests: list[str]) -> dict[str, Any]:
-            bench = self._free.get()
-            try:
-                return bench.stands[database].cover(tests, TEST_SECONDS)
-            finally:
-                self._free.put(bench)
+        def one(file: str) -> dict[str, Any]:
+            kept = folder / f"{database}-{file.replace('/', '-')}.json"
+            if not kept.exists():
+                bench = self._free.get()
+                try:
+                    kept.write_text(json.dumps(bench.stands[database].cover(files[file], TEST_SECONDS)))
+                finally:
+                    self._free.put(bench)
+            part: dict[str, Any] = json.loads(kept.read_text())
+            return part
 
-        # The first on each stand makes its database.
-        smallest = [min(files.values(), key=len)]
-        for bench in self._benches:
-            bench.stands[database].cover(smallest[0], TEST_SECONDS)
-        if not known:
-            parts = list(pool.map(one, sorted(files.values(), key=len, reverse=True)))
-            run: dict[str, Any] = {
-                "digest": digest,
-                "lines": defaultdict(lambda: defaultdict(list)),
-                "seconds": {},
-                "failed": [],
-            }
-            for part in parts:
-                run["seconds"] |= part["seconds"]
-                run["failed"] += part["failed"]
-                for module, lines in part["lines"].items():
-                    for line, tests in lines.items():
-                        run["lines"][module][line] += tests
-            kept[database] = run
-            LINES.parent.mkdir(exist_ok=True)
-            LINES.write_text(json.dumps(kept))
+        # The first run on each stand makes its database.
+        list(pool.map(lambda bench: bench.stands[database].cover(files[FIRST_FILE], TEST_SECONDS), self._benches))
+        run: dict[str, Any] = {"lines": defaultdict(lambda: defaultdict(list)), "seconds": {}, "failed": []}
+        for part in pool.map(one, sorted(files, key=lambda file: -len(files[file]))):
+            run["seconds"] |= part["seconds"]
+            run["failed"] += part["failed"]
+            for module, lines in part["lines"].items():
+                for line, tests in lines.items():
+                    run["lines"][module][line] += tests
         print(f"{len(names)} tests on {database}, run once in {time.monotonic() - began:.0f} s", flush=True)
-        covered: dict[str, Any] = kept[database]
-        return covered
+        return run
 
     def _one(self, mutant: Mutant) -> Found:
         if known := self._results.known(mutant):

@@ -108,18 +108,22 @@ class Stand:
 
     def cover(self, tests: list[str], seconds: int) -> dict[str, Any]:
         """Run tests on the unchanged code, and return which of them runs which line, how long each takes, and which fail."""
-        found: dict[str, Any] = self._warm.ask(do="cover", tests=dict.fromkeys(tests, seconds), adopt=self._covered)
-        if found["outcome"] == "covered":
-            if not self._covered:
-                self._keep()
-            self._covered = True
-            return found
-        if found["killer"] not in tests:
-            raise RuntimeError(f"{self._folder}/said says why the tests could not be run.")
-        if self._covered:
-            self._restore()
-        others = self.cover([test for test in tests if test != found["killer"]], seconds)
-        return others | {"failed": [*others["failed"], found["killer"]]}
+        ended: list[str] = []
+        while len(ended) < len(tests):
+            limits = {test: seconds for test in tests if test not in ended}
+            found: dict[str, Any] = self._warm.ask(do="cover", tests=limits, adopt=self._covered)
+            if found["outcome"] == "covered":
+                if not self._covered:
+                    self._keep()
+                self._covered = True
+                return found | {"failed": [*found["failed"], *ended]}
+            if not found["killer"]:
+                raise RuntimeError(f"The tests could not be run:\n{(self._folder / 'said').read_text()[-4000:]}")
+            # The test that ended all others, or took too long, is left out.
+            ended.append(found["killer"])
+            if self._covered:
+                self._restore()
+        return {"lines": {}, "seconds": {}, "failed": ended}
 
     def meet(self, mutant: Mutant, tests: dict[str, float]) -> Found:
         """Run tests of a mutant until one fails; it must fail twice, or others have their turn."""
