@@ -126,34 +126,36 @@ class Stand:
         return {"lines": {}, "seconds": {}, "failed": ended}
 
     def meet(self, mutant: Mutant, tests: dict[str, float]) -> Found:
-        """Run tests of a mutant until one fails; it must fail twice, or others have their turn."""
-        names = list(tests)
-        while names:
-            found = self._test(mutant, {name: tests[name] for name in names})
-            if found.killer not in tests:  # None, or the import.
-                return found
-            again = self._test(mutant, {found.killer: tests[found.killer]})
-            if again.outcome != "survived":
-                return again
-            names = names[names.index(found.killer) + 1 :]
-        return Found("survived")
+        """Run tests of a mutant until one fails."""
+        found = Found("not swapped")
+        if function := changed_function((self._copy / mutant.module).read_text(), mutant.text):
+            found = self._fail_twice(self._warm, tests, function=function, module=mutant.module, text=mutant.text)
+        if found.outcome == "not swapped":
+            names = list(tests)
+            found = self._meet_anew(mutant, {name: tests[name] for name in names[:FIRST]})
+            if found.outcome == "survived" and names[FIRST:]:
+                found = self._meet_anew(mutant, {name: tests[name] for name in names[FIRST:]})
+        return found
 
     def fails(self, test: str, seconds: float) -> bool:
         """Tell whether a test fails on the unchanged code."""
         return self._ask(self._warm, {test: seconds}, function="").outcome != "survived"
 
-    def _test(self, mutant: Mutant, tests: dict[str, float]) -> Found:
-        if function := changed_function((self._copy / mutant.module).read_text(), mutant.text):
-            found = self._ask(self._warm, tests, function=function, module=mutant.module, text=mutant.text)
-            if found.outcome != "not swapped":
-                return found
+    def _fail_twice(self, warm: Warm, tests: dict[str, float], **job: str) -> Found:
+        """Run tests until one fails; when it passes alone, the others have their turn."""
         names = list(tests)
-        for some in (names[:FIRST], names[FIRST:]):
-            if some and (found := self._test_alone(mutant, {name: tests[name] for name in some})).outcome != "survived":
+        while names:
+            found = self._ask(warm, {name: tests[name] for name in names}, **job)
+            if found.killer in tests:
+                again = self._ask(warm, {found.killer: tests[found.killer]}, **job)
+                if again.outcome != "survived":
+                    return again
+                names = names[names.index(found.killer) + 1 :]
+            else:
                 return found
         return Found("survived")
 
-    def _test_alone(self, mutant: Mutant, tests: dict[str, float]) -> Found:
+    def _meet_anew(self, mutant: Mutant, tests: dict[str, float]) -> Found:
         """Run the tests in a process that reads the mutant."""
         changed = self._copy / mutant.module
         original = changed.read_text()
@@ -176,7 +178,7 @@ class Stand:
                     hanging.cancel()
                 if gone := [name for name in tests if name not in collected]:
                     return Found("killed", gone[0])  # A parameter of a test is named after what the mutant has changed.
-                return self._ask(warm, tests, function="")
+                return self._fail_twice(warm, tests, function="")
         except Ended:
             return Found("killed", "its import")
         finally:

@@ -26,6 +26,8 @@ from _pytest.runner import runtestprotocol
 
 from tests.mutation.choice import FAMILIES
 
+#: All functions that exist when the tests have been collected, by their files.
+FUNCTIONS: dict[str, list[FunctionType]] = defaultdict(list)
 _FUNCTION_FLAGS = 3  # CO_OPTIMIZED | CO_NEWLOCALS; the body of a class has neither
 
 
@@ -83,14 +85,14 @@ def _swap(module: str, text: str, name: str) -> bool:
     )
     # A function is known by its name and its first line: two functions within one may have the same name.
     bodies = {(before.co_qualname, before.co_firstlineno): after for before, after in _pairs(old, new)}
-    swapped = False
-    for candidate in gc.get_objects():
-        if not isinstance(candidate, FunctionType) or candidate.__code__.co_filename != path:
-            continue
-        if body := bodies.get((candidate.__code__.co_qualname, candidate.__code__.co_firstlineno)):
-            candidate.__code__ = body
-            swapped = True
-    return swapped
+    held = [function for function in FUNCTIONS[path] if _place(function) in bodies]
+    for function in held:
+        function.__code__ = bodies[_place(function)]
+    return bool(held)
+
+
+def _place(function: FunctionType) -> tuple[str, int]:
+    return function.__code__.co_qualname, function.__code__.co_firstlineno
 
 
 class Server:
@@ -104,6 +106,10 @@ class Server:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Do job after job."""
         items = {item.nodeid: item for item in session.items}
+        for function in gc.get_objects():
+            if isinstance(function, FunctionType):
+                FUNCTIONS[function.__code__.co_filename].append(function)
+        gc.freeze()  # What forks share, they do not copy to collect garbage.
         for line in sys.stdin:
             job = json.loads(line)
             answer = sorted(items) if job["do"] == "list" else _answer(job, items)
