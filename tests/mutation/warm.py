@@ -24,8 +24,6 @@ import coverage
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.mutation.choice import FAMILIES
-
 #: All functions that exist when the tests have been collected, by their files.
 FUNCTIONS: dict[str, list[FunctionType]] = defaultdict(list)
 _FUNCTION_FLAGS = 3  # CO_OPTIMIZED | CO_NEWLOCALS; the body of a class has neither
@@ -98,10 +96,6 @@ def _place(function: FunctionType) -> tuple[str, int]:
 class Server:
     """The plugin that takes the place of pytest's loop over the tests."""
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep the families of views alone."""
-        items[:] = [item for item in items if _kind(item) in {None, *FAMILIES}]
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Do job after job."""
@@ -115,12 +109,6 @@ class Server:
             answer = sorted(items) if job["do"] == "list" else _answer(job, items)
             os.write(ANSWERS, json.dumps(answer).encode() + b"\n")
         os._exit(0)
-
-
-def _kind(item: pytest.Item) -> str | None:
-    """Return the kind of view of a case of the frameworks table, None for other tests."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return str(parameters["kind"]) if {"kind", "phased"} <= parameters.keys() else None
 
 
 def _answer(job: dict[str, Any], items: dict[str, pytest.Item]) -> dict[str, Any]:
