@@ -207,7 +207,14 @@ def _run_phased(
     try:
         if key.recovery_point not in run.order:
             raise _UnknownPoint(_unknown_point(key))
-        return retried(attempt, State(call), lambda: run.level)
+        try:
+            return retried(attempt, State(call), lambda: run.level)
+        except HTTP_EXCEPTIONS as error:
+            # Not in attempt(): a run that is made again inside the process needs its lock, and is not refused yet.
+            if run.finished:
+                raise _not_committed(type(error).__name__) from error
+            _let_go(run, keys.error_text(error, withheld=options.withholds), refusal=True)
+            raise
     except LockLost:
         # Another claim took over. What this run committed before is the other's to build on; it has the say now.
         _release(key, "This run lost its key, or does not know how far it came.", using=using)
@@ -218,7 +225,7 @@ def _run_phased(
         _mark_stuck(key, stuck, sender, using=using)
         raise problems.key_stuck(stuck.code) from stuck
     except BaseException as error:
-        # An HTTP exception has released its key in _settled().
+        # An HTTP exception has let its key go above.
         if not run.finished and not isinstance(error, HTTP_EXCEPTIONS):
             _release(key, keys.error_text(error, withheld=options.withholds), using=using)
         raise
@@ -232,8 +239,6 @@ def _settled(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
     except Exception as error:
         answer = _answer_to(error, call)
         if answer is None or (answer.status_code >= 500 and not run.key.untouched):
-            if isinstance(error, HTTP_EXCEPTIONS) and not run.finished:
-                _let_go(run, keys.error_text(error, withheld=options.withholds), refusal=True)
             raise
         response, cause = answer, error
     if run.stored(response):
@@ -251,10 +256,13 @@ def _settled(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
         keys.emit(signals.key_finished, run.key, run.sender)
         return response
     run.refuse_beside_doubt()
-    raise ResponseNotCommitted(
-        f"A response with status {response.status_code} is not the one a phase stored. Store it with "
-        f"phase.set_response(response) and return key.response()."
-    ) from cause
+    raise _not_committed(f"A response with status {response.status_code}") from cause
+
+
+def _not_committed(what: str) -> ResponseNotCommitted:
+    return ResponseNotCommitted(
+        f"{what} is not the response that a phase stored. Store it with phase.set_response(response) and return key.response()."
+    )
 
 
 def _let_go(run: PhasedRun, error: str, *, refusal: bool) -> None:

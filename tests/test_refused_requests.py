@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import PermissionDenied
-from django.db import OperationalError, connection
+from django.db import IntegrityError, OperationalError, connection
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from prometheus_client.metrics_core import Metric
@@ -28,7 +28,7 @@ from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import make_older
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, all_at_once, background
-from tests.models import Entry
+from tests.models import Account, Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -366,6 +366,62 @@ def test_a_refusal_after_a_commit_whose_end_is_unknown_is_not_told(bank: Any, se
     told = sender.send()
     assert (told.status_code, problem(told)["code"]) == (409, "key_in_use")
     assert not IdempotencyKey.objects.refused().exists()
+
+
+@pytest.mark.postgres
+def test_what_is_run_again_inside_the_process_is_locked_and_not_refused(bank: Any, sender: Sender) -> None:
+    """A unique violation above READ COMMITTED may be a race: nobody is refused because of it before the last run."""
+    Account.objects.create(name="taken")
+    found: list[tuple[bool, bool]] = []
+
+    def forbid_what_is_taken(key: IdempotencyKey) -> None:
+        try:
+            with atomic_phase(key) as phase:
+                Account.objects.create(name="taken")
+                phase.set_recovery_point("ordered")
+        except IntegrityError as error:
+            raise PermissionDenied from error
+
+    def order_and_fail(key: IdempotencyKey) -> HttpResponse:
+        row = IdempotencyKey.objects.get()
+        found.append((row.locked_at is not None, row.refused))
+        with atomic_phase(key) as phase:
+            phase.set_recovery_point("ordered")
+        return HttpResponse(status=503)
+
+    shop = bank(forbid_what_is_taken, order_and_fail)
+    assert sender.send().status_code == 503
+    assert found == [(True, False)]
+    abandon()
+    assert complete_once() == CompletePass(finished=1)
+    assert len(shop.charges) == 1
+
+
+@pytest.mark.postgres
+def test_a_refusal_in_the_last_run_inside_the_process_is_one(bank: Any, sender: Sender) -> None:
+    Account.objects.create(name="taken")
+
+    def forbid_what_is_taken(key: IdempotencyKey) -> None:
+        try:
+            with atomic_phase(key):
+                Account.objects.create(name="taken")
+        except IntegrityError as error:
+            raise PermissionDenied from error
+
+    bank(*[forbid_what_is_taken] * 3)
+    assert sender.send().status_code == 403
+    key = IdempotencyKey.objects.get()
+    assert (key.refused, key.locked_at) == (True, None)
+
+
+def test_a_refusal_after_the_answer_was_stored_is_not_told(bank: Any, sender: Sender) -> None:
+    def finish_and_forbid(key: IdempotencyKey) -> None:
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
+        raise PermissionDenied
+
+    bank(finish_and_forbid)
+    assert [sender.send().status_code for _ in range(2)] == [500, 201]
 
 
 def test_a_person_may_answer_a_refused_key(bank: Any, sender: Sender) -> None:
