@@ -119,6 +119,8 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
         claim, response = tried(call.response)
     except Exception as error:
         answer = _answer_to(error, call)
+        if before.kept and (answer is not None or isinstance(error, HTTP_EXCEPTIONS)):
+            raise RuntimeError("A hook of transaction.on_commit() raised this when the view's response was stored.") from error
         if answer is None:
             raise
         if not http.is_stored(answer):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import PermissionDenied
-from django.db import IntegrityError, OperationalError, connection
+from django.db import IntegrityError, OperationalError, connection, transaction
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from prometheus_client.metrics_core import Metric
@@ -422,6 +422,34 @@ def test_a_refusal_after_the_answer_was_stored_is_not_told(bank: Any, sender: Se
 
     bank(finish_and_forbid)
     assert [sender.send().status_code for _ in range(2)] == [500, 201]
+
+
+def pay_and_forbid(request: Any) -> HttpResponseBase:
+    """Pay, with a hook that raises a refusal when that is committed."""
+
+    def hook() -> None:
+        raise PermissionDenied
+
+    Entry.objects.create(name="paid")
+    transaction.on_commit(hook)
+    return HttpResponse(status=201)
+
+
+class PayAndForbid(APIView):
+    """The same in Django REST framework, which makes an answer of a refusal."""
+
+    authentication_classes = (SessionAuthentication,)
+
+    @idempotent
+    def post(self, request: Any) -> HttpResponseBase:
+        return pay_and_forbid(request)
+
+
+@pytest.mark.parametrize("view", [idempotent(pay_and_forbid), PayAndForbid.as_view()], ids=["function", "framework"])
+def test_a_refusal_after_a_plain_view_was_committed_is_not_told(view: Any, serve: Any, sender: Sender) -> None:
+    serve(view=view)
+    assert [sender.send().status_code for _ in range(2)] == [500, 201]
+    assert Entry.objects.count() == 1
 
 
 def test_a_person_may_answer_a_refused_key(bank: Any, sender: Sender) -> None:
