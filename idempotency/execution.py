@@ -253,7 +253,7 @@ def _settled(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
         _let_go(run, f"The view answered with status {response.status_code}.", refusal=refusal)
         return response
     if early:
-        keys.finish(run.key, *http.stored_parts(response), using=run.using)
+        keys.finish(run.key, *http.stored_parts(response), using=run.using, untouched=True)
         run.finished_with(response)
         keys.emit(signals.key_finished, run.key, run.sender)
         return response

@@ -350,7 +350,10 @@ def test_a_refusal_that_cannot_be_written_down_is_not_told(bank: Any, sender: Se
     assert (told.status_code, problem(told)["code"]) == (503, "database_unavailable")
 
 
-def test_a_refusal_after_a_commit_whose_end_is_unknown_is_not_told(bank: Any, sender: Sender, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_refusal_after_a_commit_whose_end_is_unknown_is_not_told(
+    status: int, bank: Any, sender: Sender, monkeypatch: Any
+) -> None:
     def commit_and_lose_the_answer() -> None:
         monkeypatch.undo()
         connection.commit()
@@ -360,12 +363,13 @@ def test_a_refusal_after_a_commit_whose_end_is_unknown_is_not_told(bank: Any, se
         with suppress(OperationalError), atomic_phase(key) as phase:
             monkeypatch.setattr(connection, "_commit", commit_and_lose_the_answer)
             phase.no_op()
-        return HttpResponse(status=403)
+        return HttpResponse(status=status)
 
     bank(begin)
     told = sender.send()
     assert (told.status_code, problem(told)["code"]) == (409, "key_in_use")
-    assert not IdempotencyKey.objects.refused().exists()
+    key = IdempotencyKey.objects.get()
+    assert (key.refused, key.finished_at, key.locked_at) == (False, None, None)
 
 
 @pytest.mark.postgres
