@@ -347,9 +347,13 @@ def _unknown_point(key: IdempotencyKey) -> str:
 
 
 def _mark_stuck(key: IdempotencyKey, stuck: KeyStuck, sender: HttpRequest | None, *, using: str) -> None:
-    """Mark the key stuck, and say so unless an earlier deploy has."""
+    """Mark the key stuck, at the second try on a new connection, and say so unless an earlier deploy has."""
     try:
-        keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
+        try:
+            keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
+        except Error:
+            drop_connection(connections[using])
+            keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
     except LockLost:
         return  # The run that took over has the say.
     if key.stuck_code != stuck.code:

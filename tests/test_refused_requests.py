@@ -20,6 +20,7 @@ from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.contrib.prometheus import DatabaseCollector
 from idempotency.decorators import idempotent
 from idempotency.doctor import diagnose
+from idempotency.exceptions import KeyStuck
 from idempotency.http import not_stored
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
@@ -416,6 +417,20 @@ def test_a_refusal_in_the_last_run_inside_the_process_is_one(bank: Any, sender: 
     assert sender.send().status_code == 403
     key = IdempotencyKey.objects.get()
     assert (key.refused, key.locked_at) == (True, None)
+
+
+@pytest.mark.postgres
+def test_a_key_is_stuck_although_the_connection_was_lost(bank: Any, sender: Sender) -> None:
+    def give_up_and_lose_the_connection(key: IdempotencyKey) -> None:
+        connection.connection.close()
+        raise KeyStuck("The bank does not say what it did.")
+
+    shop = bank(give_up_and_lose_the_connection)
+    assert problem(sender.send())["code"] == "key_stuck"
+    key = IdempotencyKey.objects.stuck().get()
+    assert (key.stuck_code, key.locked_at) == (KeyStuck.code, None)
+    assert problem(sender.send())["code"] == "key_stuck"
+    assert shop.charges == []
 
 
 def test_a_refusal_after_the_answer_was_stored_is_not_told(bank: Any, sender: Sender) -> None:
