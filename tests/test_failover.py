@@ -23,6 +23,7 @@ from idempotency.reaper import reap_once
 from idempotency.testing import age
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.claims import claim
+from tests.kit.commands import FAILING, RECOVERED
 from tests.kit.outages import allow_connections, make_read_only, writable_at_the_end
 from tests.kit.serving import Sender, problem
 from tests.kit.threads import background
@@ -71,10 +72,10 @@ def test_a_loop_says_once_that_the_database_takes_no_writes(work: Any, caplog: p
                 cursor.execute("SET default_transaction_read_only = off")
             IdempotencyKey.objects.all().delete()
             make_read_only(False)
-            eventually(lambda: "goes on again" in caplog.text)
+            eventually(lambda: RECOVERED in caplog.text)
         finally:
             done.set()
-    assert lines == [("WARNING", "this_loop: cannot go on", False)]
+    assert lines == [("WARNING", f"this_loop: {FAILING}", False)]
 
 
 def test_a_command_says_in_one_line_that_the_database_takes_no_writes() -> None:

@@ -338,7 +338,6 @@ def test_a_downstream_key_past_its_validity_makes_the_key_stuck(serve: Any, send
     assert (answer.status_code, problem(answer)["code"], problem(answer)["retryable"]) == (409, "key_stuck", False)
     key = IdempotencyKey.objects.get()
     assert (key.stuck_code, key.locked_at) == (DownstreamKeyExpired.code, None)
-    assert "could do the work twice" in key.stuck_reason
 
 
 def test_a_view_can_hand_its_key_to_a_person(serve: Any, sender: Sender) -> None:

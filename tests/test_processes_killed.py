@@ -18,7 +18,7 @@ from rides_demo.services import Postgres, Redis
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.ageing import ago, expired_keys
 from tests.kit.chance import chance
-from tests.kit.commands import environment, run
+from tests.kit.commands import FAILING, RECOVERED, environment, run
 from tests.kit.waiting import eventually
 from tests.models import Entry
 from tests.processes_queues import QUEUES, Celery, Rq
@@ -156,7 +156,7 @@ def test_a_broker_that_is_away_for_a_while_loses_no_job_and_fails_none(queue, sh
         server.stop()
         stage(names[200:])
         log = tmp_path / "enqueuer.log"
-        eventually(lambda: "cannot go on" in log.read_text())
+        eventually(lambda: FAILING in log.read_text())
         threading.Event().wait(10)
         assert StagedJob.objects.filter(attempts=0, failed_at=None).count() >= 100
         server.start()
@@ -165,7 +165,7 @@ def test_a_broker_that_is_away_for_a_while_loses_no_job_and_fails_none(queue, sh
             processes.until(done, 120)
             assert queue.given_up(connection) == 0
         processes.by_name["enqueuer"].stop()
-        assert [log.read_text().count(words) for words in ("cannot go on", "goes on again", "Traceback")] == [1, 1, 0]
+        assert [log.read_text().count(words) for words in (FAILING, RECOVERED, "Traceback")] == [1, 1, 0]
     assert entries() == Counter(names)
 
 
@@ -212,9 +212,9 @@ def test_all_loops_come_back_after_postgres_was_restarted(queue, broker, own_pos
         for number, end in enumerate((own_postgres.stop, own_postgres.crash), start=1):
             end()
             connection.close()
-            eventually(lambda number=number: lines("cannot go on") == sorted(LOOPS * number))
+            eventually(lambda number=number: lines(FAILING) == sorted(LOOPS * number))
             own_postgres.start()
             every_loop_works(number)
-        eventually(lambda: lines("goes on again") == sorted(LOOPS * 2))
+        eventually(lambda: lines(RECOVERED) == sorted(LOOPS * 2))
         assert process.pid == pid
     assert "Traceback" not in log.read_text()

@@ -212,7 +212,7 @@ def test_who_is_signed_in_without_being_a_user_does_not_get_the_answers_of_the_s
         refused = visitor.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": who})
         assert (refused.status_code, problem(refused)["code"]) == (400, "scope_missing")
     assert work.runs == 0
-    assert "no saved User but a TokenUser. Give the view a scope=" in caplog.text
+    assert "TokenUser" in caplog.text
     serve(view=_authenticated(kind(work, scope=scopes.attribute("user.pk")), "user", TokenUser))
     for who in ("alice", "bob"):
         answer = visitor.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": who})
@@ -241,7 +241,7 @@ def test_two_visitors_with_one_signed_cookie_do_not_share_a_scope(
     for visitor in visitors:
         assert problem(visitor.post("/view/", headers={"Idempotency-Key": "key-1"}))["code"] == "scope_missing"
     assert work.runs == 0
-    assert "with signed_cookies, sessions with the same content cannot be told apart" in caplog.text
+    assert "signed_cookies" in caplog.text
 
 
 @pytest.mark.parametrize("engine", ["db", "cache", "cached_db", "file"])

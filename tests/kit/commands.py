@@ -14,6 +14,9 @@ from django.conf import settings
 from django.core.management import execute_from_command_line
 from django.db import connection
 
+#: What a loop logs when a pass fails, and when one has succeeded again.
+FAILING, RECOVERED = "cannot go on", "goes on again"
+
 
 def database_url() -> str:
     """Return the URL of the test database, which has another name than the one in the settings."""
