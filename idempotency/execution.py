@@ -119,6 +119,8 @@ def _plain(call: Call, options: Options, described: ClaimedRequest, *, using: st
         claim, response = tried(call.response)
     except Exception as error:
         answer = _answer_to(error, call)
+        if before.kept and (answer is not None or isinstance(error, HTTP_EXCEPTIONS)):
+            raise RuntimeError("A hook of transaction.on_commit() raised this when the view's response was stored.") from error
         if answer is None:
             raise
         if not http.is_stored(answer):
@@ -207,7 +209,14 @@ def _run_phased(
     try:
         if key.recovery_point not in run.order:
             raise _UnknownPoint(_unknown_point(key))
-        return retried(attempt, State(call), lambda: run.level)
+        try:
+            return retried(attempt, State(call), lambda: run.level)
+        except HTTP_EXCEPTIONS as error:
+            # Not in attempt(): a run that is made again inside the process needs its lock, and is not refused yet.
+            if run.finished:
+                raise _not_committed(type(error).__name__) from error
+            _let_go(run, keys.error_text(error, withheld=options.withholds), refusal=True)
+            raise
     except LockLost:
         # Another claim took over. What this run committed before is the other's to build on; it has the say now.
         _release(key, "This run lost its key, or does not know how far it came.", using=using)
@@ -218,7 +227,7 @@ def _run_phased(
         _mark_stuck(key, stuck, sender, using=using)
         raise problems.key_stuck(stuck.code) from stuck
     except BaseException as error:
-        # An HTTP exception has released its key in _settled().
+        # An HTTP exception has let its key go above.
         if not run.finished and not isinstance(error, HTTP_EXCEPTIONS):
             _release(key, keys.error_text(error, withheld=options.withholds), using=using)
         raise
@@ -232,8 +241,6 @@ def _settled(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
     except Exception as error:
         answer = _answer_to(error, call)
         if answer is None or (answer.status_code >= 500 and not run.key.untouched):
-            if isinstance(error, HTTP_EXCEPTIONS) and not run.finished:
-                _let_go(run, keys.error_text(error, withheld=options.withholds), refusal=True)
             raise
         response, cause = answer, error
     if run.stored(response):
@@ -246,15 +253,18 @@ def _settled(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
         _let_go(run, f"The view answered with status {response.status_code}.", refusal=refusal)
         return response
     if early:
-        keys.finish(run.key, *http.stored_parts(response), using=run.using)
+        keys.finish(run.key, *http.stored_parts(response), using=run.using, untouched=True)
         run.finished_with(response)
         keys.emit(signals.key_finished, run.key, run.sender)
         return response
     run.refuse_beside_doubt()
-    raise ResponseNotCommitted(
-        f"A response with status {response.status_code} is not the one a phase stored. Store it with "
-        f"phase.set_response(response) and return key.response()."
-    ) from cause
+    raise _not_committed(f"A response with status {response.status_code}") from cause
+
+
+def _not_committed(what: str) -> ResponseNotCommitted:
+    return ResponseNotCommitted(
+        f"{what} is not the response that a phase stored. Store it with phase.set_response(response) and return key.response()."
+    )
 
 
 def _let_go(run: PhasedRun, error: str, *, refusal: bool) -> None:
@@ -337,9 +347,13 @@ def _unknown_point(key: IdempotencyKey) -> str:
 
 
 def _mark_stuck(key: IdempotencyKey, stuck: KeyStuck, sender: HttpRequest | None, *, using: str) -> None:
-    """Mark the key stuck, and say so unless an earlier deploy has."""
+    """Mark the key stuck, at the second try on a new connection, and say so unless an earlier deploy has."""
     try:
-        keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
+        try:
+            keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
+        except Error:
+            drop_connection(connections[using])
+            keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
     except LockLost:
         return  # The run that took over has the say.
     if key.stuck_code != stuck.code:

@@ -87,10 +87,15 @@ def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = 
     _fenced("begin_call", key, using, reached=key.recovery_point, stuck_code=stuck_code, **called)
 
 
-def finish(key: IdempotencyKey, code: int, headers: dict[str, str], body: bytes | None, *, using: str) -> None:
-    """Store the response; ``body`` None says that it was not kept. Raises LockLost if another claim has taken the key over."""
+def finish(
+    key: IdempotencyKey, code: int, headers: dict[str, str], body: bytes | None, *, using: str, untouched: bool = False
+) -> None:
+    """Store the response; ``body`` None says that it was not kept. Raises LockLost if another claim has taken the key over.
+
+    ``untouched``: raises it also when something was begun. A run does not know it when the answer to its COMMIT was lost.
+    """
     _fenced(
-        "finish",
+        "finish_untouched" if untouched else "finish",
         key,
         using,
         reached=key.recovery_point,

@@ -96,6 +96,7 @@ CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 #: A run that does not know that its own last COMMIT went through must not write over what it committed.
 _REACHED = "k.recovery_point = %(reached)s"
+_UNTOUCHED = "k.untouched_attempts = k.attempts"
 _NOTHING_CLAIMED = ", ".join(["NULL"] * (len(CLAIMED) + 2))
 _NOTHING_MET = ", ".join(["NULL"] * (len(MET) + 2))
 _OF_MET = ", ".join(f"met.{name}" for name in [*(_COLUMNS[name] for name in MET), "expired", "lock_seconds"])
@@ -283,6 +284,11 @@ class Statements:
         )
 
     @cached_property
+    def finish_untouched(self) -> str:
+        """Store the response of a request that has begun nothing."""
+        return f"{self.finish} AND {_UNTOUCHED}"
+
+    @cached_property
     def release(self) -> str:
         """Free the lock and say why."""
         return (
@@ -295,7 +301,7 @@ class Statements:
         """Free the lock of a key under which nothing was begun, and leave it to its client alone."""
         return (
             f"UPDATE {TABLE} AS k SET locked_at = NULL, refused_at = {self.now}, {CLEAR_STUCK}, last_error = %(error)s, "  # nosec B608  # see the docstring
-            f"history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED} AND k.untouched_attempts = k.attempts"
+            f"history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED} AND {_UNTOUCHED}"
         )
 
     def _mark_stuck(self, condition: str) -> str:

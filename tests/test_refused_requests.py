@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import PermissionDenied
-from django.db import OperationalError, connection
+from django.db import IntegrityError, OperationalError, connection, transaction
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from prometheus_client.metrics_core import Metric
@@ -20,6 +20,7 @@ from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.contrib.prometheus import DatabaseCollector
 from idempotency.decorators import idempotent
 from idempotency.doctor import diagnose
+from idempotency.exceptions import KeyStuck
 from idempotency.http import not_stored
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
@@ -28,7 +29,7 @@ from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import make_older
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, all_at_once, background
-from tests.models import Entry
+from tests.models import Account, Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -350,7 +351,10 @@ def test_a_refusal_that_cannot_be_written_down_is_not_told(bank: Any, sender: Se
     assert (told.status_code, problem(told)["code"]) == (503, "database_unavailable")
 
 
-def test_a_refusal_after_a_commit_whose_end_is_unknown_is_not_told(bank: Any, sender: Sender, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_refusal_after_a_commit_whose_end_is_unknown_is_not_told(
+    status: int, bank: Any, sender: Sender, monkeypatch: Any
+) -> None:
     def commit_and_lose_the_answer() -> None:
         monkeypatch.undo()
         connection.commit()
@@ -360,12 +364,111 @@ def test_a_refusal_after_a_commit_whose_end_is_unknown_is_not_told(bank: Any, se
         with suppress(OperationalError), atomic_phase(key) as phase:
             monkeypatch.setattr(connection, "_commit", commit_and_lose_the_answer)
             phase.no_op()
-        return HttpResponse(status=403)
+        return HttpResponse(status=status)
 
     bank(begin)
     told = sender.send()
     assert (told.status_code, problem(told)["code"]) == (409, "key_in_use")
-    assert not IdempotencyKey.objects.refused().exists()
+    key = IdempotencyKey.objects.get()
+    assert (key.refused, key.finished_at, key.locked_at) == (False, None, None)
+
+
+@pytest.mark.postgres
+def test_what_is_run_again_inside_the_process_is_locked_and_not_refused(bank: Any, sender: Sender) -> None:
+    """A unique violation above READ COMMITTED may be a race: nobody is refused because of it before the last run."""
+    Account.objects.create(name="taken")
+    found: list[tuple[bool, bool]] = []
+
+    def forbid_what_is_taken(key: IdempotencyKey) -> None:
+        try:
+            with atomic_phase(key) as phase:
+                Account.objects.create(name="taken")
+                phase.set_recovery_point("ordered")
+        except IntegrityError as error:
+            raise PermissionDenied from error
+
+    def order_and_fail(key: IdempotencyKey) -> HttpResponse:
+        row = IdempotencyKey.objects.get()
+        found.append((row.locked_at is not None, row.refused))
+        with atomic_phase(key) as phase:
+            phase.set_recovery_point("ordered")
+        return HttpResponse(status=503)
+
+    shop = bank(forbid_what_is_taken, order_and_fail)
+    assert sender.send().status_code == 503
+    assert found == [(True, False)]
+    abandon()
+    assert complete_once() == CompletePass(finished=1)
+    assert len(shop.charges) == 1
+
+
+@pytest.mark.postgres
+def test_a_refusal_in_the_last_run_inside_the_process_is_one(bank: Any, sender: Sender) -> None:
+    Account.objects.create(name="taken")
+
+    def forbid_what_is_taken(key: IdempotencyKey) -> None:
+        try:
+            with atomic_phase(key):
+                Account.objects.create(name="taken")
+        except IntegrityError as error:
+            raise PermissionDenied from error
+
+    bank(*[forbid_what_is_taken] * 3)
+    assert sender.send().status_code == 403
+    key = IdempotencyKey.objects.get()
+    assert (key.refused, key.locked_at) == (True, None)
+
+
+@pytest.mark.postgres
+def test_a_key_is_stuck_although_the_connection_was_lost(bank: Any, sender: Sender) -> None:
+    def give_up_and_lose_the_connection(key: IdempotencyKey) -> None:
+        connection.connection.close()
+        raise KeyStuck("The bank does not say what it did.")
+
+    shop = bank(give_up_and_lose_the_connection)
+    assert problem(sender.send())["code"] == "key_stuck"
+    key = IdempotencyKey.objects.stuck().get()
+    assert (key.stuck_code, key.locked_at) == (KeyStuck.code, None)
+    assert problem(sender.send())["code"] == "key_stuck"
+    assert shop.charges == []
+
+
+def test_a_refusal_after_the_answer_was_stored_is_not_told(bank: Any, sender: Sender) -> None:
+    def finish_and_forbid(key: IdempotencyKey) -> None:
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
+        raise PermissionDenied
+
+    bank(finish_and_forbid)
+    assert [sender.send().status_code for _ in range(2)] == [500, 201]
+
+
+def pay_and_forbid(request: Any) -> HttpResponseBase:
+    """Pay, with a hook that raises a refusal when that is committed."""
+
+    def hook() -> None:
+        raise PermissionDenied
+
+    Entry.objects.create(name="paid")
+    transaction.on_commit(hook)
+    return HttpResponse(status=201)
+
+
+class PayAndForbid(APIView):
+    """The same in Django REST framework, which makes an answer of a refusal."""
+
+    authentication_classes = (SessionAuthentication,)
+
+    @idempotent
+    def post(self, request: Any) -> HttpResponseBase:
+        return pay_and_forbid(request)
+
+
+@pytest.mark.parametrize("view", [idempotent(pay_and_forbid), PayAndForbid.as_view()], ids=["function", "framework"])
+def test_a_refusal_after_a_plain_view_was_committed_is_not_told(view: Any, serve: Any, sender: Sender) -> None:
+    serve(view=view)
+    assert [sender.send().status_code for _ in range(2)] == [500, 201]
+    assert Entry.objects.count() == 1
 
 
 def test_a_person_may_answer_a_refused_key(bank: Any, sender: Sender) -> None:

@@ -1,8 +1,9 @@
-"""Run the quick tests of keys and phases against every mutant; end with ``mutants: ok`` or ``mutants: FAILED n``.
+"""Run the tests of ``make test`` against every mutant; end with ``mutants: ok`` or ``mutants: FAILED n``.
 
-A first run of the unchanged code notes which test runs which line. A mutant then meets the tests that run its line: the quick
-ones on PostgreSQL, the same on SQLite, then the slow ones. It is killed when one fails, or takes too long. Those that survive
-are in SURVIVORS.md with the reason why nobody can see them, or they are failures.
+A first run of the unchanged code notes which test runs which line. A mutant then meets the tests that run its line: those that
+killed it before, those that killed another one of its function, then the fastest; on PostgreSQL, then on SQLite. It is killed
+when one fails twice, and endless when one takes too long twice. Those that survive are in SURVIVORS.md with the reason why
+nobody can see them, or they are failures.
 
 Source: R. A. DeMillo and others, "Hints on Test Data Selection" (1978).
 """
@@ -15,39 +16,31 @@ import re
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 from rides_demo.services import Postgres
 from tests.kit.servers import HastyPostgres
-from tests.mutation.mutants import MODULES, SQL_MODULE, Mutant, mutants
-from tests.mutation.stand import ROOT, Found, Stand
+from tests.mutation.choice import FIRST_FILE, POSTGRESQL, SAMPLED, SEED, SQLITE, WHOLE
+from tests.mutation.mutants import ROOT, SQL_MODULE, Mutant, mutants_of
+from tests.mutation.stand import Found, Stand
 
-#: The mutants that nobody can see; they meet the quick tests alone.
+#: The mutants that nobody can see; they meet only so many tests.
 EXPLAINED = set(re.findall(r"^- `(.*)`$", (Path(__file__).parent / "SURVIVORS.md").read_text(), re.M))
-#: Where the killed are written down, for ``--resume``.
-PROGRESS = ROOT / ".run" / "mutants.json"
-QUICK = [
-    "tests/test_keys.py",
-    "tests/test_claims_and_phases.py",
-    "tests/test_phases.py",
-    "tests/test_foreign_calls.py",
-    "tests/test_edges_of_claims_and_phases.py",
-]
-#: What survives the quick ones meets these.
-SLOW = [
-    "tests/test_calls_in_doubt.py",
-    "tests/test_decorators.py",
-    "tests/test_completer.py",
-    "tests/test_abandonment.py",
-    "tests/test_hard_cases.py",
-]
-#: A run is stopped when it takes so many times as long as its tests did before, and so many seconds.
-PATIENCE, GRACE_SECONDS = 5, 20
+TESTS_OF_EXPLAINED = 100
+#: The outcome of each mutant by the digest of its text, and the table, for ``--resume`` and for a comparison.
+RESULTS = ROOT / ".run" / "mutants.json"
+#: Which test of a file runs which line, as long as neither changes.
+LINES = ROOT / ".run" / "mutants-lines"
+DATABASES = ("postgresql", "sqlite")
+#: So long may a test take on the unchanged code, and so many may fail by themselves: they are left out.
+TEST_SECONDS, FEW = 300, 20
+OUTCOMES = ("killed", "endless", "survived", "explained", "unsound", "not tested")
 
 
 class Tests:
@@ -58,162 +51,253 @@ class Tests:
         self._lines = {
             (module, int(line)): set(run["lines"][module][line]) for module in run["lines"] for line in run["lines"][module]
         }
+        self._killers: dict[tuple[str, str], set[str]] = defaultdict(set)
 
-    def of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run the mutant's lines, the shortest first; all of them for what runs at import."""
-        chosen = self._running(mutant.module, mutant.lines)
-        users: set[str] = set()
+    def of(self, mutant: Mutant, known: str) -> dict[str, float]:
+        """Return the tests that a mutant meets, in this order, and their seconds."""
+        first = {known, *self._killers[mutant.module, mutant.function]}
         if mutant.module == SQL_MODULE:
             # A text is put together once, and used by all: those come first that use it.
-            chosen, users = set(self.seconds), self._using(mutant.function.rpartition(".")[2])
-        elif not mutant.lines:
-            chosen = set(self.seconds)
-        return sorted(chosen, key=lambda test: (test not in users, self.seconds[test]))
+            chosen, first = set(self.seconds), first | self._using(mutant.function.rpartition(".")[2])
+        else:
+            # What runs at import no test runs: those that run anything of the module do.
+            lines = mutant.lines or [line for module, line in self._lines if module == mutant.module]
+            chosen = self._running(mutant.module, lines)
+        in_order = sorted(chosen & self.seconds.keys(), key=lambda test: (test != known, test not in first, self.seconds[test]))
+        return {test: self.seconds[test] for test in in_order[: TESTS_OF_EXPLAINED if mutant.name in EXPLAINED else None]}
 
-    def _running(self, module: str, lines: range) -> set[str]:
+    def note_killer(self, mutant: Mutant, test: str) -> None:
+        """Let the next mutant of the function meet this test first."""
+        self._killers[mutant.module, mutant.function].add(test)
+
+    def _running(self, module: str, lines: Any) -> set[str]:
         return set().union(*(self._lines.get((module, line), ()) for line in lines))
 
     def _using(self, statement: str) -> set[str]:
         return set().union(
             *(
-                self._running(module, range(number, number + 1))
-                for module in MODULES
+                self._running(module, [number])
+                for module in {module for module, _ in self._lines}
                 for number, line in enumerate((ROOT / module).read_text().splitlines(), 1)
                 if re.search(rf"\W{statement}\b(?!\()", line)
             )
         )
 
 
-class Stages:
-    """Which tests a mutant meets, and in which order."""
-
-    def __init__(self, quick: dict[str, Any], slow: dict[str, Any]) -> None:
-        self.quick, self.slow, self.on_sqlite = Tests(quick["postgresql"]), Tests(slow["postgresql"]), Tests(quick["sqlite"])
-        self.count = len(self.quick.seconds) + len(self.slow.seconds) + len(self.on_sqlite.seconds)
-
-
 class Bench:
     """What tests one mutant at a time: a stand on PostgreSQL, and one on SQLite."""
 
     def __init__(self, number: int, folder: Path, server: Postgres, stack: ExitStack) -> None:
-        self._first = number == 0
-        self._postgresql = stack.enter_context(Stand(folder / f"p{number}", server, [*QUICK, *SLOW]))
-        self._sqlite = stack.enter_context(Stand(folder / f"s{number}", None, QUICK))
-
-    def cover(self) -> dict[str, Any]:
-        """Run the quick tests on both databases, or the slow ones, without a mutant."""
-        return {
-            "postgresql": self._postgresql.cover(QUICK if self._first else SLOW),
-            "sqlite": self._sqlite.cover(QUICK if self._first else QUICK[:1]),
+        self.stands = {
+            "postgresql": stack.enter_context(Stand(folder / f"p{number}", server, POSTGRESQL)),
+            "sqlite": stack.enter_context(Stand(folder / f"s{number}", None, SQLITE)),
         }
 
-    def meet(self, mutant: Mutant, stages: Stages) -> Found:
-        """Let a mutant meet its tests."""
-        found = Found("survived")
-        for tests, stand in self._stages(stages)[: 1 if mutant.name in EXPLAINED else None]:
-            chosen = tests.of(mutant)
-            if chosen and found.outcome == "survived":
-                found = stand.test(mutant, chosen, GRACE_SECONDS + PATIENCE * sum(tests.seconds[test] for test in chosen))
-        return found
+    def names(self) -> dict[str, set[str]]:
+        """Return the names of the tests of each database."""
+        return {database: set(stand.names()) for database, stand in self.stands.items()}
 
-    def fail_without_mutant(self, killers: set[str], stages: Stages) -> list[str]:
-        """Run tests that have killed on the unchanged code, and return those that fail."""
-        failed = []
-        for tests, stand in self._stages(stages):
-            if (again := sorted(killers & tests.seconds.keys())) and (
-                found := stand.test(None, again, 600)
-            ).outcome != "survived":
-                failed.append(found.killer or "a test that takes too long")
-        return failed
-
-    def _stages(self, stages: Stages) -> list[tuple[Tests, Stand]]:
-        return [(stages.quick, self._postgresql), (stages.on_sqlite, self._sqlite), (stages.slow, self._postgresql)]
+    def meet(self, mutant: Mutant, tests: dict[str, Tests], known: str) -> Found:
+        """Let a mutant meet its tests; ``known`` is what killed it before. A killer is named with its database."""
+        for database, stand in self.stands.items():
+            found = stand.meet(mutant, tests[database].of(mutant, known.removeprefix(f"{database} ")))
+            if found.outcome != "survived":
+                tests[database].note_killer(mutant, found.killer)
+                return Found(found.outcome, f"{database} {found.killer}")
+        return Found("survived")
 
 
-class Progress:
-    """The mutants that were killed, by the text of their module."""
+class Results:
+    """What was found of each mutant, in this run and in earlier ones."""
 
-    def __init__(self, resume: bool) -> None:
-        self._killed: dict[str, str] = json.loads(PROGRESS.read_text()) if resume and PROGRESS.exists() else {}
+    def __init__(self, resume: bool, names: dict[str, list[str]]) -> None:
+        kept = json.loads(RESULTS.read_text())["mutants"] if RESULTS.exists() else {}
+        self._kept: dict[str, dict[str, str]] = kept
+        self._resume = resume
+        self._killers = {f"{database} {test}" for database in names for test in [*names[database], "its import"]}
+        self._tests = hashlib.sha256(json.dumps(names).encode()).hexdigest()
+        self._lock = Lock()
 
-    def killer(self, mutant: Mutant) -> str | None:
-        """Return by what this very mutant was killed in an earlier run, None if it was not."""
-        return self._killed.get(self._digest(mutant))
+    def known(self, mutant: Mutant) -> Found | None:
+        """Return what an earlier run found, as long as it holds: the killer still exists, or no test is new."""
+        if not self._resume or not (kept := self._kept.get(mutant.digest)):
+            return None
+        holds = kept["tests"] == self._tests if kept["outcome"] == "survived" else kept["killer"] in self._killers
+        return Found(kept["outcome"], kept["killer"]) if holds else None
+
+    def killer(self, mutant: Mutant) -> str:
+        """Return by what this very mutant was killed in an earlier run, "" if it was not."""
+        return self._kept.get(mutant.digest, {}).get("killer", "")
 
     def note(self, mutant: Mutant, found: Found) -> None:
         """Write down what was found."""
-        if found.outcome == "killed":
-            self._killed[self._digest(mutant)] = found.killer
-            PROGRESS.parent.mkdir(exist_ok=True)
-            PROGRESS.write_text(json.dumps(self._killed))
+        with self._lock:
+            self._kept[mutant.digest] = {
+                **{"module": mutant.module, "name": mutant.name},
+                **{"outcome": found.outcome, "killer": found.killer, "tests": self._tests},
+            }
+            self.write()
 
-    def _digest(self, mutant: Mutant) -> str:
-        return hashlib.sha256(f"{mutant.module}\n{mutant.text}".encode()).hexdigest()
+    def forget(self, mutant: Mutant) -> None:
+        """Let the next run test the mutant again."""
+        self._kept.pop(mutant.digest, None)
+
+    def write(self, **more: Any) -> None:
+        """Write all down."""
+        RESULTS.parent.mkdir(exist_ok=True)
+        draft = RESULTS.with_suffix(".new")
+        draft.write_text(json.dumps({**more, "mutants": self._kept}, indent=1))
+        draft.rename(RESULTS)
+
+
+class Run:
+    """A run over mutants: the tests first, then each mutant, then the table."""
+
+    def __init__(self, to_do: list[Mutant], benches: list[Bench], *, resume: bool, end: float) -> None:
+        self._to_do, self._benches, self._end = to_do, benches, end
+        self._free: SimpleQueue[Bench] = SimpleQueue()
+        for bench in benches:
+            self._free.put(bench)
+        with ThreadPoolExecutor(4) as pool:
+            # Those that each stand has: a name with something random in it would be found on one alone.
+            lists = list(pool.map(Bench.names, benches))
+            names = {database: sorted(set.intersection(*(each[database] for each in lists))) for database in DATABASES}
+            runs = {database: self._cover(database, names[database], pool) for database in DATABASES}
+        for database in DATABASES:
+            for test in runs[database]["failed"]:
+                print(f"left out, since it fails without a mutant on {database}: {test}", flush=True)
+            if len(runs[database]["failed"]) > FEW:
+                raise SystemExit(f"More than {FEW} tests fail without a mutant.\nmutants: FAILED 1")
+        self._tests = {database: Tests(run) for database, run in runs.items()}
+        self._results = Results(resume, {database: sorted(self._tests[database].seconds) for database in DATABASES})
+
+    def outcomes(self) -> dict[str, str]:
+        """Return the outcome of each mutant by its name."""
+        with ThreadPoolExecutor(len(self._benches)) as pool:
+            found = dict(zip([mutant.name for mutant in self._to_do], pool.map(self._one, self._to_do), strict=True))
+        # A test that fails by itself kills nothing: all that did are run again without a mutant.
+        unsound = self._unsound({result.killer for result in found.values() if result.killer})
+        for mutant in self._to_do:
+            if found[mutant.name].killer in unsound:
+                self._results.forget(mutant)
+                found[mutant.name] = Found("unsound")
+        return {
+            name: "explained" if result.outcome == "survived" and name in EXPLAINED else result.outcome
+            for name, result in found.items()
+        }
+
+    def report(self, outcomes: dict[str, str], seconds: float) -> None:
+        """Print the table and write it down."""
+        table = {
+            module: dict(Counter(outcomes[mutant.name] for mutant in self._to_do if mutant.module == module))
+            for module in dict.fromkeys(mutant.module for mutant in self._to_do)
+        }
+        survivors = sorted(name for name, outcome in outcomes.items() if outcome == "survived")
+        self._results.write(table=table, survivors=survivors, seconds=round(seconds), seed=SEED)
+        print(f"\n{'module':28}{'mutants':>10}" + "".join(f"{outcome:>12}" for outcome in OUTCOMES))
+        for module, counts in {**table, "all": Counter(outcomes.values())}.items():
+            print(f"{module:28}{sum(counts.values()):>10}" + "".join(f"{counts.get(outcome, 0):>12}" for outcome in OUTCOMES))
+        for survivor in survivors:
+            print(f"survived, and nobody has said why: {survivor}")
+
+    def _cover(self, database: str, names: list[str], pool: ThreadPoolExecutor) -> dict[str, Any]:
+        """Return which test runs which line, from what an earlier run wrote down if nothing has changed."""
+        began, code = time.monotonic(), _digest_of_the_code()
+        LINES.mkdir(parents=True, exist_ok=True)
+        files: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            files[name.partition("::")[0]].append(name)
+
+        def one(file: str) -> dict[str, Any]:
+            digest = hashlib.sha256("\n".join([code, database, file, (ROOT / file).read_text()]).encode())
+            kept = LINES / f"{digest.hexdigest()}.json"
+            if not kept.exists():
+                bench = self._free.get()
+                try:
+                    kept.write_text(json.dumps(bench.stands[database].cover(files[file], TEST_SECONDS)))
+                finally:
+                    self._free.put(bench)
+            part: dict[str, Any] = json.loads(kept.read_text())
+            return part
+
+        # The first run on each stand makes its database.
+        list(pool.map(lambda bench: bench.stands[database].cover(files[FIRST_FILE], TEST_SECONDS), self._benches))
+        run: dict[str, Any] = {"lines": defaultdict(lambda: defaultdict(list)), "seconds": {}, "failed": []}
+        for part in pool.map(one, sorted(files, key=lambda file: -len(files[file]))):
+            run["seconds"] |= part["seconds"]
+            run["failed"] += part["failed"]
+            for module, lines in part["lines"].items():
+                for line, tests in lines.items():
+                    run["lines"][module][line] += tests
+        print(f"{len(names)} tests on {database}, run once in {time.monotonic() - began:.0f} s", flush=True)
+        return run
+
+    def _one(self, mutant: Mutant) -> Found:
+        if known := self._results.known(mutant):
+            return known
+        bench = self._free.get()
+        try:
+            began, before = time.monotonic(), self._results.killer(mutant)
+            if began > self._end:
+                return Found("not tested")
+            found = bench.meet(mutant, self._tests, before)
+        finally:
+            self._free.put(bench)
+        self._results.note(mutant, found)
+        seconds = time.monotonic() - began
+        print(f"{found.outcome:<9} {mutant.name}   [{seconds:.0f} s {found.killer}]", flush=True)
+        if before and not found.killer:
+            print(f"lost its killer {before}: {mutant.name}", flush=True)
+        return found
+
+    def _unsound(self, killers: set[str]) -> set[str]:
+        unsound = set()
+        for database in DATABASES:
+            for test in sorted(self._tests[database].seconds.keys() & {name.partition(" ")[2] for name in killers}):
+                killer = f"{database} {test}"
+                if killer in killers and self._benches[0].stands[database].fails(test, self._tests[database].seconds[test]):
+                    print(f"{killer} fails without a mutant too: RESUME=1 tests again what it has killed.")
+                    unsound.add(killer)
+        return unsound
+
+
+def _digest_of_the_code() -> str:
+    """Return a digest of all that tests run, the files with the tests left out."""
+    digest = hashlib.sha256()
+    for folder in ("idempotency", "rides_demo", "tests"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            no_test = not (folder == "tests" and file.name.startswith("test_"))
+            if no_test and ("mutation" not in file.parts or file.name == "choice.py"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def main() -> int:
     """Return the number of survivors that nobody has explained, and of mutants for which the time was too short."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
+    parser.add_argument("--modules", default="", help=f"some of {' '.join([*WHOLE, *SAMPLED])}; all by default")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--only", default="", help="a regular expression; the mutants with such a name")
-    parser.add_argument("--resume", action="store_true", help="leave out those that an earlier run killed")
+    parser.add_argument("--resume", action="store_true", help="believe what earlier runs found, as long as its tests exist")
     options = parser.parse_args()
-    end = time.monotonic() + options.minutes * 60
-    to_do = [
-        mutant
-        for module in (*MODULES, SQL_MODULE)
-        for mutant in mutants(module, (ROOT / module).read_text())
-        if re.search(options.only, mutant.name)
-    ]
+    began = time.monotonic()
+    modules = re.split(r"[\s,]+", options.modules.strip()) if options.modules.strip() else [*WHOLE, *SAMPLED]
+    if unknown := [module for module in modules if module not in {*WHOLE, *SAMPLED}]:
+        parser.error(f"{', '.join(unknown)}: choose from {' '.join([*WHOLE, *SAMPLED])}")
+    to_do = [mutant for module in modules for mutant in mutants_of(module) if re.search(options.only, mutant.name)]
+    samples = ", ".join(f"{SAMPLED[module]} of {module}" for module in modules if module in SAMPLED)
+    print(f"{len(to_do)} mutants" + (f", of which a sample by seed {SEED}: {samples}" if samples else ""), flush=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name)
-        with HastyPostgres(folder / "postgres") as server, ExitStack() as stack:
+        with HastyPostgres(folder / "postgres", max_connections=200) as server, ExitStack() as stack:
             benches = [Bench(number, folder, server, stack) for number in range(2)]
-            outcomes = _test(to_do, benches, Progress(options.resume), end)
+            run = Run(to_do, benches, resume=options.resume, end=began + options.minutes * 60)
+            outcomes = run.outcomes()
+            run.report(outcomes, time.monotonic() - began)
     counts = Counter(outcomes.values())
-    print(f"{len(to_do)} mutants: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
-    survivors = {name for name, outcome in outcomes.items() if outcome == "survived"}
-    for survivor in sorted(survivors - EXPLAINED):
-        print(f"survived, and nobody has said why: {survivor}")
-    for gone in sorted(EXPLAINED - survivors) if not options.only and not counts["not tested"] else []:
+    for gone in sorted(name for name in EXPLAINED & outcomes.keys() if outcomes[name] in {"killed", "endless"}):
         print(f"SURVIVORS.md explains what does not survive any more: {gone}")
-    return len(survivors - EXPLAINED) + counts["not tested"] + counts["unsound"]
-
-
-def _test(to_do: list[Mutant], benches: list[Bench], progress: Progress, end: float) -> dict[str, str]:
-    """Return the outcome of each mutant."""
-    began = time.monotonic()
-    with ThreadPoolExecutor(len(benches)) as pool:
-        stages = Stages(*pool.map(lambda bench: bench.cover(), benches))
-        print(f"{len(to_do)} mutants, {stages.count} tests, run once in {time.monotonic() - began:.0f} s", flush=True)
-        free: SimpleQueue[Bench] = SimpleQueue()
-        for bench in benches:
-            free.put(bench)
-        killers: set[str] = set()
-
-        def one(mutant: Mutant) -> str:
-            killer = progress.killer(mutant)
-            if killer is not None:
-                return "killed"
-            if time.monotonic() > end:
-                return "not tested"
-            bench, began = free.get(), time.monotonic()
-            try:
-                found = bench.meet(mutant, stages)
-            finally:
-                free.put(bench)
-            progress.note(mutant, found)
-            killers.add(found.killer)
-            seconds = time.monotonic() - began
-            print(f"{found.outcome:<9} {mutant.name}   [{seconds:.0f} s {found.killer}]", flush=True)
-            return found.outcome
-
-        outcomes = dict(zip([mutant.name for mutant in to_do], pool.map(one, to_do), strict=True))
-    # A test that fails by itself kills nothing: all that did are run again without a mutant.
-    for name in benches[0].fail_without_mutant(killers, stages):
-        print(f"{name} fails without a mutant too, so who else was killed by it?")
-        outcomes[name] = "unsound"
-    return outcomes
+    return counts["survived"] + counts["not tested"] + counts["unsound"]
 
 
 if __name__ == "__main__":

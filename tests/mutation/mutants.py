@@ -4,18 +4,22 @@ Cosmic Ray makes those of Python's operators. It neither leaves a statement out 
 """
 
 import ast
+import hashlib
+import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
+from tests.mutation.choice import SAMPLED, SEED
 from tests.mutation.warm import signature
 
-MODULES = ("idempotency/keys.py", "idempotency/phases.py", "idempotency/claims.py")
+ROOT = Path(__file__).resolve().parents[2]
 SQL_MODULE = "idempotency/sql.py"
 #: Left out of Cosmic Ray's: what it makes of ``X | None`` in annotations and of the bare ``*`` of a signature.
 OPERATORS = (
@@ -111,6 +115,7 @@ SQL = (
     ('ANYWHERE = " RETURNING', 'ANYWHERE = " AND false RETURNING'),
     (" AND k.ctid = %(place)s::tid RETURNING", " AND false AND %(place)s::tid IS NOT NULL RETURNING"),
 )
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,21 @@ class Mutant:
     name: str
     function: str
     lines: range
+
+    @property
+    def digest(self) -> str:
+        """By what an outcome is kept."""
+        return hashlib.sha256(f"{self.module}\n{self.text}".encode()).hexdigest()
+
+
+def mutants_of(name: str) -> list[Mutant]:
+    """Return the mutants of a module, or the sample of them that the seed draws, in the order of its lines."""
+    module = f"idempotency/{name}.py"
+    found = list(mutants(module, (ROOT / module).read_text()))
+    if len(found) <= SAMPLED.get(name, len(found)):
+        return found
+    drawn = sorted(random.Random(SEED).sample(range(len(found)), SAMPLED[name]))
+    return [found[number] for number in drawn]
 
 
 def mutants(module: str, text: str) -> Iterator[Mutant]:
@@ -164,7 +184,7 @@ def _with_one_statement_less(text: str) -> Iterator[str]:
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
         match node:
-            case ast.Expr(value=ast.Call() | ast.YieldFrom()) | ast.Raise() | ast.Continue() | ast.Return():
+            case ast.Expr(value=ast.Call() | ast.YieldFrom() | ast.Await()) | ast.Raise() | ast.Continue() | ast.Return():
                 pass
             case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
                 pass
@@ -201,12 +221,12 @@ def _place(text: str, number: int) -> tuple[str, range]:
     No lines: it runs when the module is imported.
     """
     around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and number in _lines(node)]
-    name = ".".join(node.name for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef))
-    if not any(isinstance(node, ast.FunctionDef) for node in around):
+    name = ".".join(node.name for node in around if isinstance(node, (*_FUNCTIONS, ast.ClassDef)))
+    if not any(isinstance(node, _FUNCTIONS) for node in around):
         return name or "the module", range(0)
     lines = _lines(innermost := around[-1])
     body = min((node.lineno for node in ast.walk(innermost) if isinstance(node, ast.stmt) and node is not innermost), default=0)
-    if body and isinstance(innermost, ast.FunctionDef):
+    if body and isinstance(innermost, _FUNCTIONS):
         lines = range(body, lines.stop)
     elif body:
         lines = range(lines.start, body)

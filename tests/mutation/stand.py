@@ -1,159 +1,241 @@
-"""A copy of the project with its databases and warm processes, in which one mutant after the other is tested."""
+"""A copy of the project with its databases and a warm process, in which one mutant after the other is tested."""
 
 import json
 import os
-import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import psycopg
+from psycopg.sql import SQL, Identifier
 
 from rides_demo.services import Postgres, postgres_url
-from tests.mutation.mutants import Mutant
-from tests.mutation.warm import changed_function, keep_database
+from tests.kit.tables import WRITTEN_ONCE
+from tests.mutation.mutants import ROOT, Mutant
+from tests.mutation.warm import changed_function
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Whether an update stays on its page is PostgreSQL's decision, which other sessions have a part in.
 LEFT_OUT = ("--deselect", "tests/test_keys.py::test_every_update_of_a_phased_key_but_the_last_stays_hot")
-#: So many tests may fail by themselves, as those do on a busy machine that look at times: they are left out.
-FEW = 3
-COPIED = ("idempotency", "rides_demo", "tests", "manage.py", "setup.cfg", "pyproject.toml")
+NOT_COPIED = (".git", ".venv*", ".run", ".tox", ".*_cache", ".hypothesis", "__pycache__")
+#: A test is endless when it takes so many times as long as it did before, and so many seconds: other people use the machine.
+PATIENCE, GRACE_SECONDS = 20, 60
+#: A mutant that is read anew meets so many tests in a pytest that has collected their files only.
+FIRST = 30
+#: So long may pytest take to collect all tests.
+COLLECTING_SECONDS = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a run of tests found: "survived", "killed" or "endless", and by which test."""
+    """What tests found: "survived", or "killed" or "endless" and by which test."""
 
     outcome: str
     killer: str = ""
 
 
-class Stand:
-    """Tests on one database, in a folder of its own; a context manager. ``server`` None is SQLite."""
+class Ended(Exception):
+    """The process of the tests has ended."""
 
-    def __init__(self, folder: Path, server: Postgres | None, tests: list[str]) -> None:
-        self._folder, self._server, self._tests = folder, server, tests
-        self._copy, self._run_folder = folder / "copy", folder / "run"
-        self._name = f"mutants_{folder.name}"
 
-    def __enter__(self) -> "Stand":
-        self._folder.mkdir()
-        for name in COPIED:
-            source, target = ROOT / name, self._copy / name
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, target)
-        url = postgres_url(self._server.data, self._name) if self._server else f"sqlite:///{self._folder}/rides.sqlite3"
-        self._environment = os.environ | {"DATABASE_URL": url, "RIDES_TEST_FOLDER": str(self._run_folder)}
-        self._said = (self._folder / "said").open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.mutation.warm", *LEFT_OUT, *self._tests],
-            cwd=self._copy,
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            text=True,
-            start_new_session=True,
-        )
+class Warm:
+    """A pytest that has collected tests, and runs some of them for each job; a context manager."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], arguments: Iterable[str]) -> None:
+        self._result, self._said = folder / "result", folder / "said"
+        with self._said.open("a") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.mutation.warm", *LEFT_OUT, *arguments],
+                cwd=folder / "copy",
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "Warm":
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
 
-    def cover(self, files: list[str]) -> dict[str, Any]:
-        """Run these files on the unchanged code, and return which test runs which line; the test database is kept, empty."""
-        covering = self._folder / "covering.json"
-        trouble = self._ask({"covering": str(covering), "tests": files, "seconds": 1500})
-        found: dict[str, Any] = json.loads(covering.read_text()) if trouble == "" else {"failed": [trouble]}
-        if trouble != "" or len(found["failed"]) > FEW:
-            failed = "\n".join(map(str, found["failed"]))
-            raise SystemExit(f"These fail without a mutant:\n{failed}\n{self._said_last()}\nmutants: FAILED 1")
-        for test in found["failed"]:
-            print(f"left out, since it fails without a mutant: {test}", flush=True)  # noqa: T201 - part of the report
-        self._keep_database()
-        return found
-
-    def test(self, mutant: Mutant | None, tests: list[str], seconds: float) -> Found:
-        """Run tests of a mutant, None for the unchanged code, until one fails."""
-        function = changed_function((self._copy / mutant.module).read_text(), mutant.text) if mutant else ""
-        if mutant and function is None:
-            return self._test_alone(mutant, tests, seconds)
-        given = {"module": mutant.module, "text": mutant.text} if mutant else {}
-        failed = self._ask({"covering": "", "function": function, "tests": tests, "seconds": int(seconds), **given})
-        if failed is None:
-            self._restore_database()
-            return Found("endless")
-        return Found("killed" if failed else "survived", failed)
-
-    def _ask(self, job: dict[str, Any]) -> str | None:
+    def ask(self, **job: Any) -> Any:
+        """Return the answer to a job."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"result": str(self._folder / "result"), **job}) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"The process of the tests has ended:\n{self._said_last()}\nmutants: FAILED 1")
-        failed: str | None = json.loads(line)
-        return failed
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"result": str(self._result), **job}) + "\n")
+            self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise Ended(f"The process of the tests has ended:\n{self._said.read_text()[-4000:]}")
+        return json.loads(line)
 
-    def _said_last(self) -> str:
-        return (self._folder / "said").read_text()[-4000:]
 
-    def _test_alone(self, mutant: Mutant, tests: list[str], seconds: float) -> Found:
+class Stand:
+    """Tests on one database, in a folder of its own; a context manager. ``server`` None is SQLite."""
+
+    def __init__(self, folder: Path, server: Postgres | None, arguments: tuple[str, ...]) -> None:
+        self._folder, self._server, self._arguments = folder, server, arguments
+        self._copy, self._run_folder = folder / "copy", folder / "run"
+        self._name = f"mutants_{folder.name}"
+        self._covered = False
+
+    def __enter__(self) -> "Stand":
+        shutil.copytree(ROOT, self._copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        url = postgres_url(self._server.data, self._name) if self._server else f"sqlite:///{self._folder}/rides.sqlite3"
+        self._environment = os.environ | {"DATABASE_URL": url, "RIDES_TEST_FOLDER": str(self._run_folder)}
+        self._warm = Warm(self._folder, self._environment, self._arguments)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._warm.__exit__(*exception)
+
+    def names(self) -> list[str]:
+        """Return the names of all tests."""
+        names: list[str] = self._warm.ask(do="list")
+        return names
+
+    def cover(self, tests: list[str], seconds: int) -> dict[str, Any]:
+        """Run tests on the unchanged code, and return which of them runs which line, how long each takes, and which fail."""
+        ended: list[str] = []
+        while len(ended) < len(tests):
+            limits = {test: seconds for test in tests if test not in ended}
+            found: dict[str, Any] = self._warm.ask(do="cover", tests=limits, adopt=self._covered)
+            if found["outcome"] == "covered":
+                if not self._covered:
+                    self._keep()
+                self._covered = True
+                return found | {"failed": [*found["failed"], *ended]}
+            if not found["killer"]:
+                raise RuntimeError(f"The tests could not be run:\n{(self._folder / 'said').read_text()[-4000:]}")
+            # The test that ended all others, or took too long, is left out.
+            ended.append(found["killer"])
+            if self._covered:
+                self._restore()
+        return {"lines": {}, "seconds": {}, "failed": ended}
+
+    def meet(self, mutant: Mutant, tests: dict[str, float]) -> Found:
+        """Run tests of a mutant until one fails."""
+        found = Found("not swapped")
+        if function := changed_function((self._copy / mutant.module).read_text(), mutant.text):
+            found = self._fail_twice(self._warm, tests, function=function, module=mutant.module, text=mutant.text)
+        if found.outcome == "not swapped":
+            names = list(tests)
+            found = self._meet_anew(mutant, {name: tests[name] for name in names[:FIRST]})
+            if found.outcome == "survived" and names[FIRST:]:
+                found = self._meet_anew(mutant, {name: tests[name] for name in names[FIRST:]})
+        return found
+
+    def fails(self, test: str, seconds: float) -> bool:
+        """Tell whether a test fails on the unchanged code."""
+        return self._ask(self._warm, {test: seconds}, function="").outcome != "survived"
+
+    def _fail_twice(self, warm: Warm, tests: dict[str, float], **job: str) -> Found:
+        """Run tests until one fails; when it passes alone, the others have their turn."""
+        names = list(tests)
+        while names:
+            found = self._ask(warm, {name: tests[name] for name in names}, **job)
+            if found.killer in tests:
+                again = self._ask(warm, {found.killer: tests[found.killer]}, **job)
+                if again.outcome != "survived":
+                    return again
+                names = names[names.index(found.killer) + 1 :]
+            else:
+                return found
+        return Found("survived")
+
+    def _meet_anew(self, mutant: Mutant, tests: dict[str, float]) -> Found:
         """Run the tests in a process that reads the mutant."""
         changed = self._copy / mutant.module
         original = changed.read_text()
-        changed.write_text(mutant.text)
-        quiet = ("-x", "-q", "--reuse-db", "--no-header", "--tb=line", "-p", "no:cacheprovider", *LEFT_OUT)
         # With a folder of its own, which pytest removes at its end.
-        environment = self._environment | {"PYTHONDONTWRITEBYTECODE": "1", "RIDES_TEST_FOLDER": str(self._folder / "alone")}
-        with subprocess.Popen(
-            [sys.executable, "-m", "pytest", *quiet, *tests],
-            cwd=self._copy,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                said, _ = process.communicate(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-                self._restore_database()
-                return Found("endless")
-            finally:
-                changed.write_text(original)
-        if process.returncode not in (0, 1):
-            self._restore_database()
-        killer = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
-        return Found("killed", killer[1] if killer else "its import") if process.returncode else Found("survived")
+        alone = self._folder / "alone"
+        environment = self._environment | {"PYTHONDONTWRITEBYTECODE": "1", "RIDES_TEST_FOLDER": str(alone)}
+        if not self._server:
+            alone.mkdir(exist_ok=True)
+            shutil.copy(self._folder / "kept.sqlite3", alone / "test.sqlite3")
+        files = sorted({name.partition("::")[0] for name in tests}) if len(tests) <= FIRST else ()
+        arguments = [*self._arguments, *files] if self._server else self._arguments
+        try:
+            changed.write_text(mutant.text)
+            with Warm(self._folder, environment, arguments) as warm:
+                hanging = Timer(COLLECTING_SECONDS, warm.__exit__)
+                hanging.start()
+                try:
+                    collected = set(warm.ask(do="list"))
+                finally:
+                    hanging.cancel()
+                if gone := [name for name in tests if name not in collected]:
+                    return Found("killed", gone[0])  # A parameter of a test is named after what the mutant has changed.
+                return self._fail_twice(warm, tests, function="")
+        except Ended:
+            return Found("killed", "its import")
+        finally:
+            changed.write_text(original)
 
-    def _keep_database(self) -> None:
-        if self._server:
-            self._administer(f"CREATE DATABASE kept_{self._name} TEMPLATE test_{self._name}")
-        else:
-            keep_database(str(self._run_folder / "test.sqlite3"))
+    def _ask(self, warm: Warm, tests: dict[str, float], **job: str) -> Found:
+        """Run tests until one fails; after a failure the database is as it was."""
+        allowed = {name: int(GRACE_SECONDS + PATIENCE * seconds) for name, seconds in tests.items()}
+        answer = warm.ask(do="test", tests=allowed, **job)
+        if answer["outcome"] == "ended" and not answer["killer"]:
+            raise RuntimeError(f"{self._folder}/said says why a mutant could not be tested.")
+        if answer["outcome"] not in {"survived", "not swapped"}:
+            self._restore(dropped=answer["outcome"] != "killed")
+        return Found(answer["outcome"] if answer["outcome"] != "ended" else "killed", answer["killer"])
 
-    def _restore_database(self) -> None:
-        """Nobody has emptied it."""
-        if self._server:
-            self._administer(f"DROP DATABASE test_{self._name} WITH (FORCE)")
-            self._administer(f"CREATE DATABASE test_{self._name} TEMPLATE kept_{self._name}")
-        else:
-            keep_database(str(self._run_folder / "test.sqlite3"))
+    def _keep(self) -> None:
+        """Keep the empty test databases as they are now."""
+        if not self._server:
+            source, kept = (
+                sqlite3.connect(folder) for folder in (self._run_folder / "test.sqlite3", self._folder / "kept.sqlite3")
+            )
+            source.backup(kept)
+            source.close(), kept.close()
+        for name in self._names():
+            self._administer(SQL("CREATE DATABASE {} TEMPLATE {}").format(Identifier(f"kept_{name}"), Identifier(name)))
 
-    def _administer(self, statement: str) -> None:
+    def _restore(self, *, dropped: bool = True) -> None:
+        """Empty the test databases of what threads have written that nobody waited for; ``dropped``: make them anew."""
+        if not self._server:
+            for file in self._run_folder.glob("test.sqlite3*"):
+                file.unlink()
+            shutil.copy(self._folder / "kept.sqlite3", self._run_folder / "test.sqlite3")
+        for name in self._names():
+            if dropped:
+                self._administer(SQL("DROP DATABASE {} WITH (FORCE)").format(Identifier(name)))
+                self._administer(SQL("CREATE DATABASE {} TEMPLATE {}").format(Identifier(name), Identifier(f"kept_{name}")))
+            else:
+                self._administer(
+                    SQL("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE datname = {}").format(name)
+                )
+                self._administer(SQL(EMPTY).format(SQL(", ").join(WRITTEN_ONCE)), name)
+
+    def _names(self) -> list[str]:
+        """Return the names of the test databases of PostgreSQL: the settings have two."""
+        return [f"test_{self._name}", f"test_{self._name}_b"] if self._server else []
+
+    def _administer(self, statement: Any, database: str = "postgres") -> None:
         assert self._server is not None
-        with psycopg.connect(postgres_url(self._server.data, "postgres"), autocommit=True) as connection:
+        with psycopg.connect(postgres_url(self._server.data, database), autocommit=True) as connection:
             connection.execute(statement)
+
+
+EMPTY = """
+    DO $$ DECLARE name text; BEGIN
+        SET LOCAL session_replication_role = replica;
+        FOR name IN SELECT format('%I', tablename) FROM pg_tables WHERE schemaname = 'public' AND tablename NOT IN ({}) LOOP
+            EXECUTE 'DELETE FROM ' || name;
+        END LOOP;
+    END $$
+"""

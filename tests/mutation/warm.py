@@ -3,14 +3,13 @@
 Most mutants differ from the code in the body of one function: the fork gives the function that body, wherever it is held. The
 others are written into the copy of the project, and meet a pytest of their own (``tests.mutation.stand``).
 
-Reads one job a line from its standard input, and answers each with one line: a test that failed, "" if none did, null when
-time was up.
+Reads one job a line from its standard input, and answers each with one line: the names of the tests ("list"), which test runs
+which line ("cover"), or which test failed first ("test").
 """
 
 import gc
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -25,6 +24,8 @@ import coverage
 import pytest
 from _pytest.runner import runtestprotocol
 
+#: All functions that exist when the tests have been collected, by their files.
+FUNCTIONS: dict[str, list[FunctionType]] = defaultdict(list)
 _FUNCTION_FLAGS = 3  # CO_OPTIMIZED | CO_NEWLOCALS; the body of a class has neither
 
 
@@ -59,21 +60,37 @@ def changed_function(text: str, changed: str) -> str | None:
         return None
     old, new = functions(before), functions(after)
     different = [name for name in old if signature(old[name]) != signature(new[name])]
-    return different[0] if len(different) == 1 else None
+    return different[0] if len(different) == 1 and _pairs(old[different[0]], new[different[0]]) else None
 
 
-def _swap(module: str, text: str, name: str) -> None:
-    """Give each function that is called ``name`` in the module the body that it has in ``text``."""
+def _pairs(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]]:
+    """Return a function and those within it, each with what replaces it; nothing if one cannot replace the other."""
+    inner, others = ([const for const in code.co_consts if isinstance(const, CodeType)] for code in (old, new))
+    if old.co_freevars != new.co_freevars or [code.co_name for code in inner] != [code.co_name for code in others]:
+        return []
+    below = [_pairs(*pair) for pair in zip(inner, others, strict=True)]
+    return [(old, new), *(pair for pairs in below for pair in pairs)] if all(below) else []
+
+
+def _swap(module: str, text: str, name: str) -> bool:
+    """Give each function that is called ``name`` in the module, and those that it has made, the body of ``text``.
+
+    Return False if there is none.
+    """
     path = str(Path(module).resolve())
-    new = functions(compile(text, path, "exec", dont_inherit=True))[name]
-    swapped = 0
-    for candidate in gc.get_objects():
-        if not isinstance(candidate, FunctionType):
-            continue
-        if candidate.__code__.co_filename == path and candidate.__code__.co_qualname == name:
-            candidate.__code__ = new
-            swapped += 1
-    assert swapped, f"{name} of {module} is held by nobody"
+    old, new = (
+        functions(compile(source, path, "exec", dont_inherit=True))[name] for source in (Path(module).read_text(), text)
+    )
+    # A function is known by its name and its first line: two functions within one may have the same name.
+    bodies = {(before.co_qualname, before.co_firstlineno): after for before, after in _pairs(old, new)}
+    held = [function for function in FUNCTIONS[path] if _place(function) in bodies]
+    for function in held:
+        function.__code__ = bodies[_place(function)]
+    return bool(held)
+
+
+def _place(function: FunctionType) -> tuple[str, int]:
+    return function.__code__.co_qualname, function.__code__.co_firstlineno
 
 
 class Server:
@@ -83,81 +100,98 @@ class Server:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Do job after job."""
         items = {item.nodeid: item for item in session.items}
+        for function in gc.get_objects():
+            if isinstance(function, FunctionType):
+                FUNCTIONS[function.__code__.co_filename].append(function)
+        gc.freeze()  # What forks share, they do not copy to collect garbage.
         for line in sys.stdin:
-            os.write(ANSWERS, json.dumps(_answer(json.loads(line), items)).encode() + b"\n")
+            job = json.loads(line)
+            answer = sorted(items) if job["do"] == "list" else _answer(job, items)
+            os.write(ANSWERS, json.dumps(answer).encode() + b"\n")
         os._exit(0)
 
 
-def _answer(job: dict[str, Any], items: dict[str, pytest.Item]) -> str | None:
+def _answer(job: dict[str, Any], items: dict[str, pytest.Item]) -> dict[str, Any]:
+    """Do a job in a fork, and return what it found; what has become of the fork if it died, and of which test."""
     result = Path(job["result"])
-    result.write_text('"the process ended"')
     child = os.fork()
     if not child:
         try:
             os.setsid()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(job["seconds"])
-            result.write_text(json.dumps(_run(job, items)))
+            _write(result, outcome="ended", killer="")
+            chosen = [items[name] for name in job["tests"]]
+            if job["do"] == "cover":
+                _write(result, **_cover(chosen, result, job))
+            else:
+                _adopt_database()
+                if not job["function"] or _swap(job["module"], job["text"], job["function"]):
+                    _run(chosen, result, job)
+                else:
+                    _write(result, outcome="not swapped", killer="")
         except BaseException:
-            result.write_text(json.dumps("".join(traceback.format_exc())))
+            traceback.print_exc()
         finally:
             os._exit(0)
     _, how = os.waitpid(child, 0)
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what the tests have started
-    if os.WIFSIGNALED(how) and os.WTERMSIG(how) == signal.SIGALRM:
-        return None
-    answer: str = json.loads(result.read_text())
-    return answer
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found | {"outcome": "endless"} if os.WIFSIGNALED(how) and os.WTERMSIG(how) == signal.SIGALRM else found
 
 
-def _run(job: dict[str, Any], items: dict[str, pytest.Item]) -> str:
-    """Run the tests in this fork until one fails, and return its name."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if job["covering"]:
-        return _cover(
-            [item for item in items.values() if item.nodeid.partition("::")[0] in job["tests"]], Path(job["covering"])
-        )
-    _adopt_database()
-    if job["function"]:
-        _swap(job["module"], job["text"], job["function"])
-    chosen = [items[name] for name in job["tests"]]
+def _write(result: Path, **found: Any) -> None:
+    result.write_text(json.dumps(found))
+
+
+def _run(chosen: list[pytest.Item], result: Path, job: dict[str, Any]) -> None:
+    """Run tests until one fails."""
     for item, following in zip(chosen, [*chosen[1:], None], strict=True):
-        if _fails(item, following):
-            return item.nodeid
-    return ""
+        _write(result, outcome="ended", killer=item.nodeid)
+        signal.alarm(job["tests"][item.nodeid])
+        if _outcome(item, following) == "failed":
+            _write(result, outcome="killed", killer=item.nodeid)
+            return
+    _write(result, outcome="survived", killer="")
 
 
-def _fails(item: pytest.Item, following: pytest.Item | None) -> bool:
+def _outcome(item: pytest.Item, following: pytest.Item | None) -> str:
     reports = runtestprotocol(item, nextitem=following, log=False)
     for report in reports:
         if report.failed:
-            print(report.longreprtext[-3000:])  # noqa: T201 - what pytest would say
-    return any(report.failed for report in reports)
+            print(f"{item.nodeid}\n{report.longreprtext[-3000:]}")  # noqa: T201 - what pytest would say
+    outcomes = {report.outcome for report in reports}
+    return next((outcome for outcome in ("failed", "skipped") if outcome in outcomes), "passed")
 
 
-def _cover(items: list[pytest.Item], output: Path) -> str:
-    """Run all tests, and write down which of them ran which line of the app, how long each took, and which failed."""
+def _cover(chosen: list[pytest.Item], result: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """Run all tests, and return which of them ran which line of the app, how long each took, and which failed."""
+    if job["adopt"]:
+        _adopt_database()
     measure = coverage.Coverage(data_file=None, config_file=False, source=["idempotency"])
     seconds: dict[str, float] = {}
     failed: list[str] = []
     measure.start()
-    for item, following in zip(items, [*items[1:], None], strict=True):
+    for item, following in zip(chosen, [*chosen[1:], None], strict=True):
+        _write(result, outcome="ended", killer=item.nodeid)
+        signal.alarm(job["tests"][item.nodeid])
         measure.switch_context(item.nodeid)
         began = time.monotonic()
-        if _fails(item, following):
-            failed.append(item.nodeid)
-        else:
-            seconds[item.nodeid] = time.monotonic() - began
+        match _outcome(item, following):
+            case "passed":
+                seconds[item.nodeid] = time.monotonic() - began
+            case "failed":
+                failed.append(item.nodeid)
         measure.switch_context("")
+    signal.alarm(0)
     measure.stop()
     data = measure.get_data()
     lines: dict[str, dict[int, list[str]]] = defaultdict(dict)
     for file in data.measured_files():
         for line, tests in data.contexts_by_lineno(file).items():
             lines[os.path.relpath(file)][line] = [test for test in tests if test in seconds]
-    output.write_text(json.dumps({"lines": lines, "seconds": seconds, "failed": failed}))
-    return ""
+    return {"outcome": "covered", "lines": lines, "seconds": seconds, "failed": failed}
 
 
 def _adopt_database() -> None:
@@ -172,12 +206,6 @@ def _adopt_database() -> None:
         return name
 
     BaseDatabaseCreation.create_test_db = adopt
-
-
-def keep_database(name: str) -> None:
-    """Keep a test database of SQLite as it is now, or take it back if it is kept already."""
-    kept = Path(f"{name}.kept")
-    shutil.copy(*((kept, name) if kept.exists() else (name, kept)))
 
 
 if __name__ == "__main__":
