@@ -15,7 +15,7 @@ from django.db import connection
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from rides_demo.processes import Process
 from rides_demo.services import Postgres, Redis
-from tests.factories import IdempotencyKeyFactory, StagedJobFactory
+from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago, expired_keys
 from tests.kit.chance import chance
 from tests.kit.commands import FAILING, RECOVERED, environment, run
@@ -75,8 +75,11 @@ def stage(names):
 
 def abandon(count):
     """Leave ``count`` keys as clients do that went away; one in ten is so old that the reaper wants it as well."""
+    user = UserFactory()
     IdempotencyKey.objects.bulk_create(
         IdempotencyKeyFactory.build(
+            user=user,
+            scope=f"user:{user.pk}",
             request_path=f"/two-phases/{number}",
             created_at=ago(hours=73 if number % 10 == 5 else 1),
             last_run_at=ago(minutes=30),
