@@ -96,7 +96,7 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     if len(set(places.values())) > 1:
         found.append(
             Error(
-                f"The database router parts what commits together: {places}.",
+                f"The router sends models that must share a transaction to different databases: {places}.",
                 hint="Let it name one database for all models of the app 'idempotency'; using= chooses another for a request.",
                 id="idempotency.E009",
             )

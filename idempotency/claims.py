@@ -148,7 +148,7 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
     """Claim an abandoned key for the completer, which leaves it alone for ``delay_seconds`` if this run fails too.
 
     ``early``: for the reaper, whose run of ``on_abandon`` does not wait for the end of the delay that an earlier run has set.
-    Return the claimed key; None if it is not due yet, or somebody else was faster, finished it, or handed it to a person, or
+    Return the claimed key; None if it is not due yet, or somebody else was faster, finished it, or marked it as stuck, or
     its client was refused.
     """
     parameters = {

@@ -31,7 +31,7 @@ class Settings:
     KEY_MAX_LENGTH: int = 255
     #: A validator as Django's forms take them, or its dotted path; what it refuses gets 400. None takes every key.
     KEY_VALIDATOR: str | Callable[..., Any] | None = None
-    #: How long a silent run keeps its key: the next request takes over after it. Above the client's timeout times its tries.
+    #: Lock timeout: the next request may claim the key after it. Set it above the client timeout multiplied by its attempts.
     LOCK_TIMEOUT_SECONDS: int = 90
     #: How long a finished key is replayed, from the moment it finished.
     RETENTION_HOURS: int = 72
@@ -51,7 +51,7 @@ class Settings:
     FINGERPRINT_HOST: bool = False
     #: Status of the answer to a key that comes back with another request: 422, 400 or 409.
     MISMATCH_STATUS: int = 422
-    #: Answers whose cure is not another key: they release it instead of finishing it.
+    #: Statuses that are never stored; a retry runs the view again.
     NEVER_STORED_STATUSES: frozenset[int] = frozenset({401, 403, 408, 412, 425, 428, 429})
     #: True stores 5xx answers too, as Stripe does.
     STORE_5XX: bool = False

@@ -88,7 +88,7 @@ def idempotent(
     key; None lets it pass. It is called before each replay, outside any transaction, but not for the completer. Arguments of
     the view are passed to its parameters of the same name. Only ``on_abandon`` and ``replay_check`` may be ``async def``.
 
-    Stand below the decorators that authenticate: a stored response is for those only who pass them. Decorated views are left
+    Apply it inside authentication decorators, so that replays stay authenticated. Decorated views are left
     out of ATOMIC_REQUESTS. Raises RuntimeError at the request when a transaction is already open.
     """
     if isinstance(recovery_points, str):

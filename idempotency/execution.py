@@ -218,7 +218,7 @@ def _run_phased(
             _let_go(run, keys.error_text(error, withheld=options.withholds), refusal=True)
             raise
     except LockLost:
-        # Another claim took over. What this run committed before is the other's to build on; it has the say now.
+        # Another claim took over: the new lock holder continues from what this run has committed.
         _release(key, "This run lost its key, or does not know how far it came.", using=using)
         return _answer_of_other(keys.read(key.pk, using=using), call, options, sender)
     except KeyStuck as stuck:
@@ -355,7 +355,7 @@ def _mark_stuck(key: IdempotencyKey, stuck: KeyStuck, sender: HttpRequest | None
             drop_connection(connections[using])
             keys.mark_stuck(key, stuck.code, stuck.reason, using=using)
     except LockLost:
-        return  # The run that took over has the say.
+        return  # The new lock holder continues from there.
     if key.stuck_code != stuck.code:
         keys.announce_stuck(key.pk, sender, using=using)
 

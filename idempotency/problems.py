@@ -7,25 +7,25 @@ from django.http import HttpResponseBase, JsonResponse
 from idempotency import conf
 from idempotency.models import REFUSED_WHEN_REBUILT, UNKNOWN_RECOVERY_POINT
 
-#: A client in a hurry is told to look again after so long, however long the lock may still hold.
+#: The longest Retry-After of a key in use: most requests end long before their lock expires.
 LOOK_AGAIN_SECONDS = 2
 
 _TITLES = {
     "key_missing": "The idempotency key is missing",
     "key_invalid": "The idempotency key is not valid",
-    "body_incomplete": "The body of the request ended too early",
-    "scope_missing": "The request does not say whose key this is",
+    "body_incomplete": "The body of the request is incomplete",
+    "scope_missing": "The scope of the idempotency key is missing",
     "key_reused": "The idempotency key was used for another request",
     "key_in_use": "A request with this idempotency key is in progress",
-    "key_stuck": "The request with this idempotency key needs a person",
-    "conflict": "The request met too many concurrent changes",
+    "key_stuck": "The request with this idempotency key requires manual intervention",
+    "conflict": "The request conflicts with concurrent requests",
     "database_unavailable": "The database cannot be reached",
-    "unknown_recovery_point": "This version of the service cannot go on with the request",
+    "unknown_recovery_point": "This version of the service cannot continue the request",
 }
 
 
 class Problem(Exception):
-    """A refusal, raised where it is found and answered by the decorator."""
+    """An error response of this app, raised where the error is found; the decorator returns it."""
 
     def __init__(
         self, status: int, code: str, detail: str, *, retryable: bool = False, retry_after: float | None = None
@@ -62,7 +62,7 @@ class Problem(Exception):
 def key_missing() -> Problem:
     """The request needs a key and has none."""
     name = conf.get().HEADER_NAMES[0]
-    return Problem(400, "key_missing", f"Send a key of your choice in the header {name}, and the same one with each retry.")
+    return Problem(400, "key_missing", f"Send a unique key in the header {name}. Send the same key with each retry.")
 
 
 def key_invalid(detail: str) -> Problem:
@@ -71,41 +71,45 @@ def key_invalid(detail: str) -> Problem:
 
 
 def body_incomplete() -> Problem:
-    """The connection broke before the whole body was there. No key was spent."""
+    """The connection closed before the whole body arrived. No key was claimed."""
     return Problem(400, "body_incomplete", "Send the whole request again, with the same key.", retryable=True)
 
 
 def scope_missing() -> Problem:
-    """Neither user nor session: this key could be a stranger's."""
-    return Problem(400, "scope_missing", "Sign in, or send the session cookie, so that this key can be told from a stranger's.")
+    """The request has neither a user nor a session to which the key could belong."""
+    return Problem(400, "scope_missing", "Sign in, or send the session cookie: a key is valid for one user or session only.")
 
 
 def key_reused() -> Problem:
     """The key came with another request before. Nothing of that one is shown."""
-    detail = "This key belongs to another request. Choose a new key for each new request."
+    detail = "This key was used for a different request. Use a new key for each new request."
     return Problem(conf.get().MISMATCH_STATUS, "key_reused", detail)
 
 
 def key_in_use(lock_seconds: float = LOOK_AGAIN_SECONDS) -> Problem:
     """Another run holds the key, for ``lock_seconds`` more at the most."""
-    detail = "Send it again after the time in Retry-After, with the same key."
+    detail = "Retry after the time in Retry-After, with the same key."
     return Problem(409, "key_in_use", detail, retryable=True, retry_after=min(lock_seconds, LOOK_AGAIN_SECONDS))
 
 
 def key_stuck(stuck_code: str) -> Problem:
-    """The machine gave up on the key, or the code that runs now cannot go on with it."""
+    """The key is stuck, or the running code does not know its recovery point."""
     if stuck_code == UNKNOWN_RECOVERY_POINT:
-        detail = "Send it again later, with the same key."
+        detail = "Retry later, with the same key."
         return Problem(503, stuck_code, detail, retryable=True, retry_after=LOOK_AGAIN_SECONDS)
     if stuck_code == REFUSED_WHEN_REBUILT:
         return key_in_use()
-    return Problem(409, "key_stuck", "Do not send it again: it was handed to a person, who will settle it.")
+    return Problem(409, "key_stuck", "Do not retry. This request requires manual intervention.")
 
 
 def conflict() -> Problem:
-    """Each of the tries inside the process met a serialization failure."""
+    """Each attempt inside the process met a serialization failure."""
     return Problem(
-        409, "conflict", "Send it again, with the same key: it goes on from where it stopped.", retryable=True, retry_after=1
+        409,
+        "conflict",
+        "Retry with the same key. The request continues from its last recovery point.",
+        retryable=True,
+        retry_after=1,
     )
 
 

@@ -1,4 +1,4 @@
-"""The reaper: deletes keys whose retention is over, and hands those that never finished to a person.
+"""The reaper: deletes keys whose retention is over, and marks overdue unfinished keys as stuck.
 
 It deletes through the ORM, in small transactions, because what a user's foreign key to a key wants (SET_NULL and the others)
 lives in Python. Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the reaper).

@@ -65,7 +65,7 @@ def next_step(key: IdempotencyKey, now: datetime, *, has_view: bool) -> str:
     if number > limit:
         to_a_person = f"its {limit} runs are over: it hands the key to a person"
         run = f"run {number}, until on_abandon settles it" if on_abandon_of(key) else to_a_person
-    lost = "" if has_view else " No protected view answers its path now: it would be handed to a person."
+    lost = "" if has_view else " No protected view answers its path now: a run would mark it as stuck."
     match state_of(key, now):
         case "finished":
             expires = (key.finished_at or now) + timedelta(hours=limits.RETENTION_HOURS)

@@ -105,7 +105,7 @@ def _refusals(policy: Policy) -> list[tuple[int, str, bool]]:
     meanings = {
         400: "The idempotency key is missing or not valid, or the body ended too early.",
         409: "A request with this idempotency key is in progress, or needs a person.",
-        503: "The database cannot be reached, or this version of the service cannot go on with the request.",
+        503: "The database cannot be reached, or this version of the service cannot continue the request.",
     }
     reused = "The idempotency key belongs to another request: choose a new one."
     meanings[policy.mismatch_status] = " ".join(filter(None, [meanings.get(policy.mismatch_status), reused]))

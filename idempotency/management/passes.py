@@ -126,7 +126,7 @@ class Loop:
             connections.close_all()
             return
         if self._failure is not None:
-            logger.warning("%s: goes on again", self.name)
+            logger.warning("%s: recovered", self.name)
         self._failure, self._failures = None, 0
         if any(asdict(counts).values()):
             self._say(counts)
@@ -138,7 +138,7 @@ class Loop:
         if failure != self._failure:
             logger.log(
                 logging.WARNING if unreachable else logging.ERROR,
-                "%s: cannot go on, will try again and again, at least every %g s: %s",
+                "%s: pass failed, retrying at least every %g s: %s",
                 self.name,
                 max(self._interval, MAX_PAUSE_SECONDS),
                 line or _one_line(error),

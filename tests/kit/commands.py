@@ -15,7 +15,7 @@ from django.core.management import execute_from_command_line
 from django.db import connection
 
 #: What a loop logs when a pass fails, and when one has succeeded again.
-FAILING, RECOVERED = "cannot go on", "goes on again"
+FAILING, RECOVERED = "pass failed", "recovered"
 
 
 def database_url() -> str:
