@@ -24,6 +24,7 @@ ALLOWED_SKIPS = (
     r"needs root, to mount a small disk$",
     r"may not mount$",
     r"the server has no unix socket here$",
+    r"the server is not the tests' own$",
     r"There is no (Chromium|PgBouncer|npm)",
     r"(Chromium|PgBouncer) could not be installed",
     r"npm could not fetch ",
