@@ -14,7 +14,7 @@ from pytest_django import Settings
 from idempotency.decorators import idempotent
 from idempotency.exceptions import DownstreamKeyExpired, KeyStuck, PhaseDidNotAdvance, UnknownRecoveryPoint
 from idempotency.models import IdempotencyKey
-from idempotency.phases import atomic_phase
+from idempotency.phases import atomic_phase, foreign_call
 from tests.kit.ageing import expire_lock
 from tests.kit.serving import Sender, problem
 from tests.kit.threads import Gate, background
@@ -276,6 +276,36 @@ def test_a_response_that_no_phase_stored_is_refused(serve: Any, sender: Sender, 
     key = IdempotencyKey.objects.get()
     assert key.last_error.startswith("ResponseNotCommitted")
     assert (key.recovery_point, key.locked_at) == ("one", None)
+
+
+def test_a_refusal_after_a_phase_that_moved_nothing_is_refused_too(serve: Any, sender: Sender) -> None:
+    def commit_then_refuse(key: IdempotencyKey) -> HttpResponseBase:
+        with atomic_phase(key) as phase:
+            Entry.objects.create(name="committed")
+            phase.no_op()
+        return HttpResponse(status=422)
+
+    serve(view=one_phase(commit_then_refuse))
+    assert sender.send().status_code == 500
+    key = IdempotencyKey.objects.get()
+    assert key.last_error.startswith("ResponseNotCommitted")
+    assert (key.recovery_point, key.finished_at, key.locked_at) == ("started", None, None)
+
+
+def test_nothing_begins_after_the_response_is_stored(serve: Any, sender: Sender) -> None:
+    begun = []
+
+    def finish_then_begin(key: IdempotencyKey) -> None:
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse("paid"))
+        with pytest.raises(RuntimeError), atomic_phase(key):
+            begun.append("phase")
+        with pytest.raises(RuntimeError), foreign_call(key, "charge"):
+            begun.append("call")
+
+    serve(view=one_phase(finish_then_begin))
+    assert [sender.send().content, sender.send().content] == [b"paid", b"paid"]
+    assert begun == []
 
 
 def test_a_503_releases_the_key_at_its_recovery_point(serve: Any, sender: Sender) -> None:
