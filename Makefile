@@ -16,7 +16,7 @@ demo:
 	$(call set-up,demo,demo)
 	@exec $(PY) manage.py demo
 
-# MINUTES (10) of bookings under every fault there is; SEED to run one again.
+# Book rides for MINUTES (default 10) under all faults; SEED repeats a run.
 soak:
 	$(call set-up,soak,demo)
 	@exec $(PY) manage.py soak
@@ -30,12 +30,13 @@ WORKERS := -n 2 --dist worksteal
 SQLITE = env DATABASE_URL=sqlite:///$(CURDIR)/.run/core.sqlite3 $(PY) -m pytest
 IN_PROCESS := not processes and not full
 
-# Everything that runs in one process, on PostgreSQL; the core, the contract and five kinds of view on SQLite too.
+# Everything that runs in one process, on PostgreSQL; the core, the contract and five kinds of view on SQLite too, at the same time.
 test:
 	$(call set-up,test,test)
-	@$(steps); \
+	@$(steps); mkdir -p .run; \
+	$(SQLITE) -m "not postgres and $(IN_PROCESS)" $(CORE) tests/frameworks $(WORKERS) $(PYTEST_ARGS) >.run/test-sqlite.log 2>&1 & sqlite=$$!; \
 	step $(PY) -m pytest -m "$(IN_PROCESS)" $(WORKERS) $(PYTEST_ARGS); \
-	step $(SQLITE) -m "not postgres and $(IN_PROCESS)" $(CORE) tests/frameworks $(WORKERS) $(PYTEST_ARGS); \
+	step wait $$sqlite; cat .run/test-sqlite.log; \
 	$(call end,test)
 
 # Real processes, kills, brokers, a browser, the demo. SAMPLE=1: one case for each queue and each kind of kill.
@@ -54,10 +55,12 @@ test-all:
 	for tier in test-processes proof fuzz test-pools; do step $(MAKE) $$tier; done; \
 	$(call end,test-all)
 
-CORE := $(addprefix tests/,test_keys.py test_decorators.py test_phases.py test_foreign_calls.py test_calls_in_doubt.py test_abandonment.py \
-	test_completer.py test_completer_and_deploys.py test_reaper.py test_enqueuer.py test_jobs.py \
-	test_inbox.py test_http.py test_retries_in_process.py test_scopes.py test_async.py \
-	test_hard_cases.py test_hard_cases_messages.py test_isolation.py conformance)
+CORE := $(addprefix tests/,store/test_keys.py request/test_decorators.py request/test_signals.py request/test_lost_connections.py \
+	request/test_in_test_cases.py request/test_phases.py request/test_after_commit.py request/test_foreign_calls.py \
+	request/test_calls_in_doubt.py request/test_http.py request/test_retries_in_process.py request/test_scopes.py \
+	request/test_async.py request/test_isolation.py processes/test_abandonment.py processes/test_completer.py \
+	processes/test_rebuilt_requests.py processes/test_completer_and_deploys.py processes/test_reaper.py jobs/test_enqueuer.py \
+	jobs/test_jobs.py jobs/test_inbox.py jobs/test_inbox_on_asyncio.py conformance)
 
 # The core behind Django's connection pool, then behind PgBouncer in transaction mode.
 test-pools:
@@ -88,8 +91,9 @@ proof:
 	$(call end,proof)
 
 # Branch coverage of the app by its tests in process, and what is not covered; docs/contributing/coverage.md.
-ON_SQLITE := $(addprefix tests/,test_keys.py test_claims_and_phases.py test_phases.py test_foreign_calls.py test_calls_in_doubt.py test_completer.py \
-	test_reaper.py test_enqueuer.py test_inbox.py test_doctor.py)
+ON_SQLITE := $(addprefix tests/,store/test_keys.py store/test_claims.py store/test_fence.py request/test_phases.py \
+	request/test_foreign_calls.py request/test_calls_in_doubt.py processes/test_completer.py processes/test_rebuilt_requests.py \
+	processes/test_reaper.py jobs/test_enqueuer.py jobs/test_inbox.py processes/test_doctor.py)
 coverage:
 	$(call set-up,coverage,test)
 	@$(steps); \
@@ -145,13 +149,13 @@ package:
 	$(call set-up,package,lint)
 	@$(MAKE) -s .venv-package/package.stamp || { echo "package: FAILED 2"; exit 2; }
 	@$(steps); \
-	step $(PY) -m pytest -q tests/test_packaging.py tests/test_typing.py tests/test_tutorial.py $(PYTEST_ARGS); \
+	step $(PY) -m pytest -q tests/docs/test_packaging.py tests/docs/test_typing.py tests/docs/test_tutorial.py $(PYTEST_ARGS); \
 	$(call end,package)
 
 # A line for each Python and Django that is supported: the core on the newest PostgreSQL, then on SQLite; then on the oldest
 # PostgreSQL, which Debian has. What is not found is said. CELLS: only some of them. MINUTES: after so many, no cell but the first.
 CELLS := py311-django52 py312-django52 py312-django60 py312-django61 py313-django52 py313-django60 py313-django61 postgres15
-IN_CELLS := $(CORE) $(addprefix tests/,test_admin.py test_checks.py test_jobs_offered_again.py test_tasks.py)
+IN_CELLS := $(CORE) $(addprefix tests/,admin/test_admin.py request/test_checks.py jobs/test_jobs_offered_again.py jobs/test_tasks.py)
 matrix:
 	$(call set-up,matrix,test)
 	@$(MAKE) -s .venv-package/package.stamp || { echo "matrix: FAILED 2"; exit 2; }
@@ -159,7 +163,7 @@ matrix:
 	others=$$(pyenv versions --bare 2>/dev/null | grep -xE '3\.1[123]\.[0-9]+' | paste -sd:); \
 	[ -z "$$others" ] || export PYENV_VERSION="$$others"; \
 	tox() { .venv-package/bin/python -m tox run --discover "$$python" -e $$cell "$$@"; }; \
-	cell_postgres() { $(PY) -m tests.debian_postgres 15 $(PY) -m pytest -q -m "$(IN_PROCESS)" $(IN_CELLS) $(WORKERS) $(PYTEST_ARGS); }; \
+	cell_postgres() { $(PY) -m tests.kit.debian_postgres 15 $(PY) -m pytest -q -m "$(IN_PROCESS)" $(IN_CELLS) $(WORKERS) $(PYTEST_ARGS); }; \
 	cell_tox() { tox --skip-pkg-install -- $(IN_CELLS) $(WORKERS) $(PYTEST_ARGS); }; \
 	for cell in $(CELLS); do \
 		log=.run/matrix-$$cell.log; \

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from rides_demo.services import Postgres, postgres_url
+from rides_demo.processes.embedded import Postgres, postgres_url
 
 #: One way; the way back is as long.
 ONE_WAY_SECONDS = 0.0005

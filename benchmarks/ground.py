@@ -11,7 +11,7 @@ from pathlib import Path
 
 from redis import Redis as Client
 
-from rides_demo.services import Postgres, Redis, postgres_url, redis_url
+from rides_demo.processes.embedded import Postgres, Redis, postgres_url, redis_url
 
 
 @dataclass(frozen=True)

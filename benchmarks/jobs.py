@@ -21,8 +21,8 @@ from uuid import uuid4
 
 from benchmarks.ground import stop_in_order
 from benchmarks.targets import OF_DIRECT_AT_LEAST, TWO_TO_ONE_AT_LEAST
-from rides_demo.processes import Process
-from rides_demo.services import Postgres, Redis, postgres_url, redis_url
+from rides_demo.processes.embedded import Postgres, Redis, postgres_url, redis_url
+from rides_demo.processes.process import Process
 
 #: One enqueuer over the client alone; two enqueuers over one.
 TARGETS = {"of_direct": OF_DIRECT_AT_LEAST, "two_to_one": TWO_TO_ONE_AT_LEAST}

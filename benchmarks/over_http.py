@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from benchmarks import clients
 from benchmarks.ground import Ground
-from rides_demo.processes import Process, ProcessError
+from rides_demo.processes.process import Process, ProcessError
 
 WORKERS, THREADS = 2, 8
 #: Rounds, and seconds of each kind of request in a round.

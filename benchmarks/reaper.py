@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.targets import REAPER_AT_MOST
-from rides_demo.services import Postgres, postgres_url
+from rides_demo.processes.embedded import Postgres, postgres_url
 
 #: Claims are paced, as requests are: a closed loop would only measure how two processes share the cores.
 CLAIMS_A_SECOND = 200
@@ -104,7 +104,7 @@ def row(seconds: list[float]) -> dict[str, float]:
 
 def claims(go_on: Callable[[], bool]) -> list[float]:
     """Claim a new key at a fixed pace while ``go_on()``; return the seconds that each took."""
-    from idempotency.claims import ClaimedRequest, claim_phased
+    from idempotency._store.claims import ClaimedRequest, claim_phased
 
     taken: list[float] = []
     due = time.monotonic()

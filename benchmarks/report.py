@@ -6,6 +6,8 @@ Nobody types a number into that page: a test writes it again from ``benchmarks/r
 import argparse
 import ast
 import json
+import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,32 +20,42 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = Path("docs/explanation/performance.md")
 CHART, CHART_HTTP = Path("docs/images/performance.svg"), Path("docs/images/performance-http.svg")
-OURS = {"plain": "ours, plain view", "ride": "ours, four-phase ride"}
+OURS = {"plain": "ours, plain view", "ride": "ours, the ride"}
 #: What a kind of request is called in a table.
 KINDS = {"first": "first request", "replay": "replay", "conflict": "in progress", "mismatch": "another body"}
 
+#: How long a line of prose may be on the page.
+LINE = 99
+
 INTRODUCTION = """\
-<!-- `python -m benchmarks.report` writes this page from benchmarks/results.json; what is changed here is lost. -->
+<!-- `python -m benchmarks.report` writes this page from benchmarks/results.json; do not edit it. -->
 
 # Performance
 
-What protection costs: beside the same view without it, and beside what you could take instead. `make bench` measures in turns
-what it compares; run it on your machine. A microsecond holds on one machine alone, a ratio to the bare view on more of them,
-and best holds what one system takes over another.
+This page compares a protected view with the same view without protection, and with other packages.
+The bare view is the view without protection. The ride is a phased view with four commits.
+
+The command `make bench` alternates between the systems that it compares. Run the command on your
+machine, because a time in microseconds applies to one machine only. Ratios to the bare view differ
+less between machines, and ratios between two systems differ least.
 """
 
 METHOD = """\
 ## How it is measured
 
-- PostgreSQL and Redis are the embedded ones of the demo, on unix sockets; PostgreSQL with `fsync` on. Statements are prepared.
-- The work is one INSERT; in the ride it is one in each of three phases, with a call between them that does nothing.
-- In process each system has a process of its own, in which the bare view is measured too. A round sends requests of each kind
-  to each system; the ratio is that of the medians of a round, and what is shown is the median of these ratios with their
-  quartiles in brackets.
-- Statements, commits and rows are what PostgreSQL's log and write-ahead log say, Redis commands what Redis says: the same
-  instrument for all, whatever drivers and threads they use.
-- Over HTTP there is a connection for each client. Clients, gunicorn and PostgreSQL share the cores.
-- A peer is set up as its documentation says for several processes. One that could not run has its error in its row.
+- PostgreSQL and Redis are the embedded servers of the demo, on unix sockets. PostgreSQL runs with
+  `fsync` on. Statements are prepared.
+- The work of a view is one INSERT. The work of the ride is one INSERT in each of three phases, with
+  an empty call between the phases.
+- Each system has a separate process, which also measures the bare view. A round sends requests of
+  each kind to each system. In each round, the median time of a kind of request is divided by the
+  median time of the bare view. The tables show the median of these ratios, with their quartiles in
+  brackets.
+- Statements, commits and rows are counted in the log and the write-ahead log of PostgreSQL. Redis
+  counts its own commands. The method is the same for all systems, drivers and threads.
+- Over HTTP, each client has one connection. Clients, gunicorn and PostgreSQL share the cores.
+- Each peer is configured as its documentation recommends for several processes. If a peer could not
+  run, its row contains the error.
 """
 
 
@@ -111,6 +123,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def prose(text: str, indent: str = "") -> str:
+    """Return a paragraph in lines of at most LINE columns, and in one piece what stands in backquotes."""
+    joined = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.fill(joined, LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\0", " ") + "\n"
+
+
 def not_measured(figures: dict[str, Any]) -> str:
     """Return what is said of a part that failed."""
     return f"Not measured: {figures['error']}.\n"
@@ -118,10 +137,11 @@ def not_measured(figures: dict[str, Any]) -> str:
 
 def _machine(results: dict[str, Any]) -> str:
     machine = results["machine"]
-    kind = "a quick run, whose figures are rough" if results["quick"] else "a full run"
-    return (
-        f"This was {kind}: {machine['system']} with {machine['cores']} cores (load {machine['load_before']} before it), "
-        f"Python {machine['python']}, Django {machine['django']}, psycopg {machine['psycopg']}.\n"
+    kind = "a quick run with rough figures" if results["quick"] else "a full run"
+    return prose(
+        f"These are the results of {kind} on {machine['system']} with {machine['cores']} cores (load "
+        f"{machine['load_before']} before the run), Python {machine['python']}, Django {machine['django']}, "
+        f"psycopg {machine['psycopg']}."
     )
 
 
@@ -131,9 +151,14 @@ def _targets(results: dict[str, Any]) -> str:
         figure = target.measured(results)
         bound = f"{'at least' if target.at_least else 'at most'} {target.limit:g}"
         rows.append(
-            [target.name, bound, "not measured" if figure is None else f"{figure:g}", "" if target.met(results) else "missed"]
+            [
+                target.name,
+                bound,
+                "not measured" if figure is None else f"{figure:g}",
+                "met" if target.met(results) else "missed",
+            ]
         )
-    return table(["", "target", "measured", ""], rows)
+    return table(["figure", "target", "measured", "result"], rows)
 
 
 def _systems(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -168,18 +193,23 @@ def _in_process(figures: dict[str, Any]) -> str:
         for row in figures.values()
         if "bare in its framework" in row.get("cases", {})
     ]
-    text = f"Ratios to the bare view, which took {bare['median_us']} us ({bare['q1_us']}-{bare['q3_us']}).\n\n"
+    text = f"The figures are ratios to the bare view, which took {bare['median_us']} us ({bare['q1_us']}-{bare['q3_us']}).\n\n"
     text += table(["", "first request, us", *KINDS.values()], rows)
     if frameworks:
-        text += (
-            f"\nA bare view on Django REST Framework, which three of the peers need, takes {min(frameworks):.2f} to "
-            f"{max(frameworks):.2f} by itself.\n"
+        text += "\n" + prose(
+            f"Three of the peers need Django REST Framework. A bare view on it has a ratio of {min(frameworks):.2f} to "
+            f"{max(frameworks):.2f}."
         )
     if beside := figures.get("beside"):
-        text += "\nA statement beside a COMMIT costs more on one machine than on another. What one system takes over another "
-        text += "changes less:\n\n" + table(
+        text += "\n" + prose(
+            "The cost of a statement relative to a COMMIT differs between machines. A ratio between two systems differs less:"
+        )
+        text += "\n" + table(
             ["", "ratio"],
-            [[f"our {name}" if "over idemkit" in name else name, f"{ratio:.2f}"] for name, ratio in beside.items()],
+            [
+                [(f"our {name}" if "over idemkit" in name else name).replace(" over ", " relative to "), f"{ratio:.2f}"]
+                for name, ratio in beside.items()
+            ],
         )
     return text
 
@@ -198,7 +228,7 @@ def _costs(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
             hot = "-" if cost["hot_share"] is None else f"{cost['hot_updates']:g} of {cost['updates']:g}"
             plain = [f"{cost[name]:g}" for name in ("statements", "redis_commands", "commits", "rows_written")]
             rows.append([f"{label}: {KINDS[kind]}" if view else label, *plain, f"{cost['wal_bytes']:,}", hot])
-    return "BEGIN and COMMIT are statements too; each is a round trip.\n\n" + table(
+    return "BEGIN and COMMIT count as statements; each statement is a round trip.\n\n" + table(
         ["", "statements", "Redis commands", "commits", "rows written", "bytes of WAL", "HOT updates"], rows
     )
 
@@ -207,9 +237,11 @@ def _over_http(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
     if "error" in figures or "error" in in_process:
         return not_measured(figures if "error" in figures else in_process)
     counts = list(figures["ours"]["clients"])
-    text = (
-        f"Answers a second (2xx), and in brackets their share of the bare view's in the same rounds; {figures['server']}.\n\n"
+    text = prose(
+        "The figures are responses (2xx) a second. The ratio to the bare view in the same rounds is in brackets. "
+        f"The server is {figures['server']}."
     )
+    text += "\n"
     rows = []
     for system, view, label in [("ours", "", "bare view"), *_systems(in_process)]:
         clients = figures.get(system, {}).get("clients")
@@ -223,15 +255,18 @@ def _over_http(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
             refused = ", ".join(f"{number:,} x {status}" for status, number in last["statuses"].items() if status[0] != "2")
             rows.append([f"{label}: {KINDS[kind]}" if view else label, *cells, f"{last['p99_ms']:g}", refused or "none"])
     heads = [f"{count} client{'s' if count != '1' else ''}" for count in counts]
-    text += table(["", *heads, f"p99 of {counts[-1]}, ms", f"refused of {counts[-1]}"], rows)
+    text += table(["", *heads, f"p99 with {counts[-1]} clients, ms", f"refused with {counts[-1]} clients"], rows)
     text += f"\n![Answers a second](../images/{CHART_HTTP.name})\n"
     one, ride = figures["ours"]["one_key"], figures["ours"]["serializable"]
     (first, of_first), (last, of_last), *_ = ((name, number) for name, number in one.items() if name.isdigit())
-    text += (
-        f"\nReplays of one key: {of_first:,} a second by {first} client, {of_last:,} by {last}; they write nothing and lock "
-        f"nothing.\n\nThe ride under SERIALIZABLE, {ride['clients']} clients, each request with a key of its own: "
-        f"{ride['answers_a_second']:,} answers a second, {ride['conflicts']} conflicts (409), {ride['run_again']:,} of "
-        f"{ride['phases']:,} phases run twice.\n"
+    text += "\n" + prose(
+        f"Replays of one key write nothing and take no lock: {of_first:,} a second with {first} client, "
+        f"{of_last:,} with {last}."
+    )
+    text += "\n" + prose(
+        f"The ride under SERIALIZABLE with {ride['clients']} clients and distinct keys has {ride['answers_a_second']:,} "
+        f"answers a second and {ride['conflicts']} conflicts (409). {ride['run_again']:,} of {ride['phases']:,} "
+        "phases ran twice."
     )
     return text
 
@@ -252,11 +287,18 @@ def _jobs(figures: dict[str, Any]) -> str:
         rows.append([name, *rates, f"{row['of_direct']:.2f}", f"{row['two_to_one']:.2f}"])
     latency = figures["latency_ms"]
     return (
-        "Jobs a second: the queue's own client alone with jobs that it has in memory, and the enqueuer, which reads them from "
-        "PostgreSQL and deletes them.\n\n"
-        + table(["", "client alone", "one enqueuer", "two", "one over the client", "two over one"], rows)
-        + f"\nFrom COMMIT to the queue: {latency['after_commit']['p50']} ms (p99 {latency['after_commit']['p99']} ms) with the "
-        f"hand-over after COMMIT, {latency['loop']['p50']} ms (p99 {latency['loop']['p99']} ms) with the enqueuer's loop.\n"
+        prose(
+            "The figures are jobs a second. The client library of the queue alone sends jobs from memory. The enqueuer reads "
+            "jobs from PostgreSQL, sends them, and deletes them."
+        )
+        + "\n"
+        + table(["", "client library", "one enqueuer", "two enqueuers", "one / client library", "two / one"], rows)
+        + "\n"
+        + prose(
+            f"The time from COMMIT to the queue is {latency['after_commit']['p50']} ms "
+            f"(p99 {latency['after_commit']['p99']} ms) with the hand-over after COMMIT. It is {latency['loop']['p50']} ms "
+            f"(p99 {latency['loop']['p99']} ms) with the loop of the enqueuer."
+        )
     )
 
 
@@ -270,7 +312,7 @@ def _sizes(figures: dict[str, Any]) -> str:
         of_case = [found.get((case, size)) for size in sizes]
         rows.append([case, *[f"{row['median_us']:,} ({row['ratio']:.2f})" if row else "-" for row in of_case]])
     rows.append(["bytes a key, indexes included", *[f"{row['bytes_a_key']:,}" for row in figures["tables"]]])
-    return "Microseconds, and in brackets the ratio to the smallest table.\n\n" + table(
+    return "The figures are microseconds, with the ratio to the smallest table in brackets.\n\n" + table(
         ["", *[f"{size:,} keys" for size in sizes]], rows
     )
 
@@ -282,8 +324,8 @@ def _distance(figures: dict[str, Any]) -> str:
         [row["case"], f"{row['round_trips']:g}", f"{row['direct_us']:,}", f"{row['median_us']:,}", f"{row['ratio']:.2f}"]
         for row in figures["rows"]
     ]
-    return f"Each round trip takes {figures['round_trip_us']:,} us more here than on the unix socket.\n\n" + table(
-        ["", "round trips", "direct, us", "far, us", "far, ratio to the bare view"], rows
+    return f"A proxy delays each round trip by {figures['round_trip_us']:,} us.\n\n" + table(
+        ["", "round trips", "without delay, us", "with delay, us", "with delay, ratio to the bare view"], rows
     )
 
 
@@ -294,8 +336,9 @@ def _reaper(figures: dict[str, Any]) -> str:
         [name, f"{figures[name]['claims']:,}", f"{figures[name]['p50_ms']:g}", f"{figures[name]['p99_ms']:g}"]
         for name in ("before", "while reaping")
     ]
-    return f"Claims at a fixed pace, alone and while {figures['keys']:,} expired keys are deleted.\n\n" + table(
-        ["", "claims", "p50, ms", "p99, ms"], rows
+    return (
+        f"Claims run at a fixed rate, first alone, then during the deletion of {figures['keys']:,} expired keys.\n\n"
+        + table(["", "claims", "p50, ms", "p99, ms"], rows)
     )
 
 
@@ -305,7 +348,7 @@ def _peers(figures: dict[str, Any]) -> str:
         text = ast.get_docstring(ast.parse((ROOT / "benchmarks" / "peers" / f"{name}.py").read_text())) or ""
         version = figures.get(name, {}).get("version", "")
         label, _, rest = text.replace("``", "`").replace("\n\n", " ").replace("\n", " ").partition(": ")
-        lines.append(f"- **{label} {version}**: {rest}\n" if version else f"- **{label}**: {rest}\n")
+        lines.append(prose(f"- **{label} {version}**: {rest}" if version else f"- **{label}**: {rest}", "  "))
     return "".join(lines)
 
 

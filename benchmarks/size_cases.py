@@ -21,11 +21,12 @@ from django.test import RequestFactory, override_settings
 from django.urls import path, resolve
 
 from benchmarks import views
-from idempotency import claims, http
+from idempotency._request import stored_request
+from idempotency._store import claims
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
-from idempotency.doctor import diagnose
 from idempotency.models import IdempotencyKey
+from idempotency.monitoring.doctor import diagnose
 from idempotency.phases import atomic_phase
 from idempotency.reaper import reap_once
 
@@ -137,7 +138,7 @@ def answered(request: HttpRequest, view: views.View, *, replayed: bool = False) 
 def claim(alias: str, keys: int) -> float:
     """Claim as a phased view does, without the view."""
     request = ask()
-    described = http.describe(request, caller(request), str(uuid4()), phased.idempotency)  # type: ignore[attr-defined]
+    described = stored_request.capture(request, caller(request), str(uuid4()), phased.idempotency)  # type: ignore[attr-defined]
     return seconds(lambda: claims.claim_phased(described, POINTS, using=alias))
 
 
@@ -181,7 +182,7 @@ def page(query: str) -> float:
 
 def insert(alias: str, run: str, last: int, *, first: int = 1, of: int = 0, **values: Any) -> None:
     """Insert keys as the views here leave them: those from ``first`` to ``last`` of a run of ``of`` keys."""
-    described = http.describe(ask(), "", "", plain.idempotency)  # type: ignore[attr-defined]
+    described = stored_request.capture(ask(), "", "", plain.idempotency)  # type: ignore[attr-defined]
     parameters = {
         "run": run,
         "first": first,

@@ -26,7 +26,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.targets import SIZE_AT_MOST
-from rides_demo.services import Postgres, postgres_url
+from rides_demo.processes.embedded import Postgres, postgres_url
 
 SIZES, QUICK_SIZES, SCALE_SIZES = (10_000, 1_000_000), (10_000, 100_000), (10_000, 1_000_000, 10_000_000)
 ROUNDS, QUICK_ROUNDS = 30, 8

@@ -78,12 +78,12 @@ TARGETS = (
     Target("phased view, replay", _ratio("ride replay"), 1.1),
     Target("plain view, conflict (409)", _ratio("plain conflict"), 1.5),
     Target("phased view, conflict (409)", _ratio("ride conflict"), 1.1),
-    Target("four-phase ride", _ratio("ride first"), 9),
+    Target("the ride", _ratio("ride first"), 9),
     # 1.5 / 3.5 = 0.43 was wanted of the first, and 0.4 / 1.2 = 0.33 of the last; 0.47 to 0.52 and 0.34 to 0.36 were reached.
-    Target("plain view, first request, over idemkit's", _beside("plain first over idemkit's"), 0.55),
-    Target("plain view, replay, over idemkit's", _beside("plain replay over idemkit's"), 0.63),
-    Target("phased view, replay, over idemkit's", _beside("ride replay over idemkit's"), 0.4),
-    Target("DBOS against our ride: times as long", _beside("DBOS's ride over ours"), 6, at_least=True),
+    Target("plain view, first request: time relative to idemkit", _beside("plain first over idemkit's"), 0.55),
+    Target("plain view, replay: time relative to idemkit", _beside("plain replay over idemkit's"), 0.63),
+    Target("phased view, replay: time relative to idemkit", _beside("ride replay over idemkit's"), 0.4),
+    Target("the ride: time of DBOS relative to ours", _beside("DBOS's ride over ours"), 6, at_least=True),
     # The work, BEGIN and COMMIT among them.
     Target("plain view, first request: statements", _cost("plain first", "statements"), 5),
     Target("plain view, replay: statements", _cost("plain replay", "statements"), 3),
@@ -91,13 +91,13 @@ TARGETS = (
     Target("plain view, replay: bytes of WAL", _cost("plain replay", "wal_bytes"), 0),
     Target("phased view, replay: bytes of WAL", _cost("ride replay", "wal_bytes"), 0),
     Target("plain view, first request: commits", _cost("plain first", "commits"), 1),
-    Target("four-phase ride: commits", _cost("ride first", "commits"), 4),
+    Target("the ride: commits", _cost("ride first", "commits"), 4),
     Target("plain view: HOT share of key updates", _cost("plain first", "hot_share"), 1, at_least=True),
     # All but the last: a finish takes the key out of the partial index on unfinished keys, by which the completer finds its
     # work.
-    Target("four-phase ride: HOT share of key updates", _cost("ride first", "hot_share"), 0.66, at_least=True),
+    Target("the ride: HOT share of key updates", _cost("ride first", "hot_share"), 0.66, at_least=True),
     Target(
-        "replays of one key a second, 8 clients over 1",
+        "replays of one key a second: 8 clients relative to 1",
         ("systems", "over_http", "ours", "one_key", "growth"),
         1.5,
         at_least=True,
@@ -106,7 +106,7 @@ TARGETS = (
     Target(
         # 0.6 was wanted, 0.45 reached, by idemkit 0.27: clients, gunicorn and PostgreSQL share two cores, which are all busy.
         # No lock is waited for.
-        "16 HTTP clients, plain view: answers a second over the bare view's",
+        "16 HTTP clients, plain view: responses a second relative to the bare view",
         _http("plain first", "of_bare"),
         0.4,
         at_least=True,
@@ -114,7 +114,11 @@ TARGETS = (
     Target("16 HTTP clients, the ride, SERIALIZABLE: conflicts (409)", _serializable("conflicts"), 0),
     Target("16 HTTP clients, the ride, SERIALIZABLE: share of phases run twice", _serializable("run_again_share"), 0.05),
     *[
-        Target(f"{case}: a large table over 10 thousand keys", ("sizes", "rows", {"case": case}, "ratio"), SIZE_AT_MOST)
+        Target(
+            f"{case}: time in a large table relative to 10 thousand keys",
+            ("sizes", "rows", {"case": case}, "ratio"),
+            SIZE_AT_MOST,
+        )
         for case in ("plain claim", "phased claim", "plain replay", "phased replay")
     ],
     *[
@@ -122,12 +126,15 @@ TARGETS = (
         for queue, name in (("rq", "RQ"), ("celery", "Celery"))
         for target in (
             Target(
-                f"{name}: one enqueuer over the client alone", ("jobs", queue, "of_direct"), OF_DIRECT_AT_LEAST, at_least=True
+                f"{name}: one enqueuer relative to the client library",
+                ("jobs", queue, "of_direct"),
+                OF_DIRECT_AT_LEAST,
+                at_least=True,
             ),
-            Target(f"{name}: two enqueuers over one", ("jobs", queue, "two_to_one"), TWO_TO_ONE_AT_LEAST, at_least=True),
+            Target(f"{name}: two enqueuers relative to one", ("jobs", queue, "two_to_one"), TWO_TO_ONE_AT_LEAST, at_least=True),
         )
     ],
-    Target("p99 of a claim while keys are reaped, over before", ("reaper", "ratio"), REAPER_AT_MOST),
+    Target("p99 of a claim during deletion relative to before", ("reaper", "ratio"), REAPER_AT_MOST),
 )
 
 

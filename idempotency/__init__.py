@@ -1,8 +1,7 @@
-"""Idempotency keys for Django: every write runs once, is driven to an end, and answers every retry with the same response.
+"""Idempotency keys for Django: each request runs once, is completed, and has the same response for each retry.
 
-The modules are the API, as in Django itself: ``idempotency.decorators.idempotent``, ``idempotency.phases.atomic_phase``,
-``idempotency.jobs.stage_job``, ``idempotency.inbox.process_once``. This one holds nothing but the version, because
-a package in INSTALLED_APPS is imported before its models can be.
+The public API is in the modules, such as ``idempotency.decorators`` and ``idempotency.phases``. This module contains only the
+version, because Django imports a package in INSTALLED_APPS before its models.
 """
 
 __version__ = "0.1.0"

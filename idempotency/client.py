@@ -1,10 +1,10 @@
-"""The other side: an httpx transport that gives each unsafe call a key, and sends it again until an answer stands.
+"""An httpx transport that sends each unsafe request with a key, and retries it until a response is final.
 
-Nothing of Django is imported: ``pip install "django-idempotency[client]"`` serves any Python program.
+It does not import Django: ``pip install "django-idempotency[client]"`` serves any Python program.
 
-The key is made in memory. A client that may crash between the first try and the answer makes it itself (``new_key``), commits
-it together with its decision to call, and sends it as a header: after the restart only that key finds what the first try did,
-and a new one would do it twice.
+The key is held in memory. A client that may crash before the response must make the key itself (``new_key``), commit it
+together with its decision to call, and send it in the header. After a restart only that key finds the first request; a new
+key would repeat it.
 """
 
 import os
@@ -20,21 +20,23 @@ from uuid import UUID
 import anyio
 import httpx
 
-#: The other methods are handed through: no key, no retries, and their answers may stream.
+#: Requests with other methods get no key and no retries; their responses may stream.
 UNSAFE_METHODS = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 _COME_BACK = frozenset({408, 425, 429})
-#: What no other try would change: the request itself is wrong.
+#: Errors of the request itself, which a retry would repeat.
 _HOPELESS = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """How long and how often a call is sent again.
+    """The limits of the retries.
 
-    ``deadline_seconds``: no try begins later than this after the first. Stay below the retention of the server (72 hours by
-    default): a try after it is a new request. ``first_pause_seconds``: upper end of the first pause, doubled with each try up
-    to ``longest_pause_seconds``. A pause is drawn between nothing and its upper end, and comes on top of ``Retry-After``.
+    - ``deadline_seconds``: no retry begins later than this after the first attempt. Keep it below the retention of the server
+      (72 hours by default): after the retention, a retry is a new request.
+    - ``first_pause_seconds``: the upper bound of the first pause; it doubles with each attempt.
+    - ``longest_pause_seconds``: the maximum of that bound. Each pause is random below its bound, and is added to
+      ``Retry-After``.
     """
 
     deadline_seconds: float = 60
@@ -44,28 +46,34 @@ class Retries:
 
 
 def new_key() -> str:
-    """Return a new key as the header carries it: a quoted UUIDv7, ordered by time, so that it does not scatter an index."""
+    """Return a new key for the header: a quoted UUIDv7. It is ordered by time, which suits a database index."""
     value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
     return f'"{UUID(int=value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62)}"'
 
 
 class IdempotentTransport(httpx.BaseTransport):
-    """Sends each unsafe request through ``transport`` until an answer stands, always with the same key and the same bytes.
+    """Send each unsafe request through ``transport`` until a response is final, with the same key and bytes.
 
-    A key that the request brings is kept; one made here is put into ``request.headers``. Sent again is what got no whole answer
-    (no connection, one that broke, a body that was cut), a problem+json with ``retryable: true``, and without that member 408,
-    425, 429, 5xx, and 409 with ``Retry-After``. Everything else stands, ``retryable: false`` above all.
+    The key of the request is used if it has one; otherwise a new one is set in ``request.headers``. These outcomes are
+    retried:
 
-    After the deadline, or when ``Retry-After`` reaches beyond it, the last answer is returned, or the last httpx.TransportError
-    raised: nobody knows then whether the request ran, and ``error.request.headers`` has the key to ask with later. The bodies
-    are held in memory; a request body that was consumed before raises httpx.StreamConsumed, and nothing is sent.
+    - an incomplete exchange: no connection, a broken connection, or a truncated body
+    - a problem+json with ``retryable: true``
+    - a response without the member ``retryable`` and with status 408, 425, 429 or 5xx, or 409 with ``Retry-After``
+
+    All other responses are final. After the deadline, or if ``Retry-After`` exceeds it, the last response is returned or the
+    last error raised. It is then unknown whether the request ran; ``error.request.headers`` has the key for a later retry.
+    Bodies are held in memory.
+
+    Raises httpx.TransportError if the last attempt got no complete response.
+    Raises httpx.StreamConsumed, before sending, if the request body was consumed before.
     """
 
     def __init__(self, transport: httpx.BaseTransport | None = None, retries: Retries | None = None) -> None:
         self._transport, self._retries = transport or httpx.HTTPTransport(), retries or Retries()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send the request as often as it takes."""
+        """Send the request and its retries."""
         if request.method not in UNSAFE_METHODS:
             return self._transport.handle_request(request)
         request.read()
@@ -73,7 +81,7 @@ class IdempotentTransport(httpx.BaseTransport):
         while True:
             try:
                 with closing(self._transport.handle_request(call.next_try())) as response:
-                    # What the transport has read already (it logs, or imitates a server) keeps its body.
+                    # If the transport has read the body already (for logs or in a mock), keep it.
                     read = response.is_stream_consumed
                     answer = response if read else _over(response, b"".join(response.iter_raw()))
                 if (pause := call.pause_after(answer)) is None:
@@ -118,9 +126,9 @@ class AsyncIdempotentTransport(httpx.AsyncBaseTransport):
 
 
 def make_client(retries: Retries | None = None, **options: Any) -> httpx.Client:
-    """Return an httpx.Client, with its own options, over IdempotentTransports: one around ``transport``, one around each mount.
+    """Return an httpx.Client with these options, whose ``transport`` and mounts are wrapped in IdempotentTransport.
 
-    Proxies in the environment are not used.
+    Proxies of the environment are not used.
     """
     transport = options.pop("transport", None) or httpx.HTTPTransport(**_of_transport(options))
     mounts = {url: mount and IdempotentTransport(mount, retries) for url, mount in (options.pop("mounts", None) or {}).items()}
@@ -128,7 +136,7 @@ def make_client(retries: Retries | None = None, **options: Any) -> httpx.Client:
 
 
 def make_async_client(retries: Retries | None = None, **options: Any) -> httpx.AsyncClient:
-    """Return an httpx.AsyncClient as make_client does."""
+    """Return an httpx.AsyncClient as ``make_client`` does."""
     transport = options.pop("transport", None) or httpx.AsyncHTTPTransport(**_of_transport(options))
     given = options.pop("mounts", None) or {}
     mounts = {url: mount and AsyncIdempotentTransport(mount, retries) for url, mount in given.items()}
@@ -136,14 +144,13 @@ def make_async_client(retries: Retries | None = None, **options: Any) -> httpx.A
 
 
 def _of_transport(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that httpx does not take from the client once there is a transport."""
     names = {"verify", "cert", "trust_env", "http1", "http2", "limits"} & options.keys()
-    # Left to the client, a proxy would get everything around the transport.
+    # The options of the transport. If the client had ``proxy``, its requests would bypass this transport.
     return {name: options[name] for name in names} | {"proxy": options.pop("proxy", None)}
 
 
 class _Call:
-    """One call over its tries: what is sent, and when to send it again. Knows nothing of sending and sleeping."""
+    """The attempts of one call: the request of each, and the pause after each. It does no I/O."""
 
     def __init__(self, request: httpx.Request, retries: Retries) -> None:
         self._request, self._retries, self._tries = request, retries, 0
@@ -151,11 +158,11 @@ class _Call:
         if retries.key_header not in request.headers:
             request.headers[retries.key_header] = new_key()
         if request.headers.pop("Transfer-Encoding", None) is not None:
-            # Its length is known now; with it the server notices when the body is cut.
+            # The length is known now. It lets the server detect a truncated body.
             request.headers["Content-Length"] = str(len(request.content))
 
     def next_try(self) -> httpx.Request:
-        """Return the request with timeouts that end with the deadline."""
+        """Return the request with timeouts that end at the deadline."""
         self._tries += 1
         left = max(self._deadline - time.monotonic(), 0.001)
         timeouts = dict.fromkeys(("connect", "read", "write", "pool")) | self._request.extensions.get("timeout", {})
@@ -164,7 +171,7 @@ class _Call:
         return httpx.Request(own.method, own.url, headers=own.headers, stream=own.stream, extensions=extensions)
 
     def pause_after(self, outcome: httpx.Response | httpx.TransportError) -> float | None:
-        """Return how many seconds to wait before the next try, None if there is none: the outcome stands."""
+        """Return the seconds to wait before the next attempt, or None if the outcome is final."""
         if isinstance(outcome, httpx.TransportError):
             return None if isinstance(outcome, _HOPELESS) else self._pause(0)
         asked = _retry_after_seconds(outcome)
@@ -180,18 +187,16 @@ class _Call:
 
 
 def _over(response: httpx.Response, body: bytes) -> httpx.Response:
-    """Return the response over its body as it came, for the client to decode and stream."""
     stream = httpx.ByteStream(body)
     return httpx.Response(response.status_code, headers=response.headers, stream=stream, extensions=response.extensions)
 
 
 def _member_retryable(answer: httpx.Response) -> bool | None:
-    """Return what a problem+json says of another try, None if it is silent or the answer is none."""
     if answer.status_code < 400 or not answer.headers.get("Content-Type", "").lower().startswith("application/problem+json"):
         return None
     try:
         if not answer.is_stream_consumed:
-            body = b"".join(answer.stream)  # type: ignore[arg-type]  # a ByteStream, which can be read again
+            body = b"".join(answer.stream)  # type: ignore[arg-type]  # a ByteStream can be read again
             answer = httpx.Response(answer.status_code, headers=answer.headers, content=body)
         problem = answer.json()
     except (ValueError, RecursionError, httpx.DecodingError):
@@ -201,13 +206,13 @@ def _member_retryable(answer: httpx.Response) -> bool | None:
 
 
 def _retry_after_seconds(answer: httpx.Response) -> float | None:
-    """Return what Retry-After asks for, in seconds or as a date; None if it says nothing that can be read."""
+    """Return Retry-After in seconds, also if it is a date; None if it is absent or invalid."""
     value = answer.headers.get("Retry-After", "")
     try:
         seconds = float(value)
     except ValueError:
         until, now = _timestamp(value), _timestamp(answer.headers.get("Date", ""))
-        # By the server's own clock where it tells the time: it may differ from this one.
+        # Compare with the server's Date if there is one: its clock may differ.
         return max(until - (now or time.time()), 0) if until is not None else None
     return seconds if seconds >= 0 else None
 

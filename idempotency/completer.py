@@ -1,6 +1,5 @@
-"""The completer: finishes requests whose client has gone away.
+"""The completer: claims abandoned keys, rebuilds their requests and runs their views.
 
-It claims an abandoned key by its row, has its request run again (``idempotency.rebuilt``), and sees what became of the key.
 Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the completer).
 """
 
@@ -16,32 +15,31 @@ from dataclasses import dataclass
 from django.db import Error, connections, router
 from django.db.models import Window
 from django.db.models.functions import Now, RowNumber
-from django.urls import Resolver404
 
-from idempotency import claims, conf, http, keys, signals
-from idempotency.abandonment import on_abandon_of
-from idempotency.exceptions import KeyStuck, LockLost
-from idempotency.execution import HTTP_EXCEPTIONS
-from idempotency.models import REFUSED_WHEN_REBUILT, IdempotencyKey, IdempotencyKeyQuerySet
-from idempotency.options import match_of, options_of
-from idempotency.rebuilt import CannotRun, run_again
-from idempotency.transactions import connection_lost, takes_no_writes
+from idempotency import conf, signals
+from idempotency._request import responses
+from idempotency._request.lookup import on_abandon_of, options_for
+from idempotency._request.phased_run import Completion
+from idempotency._request.rerun import run_again
+from idempotency._store import claims, events, fence, rows, settlement
+from idempotency._store.transactions import connection_lost, takes_no_writes
+from idempotency._text import error_text
+from idempotency.exceptions import KeyStuck, LockLost, StuckCode
+from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
-#: The stuck code of a key that the completer has run often enough.
-ATTEMPTS_EXHAUSTED = "attempts_exhausted"
-#: After so many runs a key whose rebuilt request is refused, with nothing begun under it, is left to its client.
+#: The number of refused runs after which a key without any effect is left to its client.
 _RUNS_BEFORE_REFUSED = 5
-#: The longest wait between two runs of one key. With it 25 attempts last for three days: from Friday to Monday.
+#: The longest wait between two runs of one key. With it, 25 attempts span three days: a long weekend.
 _MAX_DELAY_SECONDS = 4 * 3600
-#: So many keys of one scope are taken, then the database is asked again which scopes have some.
+#: The number of keys of one scope in a batch.
 _IN_A_ROW = 10
 
 
 @dataclass(frozen=True, slots=True)
 class CompletePass:
-    """What one pass did with the keys that it took: finished them, will try them again, or handed them to a person."""
+    """The counts of one pass: keys that were finished, that failed and will be retried, and that became stuck."""
 
     finished: int = 0
     failed: int = 0
@@ -56,17 +54,22 @@ def complete_once(
     using: str | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> CompletePass:
-    """Run each abandoned key on from its recovery point, as its own user; several completers may run at once.
+    """Run each abandoned key from its recovery point, as its own user. Several completers may run concurrently.
 
-    On return each key that was taken is finished, stuck, or released and due again after a wait that doubles with each run.
-    What a view raises is logged and kept on its key. Scopes take turns, so that the failing keys of one scope do not hold up
-    the keys of others. ``batch_size``: how many keys are read at a time, at most ten of each scope. ``concurrency``: how many
-    run at once, each in a thread with connections of its own, which are closed on return; a single one runs in the caller's
-    thread. ``stop`` is asked before each key. ``dry_run`` only counts, as failed, those that would be run.
+    On return each key that was claimed is finished, stuck, or released. A released key is due again after a wait that doubles
+    with each run. Exceptions of views are logged and stored on the key. Scopes take turns, so that failing keys of one scope
+    do not delay the others.
+
+    - ``batch_size``: the number of keys read at a time, at most ten of each scope.
+    - ``concurrency``: the number of threads, each with its own connections. With 1 the keys run in the thread of the caller.
+    - ``dry_run``: only count the keys that would be run, as ``failed``.
+    - ``stop``: called before each key; True ends the pass.
+
+    Raises OperationalError or InterfaceError if the database cannot be reached.
     """
     alias = using or router.db_for_write(IdempotencyKey)
     if dry_run:
-        return CompletePass(failed=_abandoned(alias).count())
+        return CompletePass(failed=IdempotencyKey.objects.using(alias).abandoned().count())
     left: list[int] = []
     waiting, one_at_a_time = _waiting(alias, batch_size, left), threading.Lock()
 
@@ -97,36 +100,30 @@ def complete_once(
 
 
 def complete_key(pk: int, *, using: str | None = None) -> str | None:
-    """Run one unlocked key that is not stuck on from its recovery point, now, however young it is.
+    """Run one key from its recovery point now, whatever its age.
 
-    Return "finished", "stuck", or "failed" for a key that was released with its error, and is due again after
-    COMPLETER_IDLE_SECONDS; None, with nothing done, when a run holds it, a person has it, it has its response, its client was
-    refused, or its next run is not due. What the view raises is logged and kept on the key; a lost database is raised. Not for
-    use in a transaction.
+    Return "finished", "stuck", or "failed" if the key was released with its error; it is then due again after
+    COMPLETER_IDLE_SECONDS. Return None, without any change, if a run holds the key, it is stuck, finished or refused, or its
+    next run is not due. Exceptions of the view are logged and stored on the key. Do not call this function in a transaction.
+    Raises OperationalError or InterfaceError if the database cannot be reached.
     """
     return _complete(pk, 0, using or router.db_for_write(IdempotencyKey))
 
 
-def _abandoned(alias: str) -> IdempotencyKeyQuerySet:
-    return IdempotencyKeyQuerySet(IdempotencyKey, using=alias).abandoned()
-
-
 def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the id of each abandoned key and the number of its runs, each key once, the scopes in turn.
-
-    A key that was claimed is recognised by the time of its last run; ``left`` has those that were not claimed.
-    """
+    """Yield the id and the number of completer runs of each abandoned key, once, scopes in turn. A key that was claimed has a
+    new time of its last run. The list ``left`` has the keys that could not be claimed."""
     begun = None
     turn = Window(RowNumber(), partition_by="scope", order_by="pk")
     while True:
-        waiting = _abandoned(alias).filter(last_run_at__lt=begun or Now()).exclude(pk__in=left)
+        waiting = IdempotencyKey.objects.using(alias).abandoned().filter(last_run_at__lt=begun or Now()).exclude(pk__in=left)
         in_turn = waiting.annotate(turn=turn).filter(turn__lte=_IN_A_ROW).order_by("turn", "pk")
         batch = list(in_turn.values_list("pk", "completer_attempts", "stuck_code", Now())[:batch_size])
         if not batch:
             return
         begun = begun or batch[0][-1]
         for pk, attempts, stuck_code, _ in batch:
-            # What a deploy left is not claimed in vain: a claim would fill its history, and come between a person and the key.
+            # Do not claim a key whose recovery point is unknown: each claim would add to its history.
             if stuck_code and not _knows_point_of(pk, alias):
                 left.append(pk)
             else:
@@ -134,59 +131,52 @@ def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[tuple[int
 
 
 def _knows_point_of(pk: int, alias: str) -> bool:
-    """Tell whether the code that runs now can go on from the recovery point of a key."""
-    key = keys.read(pk, using=alias)
-    if key is None:
-        return False
-    try:
-        options = options_of(match_of(key).func, key.request_method)
-    except Resolver404:
-        return False
-    return options is not None and key.recovery_point in options.every_point()
+    key = rows.read(pk, using=alias)
+    options = options_for(key) if key is not None else None
+    return key is not None and options is not None and key.recovery_point in options.every_point()
 
 
 def _complete(pk: int, attempts: int, alias: str) -> str | None:
-    """Run one key; return what became of it, None if somebody else has it."""
     limits = conf.get()
     if attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, alias):
-        return "stuck"  # A run that ended this process could not do it.
+        return "stuck"  # A run that killed its process could not mark it.
     delay = min(limits.COMPLETER_IDLE_SECONDS * 2**attempts, _MAX_DELAY_SECONDS)
     key = claims.claim_by_id(pk, delay_seconds=delay, using=alias)
     if key is None:
         return None
-    keys.emit(signals.key_claimed, key, None)
-    refused = False
+    events.emit(signals.key_claimed, key, None)
+    completion, refused = Completion(key), False
     try:
-        response = run_again(key)
-        refused = http.is_refusal(response)
-        ended = f"A decorator or the framework answered with status {response.status_code}, before @idempotent ran the view."
-    except (CannotRun, KeyStuck) as error:
+        response = run_again(completion)
+        refused = responses.is_refusal(response)
+        ended = f"A decorator or the framework responded with status {response.status_code}, before @idempotent ran the view."
+    except KeyStuck as error:  # CannotRun, or raised by PREPARE_REQUEST.
         ended = ""
-        with suppress(LockLost):  # Somebody has settled it from the admin meanwhile.
-            keys.mark_stuck(key, error.code, error.reason, using=alias)
-            keys.announce_stuck(pk, None, using=alias)
-    except (Exception, SystemExit, CancelledError) as error:  # A view may call sys.exit(), or let out what it cancelled.
+        with suppress(LockLost):  # It was settled in the admin meanwhile.
+            fence.mark_stuck(key, error.code, error.reason, using=alias)
+            events.announce_stuck(pk, None, using=alias)
+            return "stuck"
+    except (Exception, SystemExit, CancelledError) as error:  # A view may call sys.exit() or propagate a cancellation.
         if connection_lost(error, alias) and not _answers(alias):
-            raise  # The next key would fare no better. This one's lock expires.
-        refused = isinstance(error, HTTP_EXCEPTIONS)
-        ended = f"{type(error).__name__}: {error}"
-        logger.exception("the completer could not finish key %s", key.key_hash, extra=keys.about(key))
-    # The status returned says little (a 409 may mean that a client came back): the row says what became of the key.
-    after = keys.read(pk, using=alias)
-    if after is not None and after.fence == key.fence and after.locked_at is not None:
-        # The run did not come as far as to @idempotent, which leaves no key locked.
-        keys.release(key, ended, using=alias)
-    if after is None or after.finished_at is not None:
-        return "finished"
-    if refused and after.untouched and after.completer_attempts >= _RUNS_BEFORE_REFUSED and _leave_to_client(key, alias):
+            raise  # The next key would fail too. The lock of this one expires.
+        refused = isinstance(error, responses.HTTP_EXCEPTIONS)
+        ended = error_text(error)
+        logger.exception("the completer could not finish key %s", key.key_hash, extra=events.about(key))
+    if completion.outcome is None:
+        # The run did not reach @idempotent, which leaves no key locked.
+        fence.release(key, ended, using=alias)
+    if completion.outcome in ("finished", "stuck"):
+        return completion.outcome
+    key = completion.key
+    if refused and key.untouched and key.completer_attempts >= _RUNS_BEFORE_REFUSED and _leave_to_client(key, alias):
         return "stuck"
-    if after.stuck_at is None and after.completer_attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, alias):
+    if key.completer_attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, alias):
         return "stuck"
-    return "failed" if after.stuck_at is None else "stuck"
+    return "failed"
 
 
 def _answers(alias: str) -> bool:
-    """Tell whether the database of the keys is there and takes writes; a view may have lost another one."""
+    """Return whether the key's database accepts writes. A view may have lost a connection to another database."""
     try:
         connections[alias].ensure_connection()
         return bool(connections[alias].is_usable()) and not takes_no_writes(connections[alias])
@@ -195,36 +185,31 @@ def _answers(alias: str) -> bool:
 
 
 def _leave_to_client(key: IdempotencyKey, alias: str) -> bool:
-    """Mark a key stuck whose rebuilt request is refused again and again; return whether this call did it.
-
-    What a middleware adds may be missing in the rebuilt request, so that the answer is not one for the client. Its own retry
-    still runs. Not done when anybody has claimed the key since, nor for a view with ``on_abandon``, which settles it.
-    """
+    """Mark a key as stuck whose rebuilt request is refused repeatedly; return whether this call did it. The rebuilt request
+    may lack an attribute that a middleware sets, so the refusal is not a response for the client. A retry of the client still
+    runs. A key with ``on_abandon`` is not marked, because the reaper settles it."""
     if on_abandon_of(key) is not None:
         return False
     reason = (
-        f"The completer ran it {key.completer_attempts} times, and the request that it had rebuilt was refused before anything "
-        f"was begun. The last error says how. A retry of the client still runs."
+        f"The completer ran the rebuilt request {key.completer_attempts} times, and each time it was refused before any "
+        f"effect. See the last error. A retry of the client still runs."
     )
     try:
-        keys.mark_stuck(key, REFUSED_WHEN_REBUILT, reason, using=alias)
+        fence.mark_stuck(key, StuckCode.REFUSED_WHEN_REBUILT, reason, using=alias)
     except LockLost:
         return False
-    keys.announce_stuck(key.pk, None, using=alias)
+    events.announce_stuck(key.pk, None, using=alias)
     return True
 
 
 def _give_up(pk: int, alias: str) -> bool:
-    """Hand a key to a person after its last attempt; return whether this call did it.
-
-    Not one that a person has just handed back, with all its attempts. Nor one whose view has an ``on_abandon``: that settles
-    it when the retention is over, and until then it is tried.
-    """
-    key = keys.read(pk, using=alias)
+    """Mark a key as stuck after its last attempt; return whether this call did it. A key that was just handed back has all
+    its attempts again. A key with ``on_abandon`` is retried until the reaper settles it."""
+    key = rows.read(pk, using=alias)
     if key is None or key.completer_attempts < conf.get().COMPLETER_MAX_ATTEMPTS or on_abandon_of(key) is not None:
         return False
-    reason = f"The completer ran it {key.completer_attempts} times without success. Its last error and its history say why."
-    if not keys.give_up(pk, ATTEMPTS_EXHAUSTED, reason, using=alias):
+    reason = f"The completer ran it {key.completer_attempts} times without success. See its last error and its history."
+    if not settlement.give_up(pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias):
         return False
-    keys.announce_stuck(pk, None, using=alias)
+    events.announce_stuck(pk, None, using=alias)
     return True

@@ -1,4 +1,4 @@
-"""The settings of the app: one dict, ``IDEMPOTENCY``, read lazily and typed. Each default is written here and nowhere else."""
+"""The setting ``IDEMPOTENCY``, a dict. It is validated and typed at first use. This module alone defines the defaults."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -11,81 +11,87 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 Isolation = Literal["read committed", "repeatable read", "serializable"]
-#: What a caller may choose: a level, None for the connection's own, or, by default, what the settings say.
+#: A level, None for the connection's own level, or the level of the settings.
 ChosenIsolation = Isolation | None | Literal["from settings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a project may put into ``IDEMPOTENCY``; the defaults serve a shop that takes payments."""
+    """The contents of ``IDEMPOTENCY``. The defaults suit a shop that takes payments."""
 
-    #: Request headers that may carry the key. A request that carries two different ones is refused.
+    #: Request headers that may carry the key. A request with two different keys is refused.
     HEADER_NAMES: tuple[str, ...] = ("Idempotency-Key",)
-    #: Response header that marks a replay, and stands on nothing else.
+    #: Response header that marks a replay; other responses do not have it.
     REPLAYED_HEADER: str = "Idempotent-Replayed"
     #: True refuses a key that is not a quoted structured-field string (draft-07, section 2.1).
     STRICT_KEY_SYNTAX: bool = False
     #: A shorter key gets 400 ``key_invalid``.
     KEY_MIN_LENGTH: int = 1
-    #: A longer key gets 400 ``key_invalid``; 255, the width of the column, is the highest value.
+    #: A longer key gets 400 ``key_invalid``. The maximum is 255, the width of the column.
     KEY_MAX_LENGTH: int = 255
-    #: A validator as Django's forms take them, or its dotted path; what it refuses gets 400. None takes every key.
+    #: A Django validator or its dotted path; a key that it rejects gets 400. None accepts every key.
     KEY_VALIDATOR: str | Callable[..., Any] | None = None
-    #: Lock timeout: the next request may claim the key after it. Set it above the client timeout multiplied by its attempts.
+    #: Lock timeout: the next request may claim the key after it. Set it above the client timeout multiplied by its
+    #: attempts.
     LOCK_TIMEOUT_SECONDS: int = 90
-    #: How long a finished key is replayed, from the moment it finished.
+    #: The time for which a finished key is replayed. It starts when the response is stored.
     RETENTION_HOURS: int = 72
-    #: The completer leaves a key alone until it is this old: its client may still come back.
+    #: The minimum age of a key for the completer. Until then the client may still retry.
     COMPLETER_MIN_AGE_SECONDS: int = 300
-    #: ... and until nobody has run it for this long; each run of the completer doubles it, up to 4 hours.
+    #: The minimum time since the last run of the key. Each run of the completer doubles it, up to 4 hours.
     COMPLETER_IDLE_SECONDS: int = 60
-    #: After so many runs by the completer a key is stuck.
+    #: The completer marks a key as stuck after this number of runs.
     COMPLETER_MAX_ATTEMPTS: int = 25
-    #: How often a request is run again inside the process after a serialization failure or a deadlock.
+    #: The number of further attempts in the process after a serialization failure or a deadlock.
     SERIALIZATION_RETRIES: int = 15
-    #: Isolation of atomic phases; None is the connection's own.
+    #: Isolation of atomic phases; None is the connection's own level.
     PHASE_ISOLATION: Isolation | None = "serializable"
-    #: Isolation of plain views; None is the connection's own, as under ATOMIC_REQUESTS.
+    #: Isolation of plain views; None is the connection's own level, as under ATOMIC_REQUESTS.
     PLAIN_ISOLATION: Isolation | None = None
-    #: True makes another request of the same path at another host or under another mount: for sites that are several in one.
+    #: True includes host and mount point in the fingerprint, if one deployment serves several sites.
     FINGERPRINT_HOST: bool = False
-    #: Status of the answer to a key that comes back with another request: 422, 400 or 409.
+    #: The status for a key that was used with a different request: 422, 400 or 409.
     MISMATCH_STATUS: int = 422
     #: Statuses that are never stored; a retry runs the view again.
     NEVER_STORED_STATUSES: frozenset[int] = frozenset({401, 403, 408, 412, 425, 428, 429})
-    #: True stores 5xx answers too, as Stripe does.
+    #: True also stores 5xx responses, as Stripe does.
     STORE_5XX: bool = False
-    #: A larger body is delivered but not kept; its replay says so.
+    #: A larger response body is sent but not stored. Its replay has the header ``Idempotent-Body-Omitted``.
     MAX_STORED_BODY_BYTES: int = 1024 * 1024
-    #: How many requests of one process wait at once for the first of their key (``wait_seconds``); further ones get 409. Set it
-    #: well below the threads of a worker: each that waits holds one.
+    #: The number of requests of one process that may wait for the first request of their key (``wait_seconds``).
+    #: Further ones get 409. Each waiting request occupies a thread, so keep the number well below the threads of a
+    #: worker.
     MAX_WAITING_REQUESTS: int = 2
-    #: ``callable(status, code, title, detail, retryable, headers) -> HttpResponse``, or its dotted path; None is problem+json.
+    #: A callable or its dotted path that returns the response for ``status, code, title, detail, retryable,
+    #: headers``. None is problem+json.
     ERROR_RENDERER: str | Callable[..., Any] | None = None
-    #: What stands before the code in a problem's ``type``.
+    #: The prefix of the code in a problem's ``type``.
     PROBLEM_TYPE_BASE: str = "urn:django-idempotency:error:"
-    #: A delivery of a message that is silent towards the database for so long loses its transaction; the next one may begin.
+    #: If the processing of a message sends no statement for this time, the database ends its transaction. The message
+    #: can then be delivered again.
     INBOX_IDLE_SECONDS: int = 3600
-    #: Queue name to the dotted path of a backend or of a function that takes a StagedJob; "*" is every other queue.
+    #: Queue names with the dotted path of a backend or of a function that takes a StagedJob; "*" means every other
+    #: queue.
     ENQUEUERS: Mapping[str, str] = field(default_factory=lambda: {"*": "idempotency.contrib.rq.RQBackend"})
-    #: Modules that define the functions of staged jobs, with submodules; no other runs. None: all modules of installed apps.
+    #: Modules, with their submodules, that may define functions of staged jobs. None: all modules of installed apps.
     JOB_MODULES: tuple[str, ...] | None = None
     #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that staged them.
     HAND_OVER_AFTER_COMMIT: bool = False
-    #: ``callable(request, key)``, or its dotted path: adds to the completer's request what a middleware would have.
+    #: A callable or its dotted path, called with the request and the key. It adds the attributes to a rebuilt request
+    #: that a middleware would add.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
 
 
-#: The settings that name something to call, by its dotted path or as it is.
+#: The settings that take a callable or its dotted path.
 CALLABLES = tuple(f.name for f in fields(Settings) if f.type == str | Callable[..., Any] | None)
 
 
 def named(value: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return what such a setting names."""
+    """Return the callable of such a setting."""
     return import_string(value) if isinstance(value, str) else value
 
 
-#: What a value of each annotation must be an instance of, and how to say it.
+#: The types of each annotation, and their description in messages.
 _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a positive whole number"),
     bool: ((bool,), "True or False"),
@@ -99,8 +105,8 @@ _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
 }
 
 
-def problems(values: object) -> list[str]:
-    """Return what is wrong with the dict ``values``, a sentence each; nothing is read or changed."""
+def mistakes(values: object) -> list[str]:
+    """Return one sentence for each mistake in the dict ``values``."""
     if not isinstance(values, Mapping):
         return ["IDEMPOTENCY must be a dict."]
     known = {f.name: f.type for f in fields(Settings)}
@@ -130,18 +136,19 @@ def problems(values: object) -> list[str]:
 
 
 def _contradictions(values: Settings) -> list[str]:
-    """Return the pairs of settings that exclude each other."""
     found = []
     if values.KEY_MIN_LENGTH > values.KEY_MAX_LENGTH:
         found.append("IDEMPOTENCY['KEY_MIN_LENGTH'] must not be above KEY_MAX_LENGTH.")
     if values.KEY_MAX_LENGTH > 255:
         found.append("IDEMPOTENCY['KEY_MAX_LENGTH'] must be at most 255, the width of the column.")
     if isinstance(values.KEY_VALIDATOR, type):
-        found.append("IDEMPOTENCY['KEY_VALIDATOR'] must be a validator, not a class of them, which would take every key.")
+        found.append(
+            "IDEMPOTENCY['KEY_VALIDATOR'] must be a validator, not a validator class: calling a class validates nothing."
+        )
     if values.MISMATCH_STATUS not in (400, 409, 422):
         found.append("IDEMPOTENCY['MISMATCH_STATUS'] must be 422, 400 or 409.")
     if values.RETENTION_HOURS < 24:
-        found.append("IDEMPOTENCY['RETENTION_HOURS'] must be at least 24: clients come back after a night.")
+        found.append("IDEMPOTENCY['RETENTION_HOURS'] must be at least 24: clients may retry on the next day.")
     if values.LOCK_TIMEOUT_SECONDS >= values.RETENTION_HOURS * 3600:
         found.append("IDEMPOTENCY['LOCK_TIMEOUT_SECONDS'] must be shorter than RETENTION_HOURS.")
     return found
@@ -149,9 +156,12 @@ def _contradictions(values: Settings) -> list[str]:
 
 @lru_cache(maxsize=1)
 def get() -> Settings:
-    """Return the project's settings; raise ImproperlyConfigured, naming each mistake, rather than guess about money."""
+    """Return the project's settings.
+
+    Raises ImproperlyConfigured if one of them is invalid; the message names each mistake.
+    """
     values = getattr(django_settings, "IDEMPOTENCY", {})
-    if found := problems(values):
+    if found := mistakes(values):
         raise ImproperlyConfigured(" ".join(found))
     given = dict(values)
     for name, container in (("HEADER_NAMES", tuple), ("JOB_MODULES", tuple), ("NEVER_STORED_STATUSES", frozenset)):

@@ -1,165 +1,125 @@
-"""``@idempotent``: what a view may say, and the wrapper around it. A request then runs in ``idempotency.execution``."""
+"""The decorator ``@idempotent``. It wraps a view; ``idempotency._request.entry`` then handles each request."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
-from inspect import iscoroutinefunction
-from typing import Any, TypeVar, get_args, overload
+from inspect import Parameter, Signature, iscoroutinefunction, signature
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from asgiref.sync import sync_to_async
 from django.http import HttpRequest, HttpResponseBase
 
-from idempotency.atomic_requests import EVERY_ALIAS, outside_of_atomic_requests
-from idempotency.calls import OUTSIDE, Call, View
-from idempotency.conf import ChosenIsolation, Isolation
-from idempotency.execution import answer
-from idempotency.header import KeyFrom, refuse_key_from
-from idempotency.http import SAFE_METHODS
-from idempotency.models import FINISHED, STARTED, IdempotencyKey
-from idempotency.options import OnAbandon, Options, ReplayCheck
+from idempotency._request.atomic_requests import EVERY_ALIAS, outside_of_atomic_requests
+from idempotency._request.entry import answer_request
+from idempotency._request.options import Options
+from idempotency._request.responses import SAFE_METHODS
+from idempotency._request.view_call import OUTSIDE, Call, View
+from idempotency.models import IdempotencyKey
 
 AnyView = TypeVar("AnyView", bound=View)
+Given = ParamSpec("Given")
 
 
 class ProtectedRequest(HttpRequest):
-    """What a protected view is given, for its annotation: ``def pay(request: ProtectedRequest)``. It is never instantiated.
+    """The request of a protected view, for annotations: ``def pay(request: ProtectedRequest)``. It has no instances.
 
-    Where a view also runs without a key (``required=False``, safe methods) ``idempotency_key`` is None, which this annotation
-    does not say.
+    The attribute ``idempotency_key`` is None in a request without a key (``required=False``, safe methods). The annotation
+    does not express this.
     """
 
     idempotency_key: IdempotencyKey
 
 
-@overload
-def idempotent(view: AnyView) -> AnyView: ...
-@overload
-def idempotent(
-    view: None = None,
-    *,
-    recovery_points: Sequence[str] | None = None,
-    required: bool = True,
-    validate: Callable[[HttpRequest], HttpResponseBase | None] | None = None,
-    scope: Callable[[HttpRequest], str] | None = None,
-    key_from: KeyFrom | None = None,
-    wait_seconds: float = 0,
-    isolation: ChosenIsolation = "from settings",
-    using: str | Callable[[HttpRequest], str] | None = None,
-    redact: Sequence[str] = (),
-    store_body: bool = True,
-    on_abandon: OnAbandon | None = None,
-    replay_check: ReplayCheck | None = None,
-) -> Callable[[AnyView], AnyView]: ...
-def idempotent(
-    view: View | None = None,
-    *,
-    recovery_points: Sequence[str] | None = None,
-    required: bool = True,
-    validate: Callable[[HttpRequest], HttpResponseBase | None] | None = None,
-    scope: Callable[[HttpRequest], str] | None = None,
-    key_from: KeyFrom | None = None,
-    wait_seconds: float = 0,
-    isolation: ChosenIsolation = "from settings",
-    using: str | Callable[[HttpRequest], str] | None = None,
-    redact: Sequence[str] = (),
-    store_body: bool = True,
-    on_abandon: OnAbandon | None = None,
-    replay_check: ReplayCheck | None = None,
-) -> Any:
-    """Let a view run once per idempotency key, and answer each retry with the same response.
+class Idempotent(Protocol[Given]):
+    """The type of ``idempotent``: a decorator with or without options."""
 
-    A plain view (no ``recovery_points``) makes local writes only: one transaction holds the claim, its writes and the stored
-    response. A phased view names its recovery points and loops over ``request.idempotency_key.phases()``.
+    @overload
+    def __call__(self, view: AnyView, /) -> AnyView: ...
+    @overload
+    def __call__(self, *nothing: Given.args, **options: Given.kwargs) -> Callable[[AnyView], AnyView]: ...
 
-    On return of a 2xx, 3xx or definitive 4xx the response is committed together with the work. A 5xx, a status of
-    NEVER_STORED_STATUSES, or an exception leaves nothing of a plain view, and a phased one at its last recovery point; the next
-    request with the key goes on from there.
 
-    ``required``: False lets a request without a key run unprotected. ``validate(request)``: a response refuses the request
-    before it spends a key. ``scope(request)``: whose key it is, at most 200 characters; by default the user, else the session
-    (``idempotency.scopes`` has more). ``key_from``: where the key stands when the header is absent: "body:NAME", "form:NAME" or
-    a function of the request. ``wait_seconds``: how long a duplicate waits for the first request before it gets 409.
-    ``isolation``: level of a plain view's transaction; PLAIN_ISOLATION by default. ``using``: alias of the key's database, or a
-    function of the request that returns one.
-    ``redact``: dotted paths of parameters in JSON, form or query that are not kept; ``store_body``: False keeps no body. What
-    was not kept cannot be run by the completer: such a key becomes stuck.
-    ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS: it runs once, outside any
-    transaction, and its response finishes the key.
-    ``replay_check(request, key)``: its response, or an exception, refuses the stored response to this request and changes no
-    key; None lets it pass. It is called before each replay, outside any transaction, but not for the completer. Arguments of
-    the view are passed to its parameters of the same name. Only ``on_abandon`` and ``replay_check`` may be ``async def``.
+def takes(options: Callable[Given, Options]) -> Callable[[Callable[..., Any]], Idempotent[Given]]:
+    """Give a decorator the signature of its options, for type checkers and ``inspect``."""
 
-    Apply it inside authentication decorators, so that replays stay authenticated. Decorated views are left
-    out of ATOMIC_REQUESTS. Raises RuntimeError at the request when a transaction is already open.
+    def declare(decorator: Any) -> Any:
+        view = Parameter("view", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=View | None)
+        decorator.__signature__ = Signature([view, *signature(options).parameters.values()])
+        return decorator
+
+    return declare
+
+
+@takes(Options)
+def idempotent(view: View | None = None, **given: Any) -> Any:
+    """Run a view once per idempotency key, and answer each retry with the same response.
+
+    A plain view has no ``recovery_points`` and writes to the database only. One transaction contains the claim, its writes
+    and the stored response. A phased view declares ``recovery_points`` and loops over ``request.idempotency_key.phases()``.
+
+    When the view returns a 2xx, 3xx or definitive 4xx, the response and the work are committed. A 5xx, a status of
+    NEVER_STORED_STATUSES or an exception rolls a plain view back. It leaves a phased view at its last recovery point, and the
+    next request with the key continues from there.
+
+    - ``required``: False lets a request without a key run unprotected.
+    - ``validate(request)``: may return a response that refuses the request; no key is claimed then.
+    - ``scope(request)``: the owner of the key, at most 200 characters. The default is the user, or else the session; see
+      ``idempotency.scopes``.
+    - ``key_from``: the place of the key if there is no header: "body:NAME", "form:NAME" or a function of the request.
+    - ``wait_seconds``: the time for which a duplicate waits for the first request before it gets 409.
+    - ``isolation``: the level of a plain view's transaction; the default is PLAIN_ISOLATION.
+    - ``using``: the alias of the key's database, or a function of the request that returns it.
+    - ``redact``: dotted paths of JSON, form and query parameters that are not stored.
+    - ``store_body``: False stores no request body. If a part was not stored, the completer cannot run the request, and its
+      key becomes stuck.
+    - ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS. It runs once, outside any
+      transaction, and its response finishes the key.
+    - ``replay_check(request, key)``: called before each replay to a client, outside any transaction. A response or an
+      exception refuses the replay and does not change the key; None permits it. Parameters named like arguments of the view
+      receive them.
+
+    Only ``on_abandon`` and ``replay_check`` may be ``async def``. Apply the decorator inside authentication decorators, so
+    that replays stay authenticated. A decorated view is excluded from ATOMIC_REQUESTS.
+    Raises TypeError or ValueError for invalid options.
+    Raises RuntimeError at the request if a transaction is already open.
     """
-    if isinstance(recovery_points, str):
-        raise ValueError(f"recovery_points must be a list of names: [{recovery_points!r}].")
-    if isolation not in (None, "from settings", *get_args(Isolation)):
-        raise ValueError(f"isolation must be None or one of {', '.join(map(repr, get_args(Isolation)))}, not {isolation!r}.")
-    points = tuple(recovery_points) if recovery_points is not None else None
-    if points is not None:
-        if not all(0 < len(point) <= 50 for point in points) or len({STARTED, FINISHED, *points}) != len(points) + 2:
-            raise ValueError(
-                f"recovery_points must be different names of 1 to 50 characters, {STARTED!r} and {FINISHED!r} not among them."
-            )
-        if not required:
-            raise ValueError("A phased view needs a key for each request: drop required=False, or recovery_points.")
-    for name, value, right, expected in (
-        ("validate", validate, validate is None or callable(validate), "a function of the request"),
-        ("scope", scope, scope is None or callable(scope), "a function of the request, such as idempotency.scopes.user"),
-        ("on_abandon", on_abandon, on_abandon is None or callable(on_abandon), "a function of the key"),
-        ("replay_check", replay_check, replay_check is None or callable(replay_check), "a function of the request and the key"),
-        ("using", using, isinstance(using, str | None) or callable(using), "a database alias or a function of the request"),
-        ("wait_seconds", wait_seconds, isinstance(wait_seconds, int | float) and wait_seconds >= 0, "a number, 0 or more"),
-    ):
-        if not right or (iscoroutinefunction(value) and name not in ("on_abandon", "replay_check")):
-            raise ValueError(f"{name} must be {expected}, not {value!r}.")
-    if isinstance(redact, str):
-        raise ValueError(f"redact must be a list of dotted paths: [{redact!r}].")
-    if key_from is not None:
-        refuse_key_from(key_from)
-    options = Options(
-        recovery_points=points,
-        required=required,
-        validate=validate,
-        scope=scope,
-        isolation=isolation,
-        using=using,
-        on_abandon=on_abandon,
-        replay_check=replay_check,
-        key_from=key_from,
-        wait_seconds=wait_seconds,
-        redact=tuple(redact),
-        store_body=store_body,
-    )
+    if unknown := given.keys() - {field.name for field in fields(Options)}:
+        names = ", ".join(field.name for field in fields(Options))
+        raise TypeError(f"The decorator @idempotent has no option {sorted(unknown)[0]!r}. The options are: {names}.")
+    options = Options(**given)
 
     def decorate(view: View) -> View:
-        # Django REST framework says ``cls``; login_required and its like leave what LoginRequiredMiddleware reads.
-        if hasattr(view, "cls") or (hasattr(view, "login_url") and hasattr(view, "redirect_field_name")):
-            raise TypeError(f"{getattr(view, '__name__', view)}" + OUTSIDE)
-        if type(getattr(view, "__self__", None)).__module__.startswith("ninja."):
-            raise TypeError(f"{view.__self__.view_func.__name__}{OUTSIDE} Use idempotency.contrib.ninja.idempotent.")  # type: ignore[attr-defined]
-
-        @wraps(view)
-        def protected(*args: Any, **kwargs: Any) -> Any:
-            call = Call.of(view, args, kwargs)
-            if getattr(call.owner, "view_is_async", False) and not iscoroutinefunction(view):
-                # dispatch() of a class with async handlers: what it returns is to be awaited.
-                return protected_async(*args, **kwargs)
-            with outside_of_atomic_requests(call.request, options):
-                return answer(call, options)
-
-        @wraps(view)
-        async def protected_async(*args: Any, **kwargs: Any) -> HttpResponseBase:
-            call = Call.of(view, args, kwargs)
-            if call.request.method in SAFE_METHODS:
-                call.request.idempotency_key = None  # type: ignore[attr-defined]
-                return await view(*args, **kwargs)  # type: ignore[no-any-return]
-            # The thread of the request holds its transaction; the view is called from there, back on the event loop.
-            return await sync_to_async(answer)(call, options)
-
-        made: View = protected_async if iscoroutinefunction(view) else protected
-        made.idempotency = options  # type: ignore[attr-defined]
-        made._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
-        return made
+        return _protected(view, options)
 
     return decorate if view is None else decorate(view)
+
+
+def _protected(view: View, options: Options) -> View:
+    # Django REST framework sets ``cls``. Access decorators such as login_required set the other two.
+    if hasattr(view, "cls") or (hasattr(view, "login_url") and hasattr(view, "redirect_field_name")):
+        raise TypeError(f"{getattr(view, '__name__', view)}" + OUTSIDE)
+    if type(getattr(view, "__self__", None)).__module__.startswith("ninja."):
+        raise TypeError(f"{view.__self__.view_func.__name__}{OUTSIDE} Use idempotency.contrib.ninja.idempotent.")  # type: ignore[attr-defined]
+
+    @wraps(view)
+    def protected(*args: Any, **kwargs: Any) -> Any:
+        call = Call.of(view, args, kwargs)
+        if getattr(call.owner, "view_is_async", False) and not iscoroutinefunction(view):
+            # Such a dispatch() is a plain function that returns an awaitable.
+            return protected_async(*args, **kwargs)
+        with outside_of_atomic_requests(call.request, options):
+            return answer_request(call, options)
+
+    @wraps(view)
+    async def protected_async(*args: Any, **kwargs: Any) -> HttpResponseBase:
+        call = Call.of(view, args, kwargs)
+        if call.request.method in SAFE_METHODS:
+            call.request.idempotency_key = None  # type: ignore[attr-defined]
+            return await view(*args, **kwargs)  # type: ignore[no-any-return]
+        # The transaction belongs to the thread of the request. That thread runs the view on the event loop.
+        return await sync_to_async(answer_request)(call, options)
+
+    made: View = protected_async if iscoroutinefunction(view) else protected
+    made.idempotency = options  # type: ignore[attr-defined]
+    made._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
+    return made

@@ -1,105 +1,137 @@
-"""What can go wrong, as a tree. A docstring is the message; it names the cure.
+"""The exceptions. The docstring of each is its default message, and names the cure.
 
 ::
 
     IdempotencyError
     ├── LockLost                 another claim took over this key
-    ├── PhaseDidNotAdvance       a phase, or a pass through the loop, moved nothing
-    ├── UnknownRecoveryPoint     a recovery point that the view does not declare, or a step backwards
-    ├── ResponseNotCommitted     a phased view returned what no phase stored
-    ├── ResponseNotStorable      set_response() got a response that may not be stored
-    ├── NoOpenTransaction        a job was staged where nothing would commit it
-    ├── JobNotAllowed            the name of a job leads to no function that a worker may run
-    ├── MessageInProgress        another delivery of this message runs just now
-    ├── CallNotRecorded          a foreign_call block made its call and recorded nothing
-    └── KeyStuck                 the machine gives up; a person must look
-        ├── DownstreamKeyExpired the other system may have forgotten the key: calling again could do the work twice
-        └── CallInDoubt          a foreign call was begun, and nobody knows whether it took effect
+    ├── PhaseDidNotAdvance       a phase, or a pass through the loop, committed no progress
+    ├── UnknownRecoveryPoint     the view does not declare this recovery point, or it is not ahead
+    ├── ResponseNotCommitted     a phased view returned a response that no phase stored
+    ├── ResponseNotStorable      a phase was given a response that must not be stored
+    ├── NoOpenTransaction        a job was staged outside a transaction
+    ├── JobNotAllowed            no function with the name of the job may run
+    ├── MessageInProgress        another delivery of this message is being processed
+    ├── CallNotRecorded          a foreign_call block recorded no result
+    └── KeyStuck                 the request requires manual intervention
+        ├── DownstreamKeyExpired the downstream service may have forgotten the key
+        └── CallInDoubt          a foreign call was begun, and its result is unknown
 
-Those of the enqueuer and its backends stand in ``idempotency.backends``.
+The exceptions of the enqueuer and its backends are in ``idempotency.backends``.
 """
 
+from enum import StrEnum
 from functools import cached_property
 
 
+class StuckCode(StrEnum):
+    """The reason why a key is stuck. A subclass of KeyStuck may define its own code."""
+
+    #: The view raised KeyStuck.
+    VIEW_GAVE_UP = "view_gave_up"
+    #: A foreign call has no recorded result.
+    CALL_IN_DOUBT = "call_in_doubt"
+    #: A derived key is older than its validity at the downstream service.
+    DOWNSTREAM_KEY_EXPIRED = "downstream_key_expired"
+    #: A deploy removed the recovery point. The next claim by code that declares it clears the mark.
+    UNKNOWN_RECOVERY_POINT = "unknown_recovery_point"
+    #: The rebuilt request is refused each time, before any effect. A retry of the client clears the mark.
+    REFUSED_WHEN_REBUILT = "refused_when_rebuilt"
+    #: The completer has run the key COMPLETER_MAX_ATTEMPTS times.
+    ATTEMPTS_EXHAUSTED = "attempts_exhausted"
+    #: The key was not finished within the retention, and its view has no ``on_abandon``.
+    RETENTION_PASSED = "retention_passed"
+    #: The function ``on_abandon`` is running, or was interrupted or failed.
+    ON_ABANDON = "on_abandon"
+    #: No protected view answers the path of the request.
+    VIEW_MISSING = "view_missing"
+    #: The sender of the request is gone, inactive, not allowed, or unknown.
+    USER_MISSING = "user_missing"
+    BODY_REDACTED = "body_redacted"
+    BODY_NOT_KEPT = "body_not_kept"
+
+
+#: A retry of the client can claim a key with one of these codes.
+OPEN_TO_RETRIES = (StuckCode.UNKNOWN_RECOVERY_POINT, StuckCode.REFUSED_WHEN_REBUILT)
+
+
 class IdempotencyError(Exception):
-    """Base of every error that this app raises."""
+    """The base class of all errors of this app."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message or " ".join((self.__doc__ or "").split()))
 
 
 class LockLost(IdempotencyError):
-    """Another claim took over this key while this run was at work; what this phase wrote was rolled back. Nothing to
-    do: the decorator answers with what the other run stored."""
+    """Another claim took over this key during this run, and this phase was rolled back. No action is needed: the decorator
+    returns the other run's response."""
 
 
 class PhaseDidNotAdvance(IdempotencyError):
-    """This phase ended without set_recovery_point(), set_response() or no_op(); what it wrote was rolled back. End every
-    atomic_phase block with one of the three."""
+    """This phase ended without set_recovery_point(), set_response() or no_op(), and was rolled back. End every atomic_phase
+    block with one of the three."""
 
 
 class UnknownRecoveryPoint(IdempotencyError):
-    """This recovery point is not declared in @idempotent(recovery_points=[...]), or it lies behind the one reached.
-    Declare the points in the order in which the phases commit them."""
+    """This recovery point is not declared in @idempotent(recovery_points=[...]), or it is not after the current one. Declare
+    the points in the order in which the phases commit them."""
 
 
 class ResponseNotCommitted(IdempotencyError):
-    """A phased view returned a response that no phase stored: a retry could not get it again. Store it with
+    """A phased view returned a response that no phase stored, so a retry could not get it. Store it with
     phase.set_response(response) and return key.response()."""
 
 
 class ResponseNotStorable(IdempotencyError):
-    """set_response() got a response with a status that is never stored. Return it from outside the phase instead: the
-    key is released, and the retry goes on from the last recovery point."""
+    """A response with a status that is never stored was passed to set_response(). Return it outside the phase: the key is
+    released, and a retry continues from the last recovery point."""
 
 
 class NoOpenTransaction(IdempotencyError):
-    """stage_job() was called outside a transaction, so the job could be kept while the work is lost, or the reverse. Call it
-    in an atomic_phase, in a plain @idempotent view, or in transaction.atomic()."""
+    """A job was staged outside a transaction, so the job and its work could not commit together. Call stage_job() in an
+    atomic_phase, in a plain @idempotent view, or in transaction.atomic()."""
 
 
 class JobNotAllowed(IdempotencyError, ValueError):
-    """The name of a job leads to no function or task that a worker may run. Correct the name, or add the module of the function
-    to IDEMPOTENCY["JOB_MODULES"]; a Celery task must be registered."""
+    """The name of the job does not refer to a function or task that may run. Correct the name, or add the function's module
+    to IDEMPOTENCY["JOB_MODULES"]. A Celery task must be registered."""
 
 
 class MessageInProgress(IdempotencyError):
-    """Another delivery of this message is being processed. Refuse this one, so that it is delivered again: a webhook view
-    answers 503."""
+    """Another delivery of this message is being processed. Refuse this one, so that it is delivered again. A webhook view
+    responds with 503."""
 
 
 class CallNotRecorded(IdempotencyError):
-    """A foreign_call block ended without call.record(): a retry could not know that the call was made. End it with
-    call.record(result); if the call took no effect, say call.retryable() and end no phase after it, so that a retry calls; if
-    another service is called instead, record that."""
+    """A foreign_call block ended without call.record(), so a retry could not know its result. End it with
+    call.record(result). If the call took no effect, use call.retryable() and end no phase after it: a retry then calls again.
+    """
 
 
 class KeyStuck(IdempotencyError):
-    """The machine gives up on this request; a person must look. A phased view may raise KeyStuck("why"), or a subclass with a
-    ``code`` of its own, to hand its key to a person; the client gets 409 ``key_stuck``."""
+    """This request requires manual intervention. A phased view may raise KeyStuck("why"), or a subclass with its own
+    ``code``: the key becomes stuck, and the client gets 409 ``key_stuck``."""
 
-    #: Short and stable, for filters and alerts; the message is for people.
-    code = "view_gave_up"
+    #: A short, stable code for filters and alerts.
+    code: str = StuckCode.VIEW_GAVE_UP
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(reason)
 
     @cached_property
     def reason(self) -> str:
-        """What the person is told. A subclass may set its own, and need not call this ``__init__``."""
+        """The reason that the admin shows. A subclass may override it, and need not call ``__init__``."""
         return str(self)
 
 
 class DownstreamKeyExpired(KeyStuck):
-    """The key for the other system is past its validity: that system may have forgotten it, so calling again could do the
-    work twice. Find out there what happened, then answer the key from the admin."""
+    """The key for the downstream service has expired there, so another call could repeat the work. Check that service for the
+    result, then answer the key in the admin."""
 
-    code = "downstream_key_expired"
+    code = StuckCode.DOWNSTREAM_KEY_EXPIRED
 
 
 class CallInDoubt(KeyStuck):
-    """A call to a service that is not idempotent was begun, and its result was never recorded: calling again could do the work
-    twice. Find out there what happened, then answer the key from the admin."""
+    """A call to a service without idempotency keys was begun, and its result was never recorded. Another call could repeat
+    the work. Check that service for the result, then answer the key in the admin."""
 
-    code = "call_in_doubt"
+    code = StuckCode.CALL_IN_DOUBT

@@ -1,6 +1,7 @@
 """The inbox: a message that is delivered twice takes effect once.
 
-The row that says "processed" and the effects commit together; so a failure leaves no row, and the next delivery does the work.
+The row that marks the message as processed commits together with the effects. After a failure there is no row, so the next
+delivery repeats the work.
 """
 
 from collections.abc import Collection, Iterator
@@ -12,41 +13,41 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
 from idempotency import conf
-from idempotency.contexts import either_context
+from idempotency._async import either_context
+from idempotency._store.transactions import own_cursor
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
-from idempotency.transactions import own_cursor
 
-#: How long a delivery waits for another delivery of the same message. Below the patience of those who send webhooks.
+#: The time for which a delivery waits for another one of the same message. Senders of webhooks wait longer.
 WAIT_SECONDS = 5
 
-#: The source of the messages that staged jobs are, whatever broker delivers them.
+#: The source of the messages of staged jobs, for each broker.
 STAGED_JOBS = "staged-job"
 
 _LOCK_NOT_AVAILABLE = "55P03"  # PostgreSQL: lock_timeout ran out
-_BUSY_OR_LOCKED = (5, 6)  # SQLite: another connection, or another one of the shared cache, writes
+_BUSY_OR_LOCKED = (5, 6)  # SQLite: another connection writes
 
 _INSERT = "INSERT INTO {} (source, message_id) VALUES (%s, %s) ON CONFLICT (source, message_id) DO NOTHING"
 
 
 @either_context(holds_transaction=True)
 def process_once(source: str, message_id: str, *, using: str | None = None) -> Iterator[bool]:
-    """Open a transaction for one delivery of a message; give True the first time, False when it took effect before.
+    """Open a transaction for one delivery of a message; return True the first time, False if it took effect before.
 
-    ``source`` says who numbers the messages ("stripe"), ``message_id`` is their number (at most 100 and 255 characters). On
-    leaving, the row and what the block wrote are committed together; when the block raises, neither is, nor when it caught an
-    error that broke the transaction: that raises TransactionManagementError. In an outer transaction the block is a savepoint
-    and commits with that one.
-
-    A second delivery waits for the first, up to 5 s on PostgreSQL (on SQLite up to the connection's ``timeout``), and then
-    raises MessageInProgress: refuse it, so that it is delivered again. Raises ValueError when the source or the id cannot be
-    kept.
+    The argument ``source`` names the sender ("stripe"), at most 100 characters; ``message_id`` is its id there, at most 255.
+    At the end of the block the row and the writes of the block are committed. If the block raises, they are rolled back. In
+    an outer transaction the block is a savepoint and commits with the outer one. A second delivery waits up to 5 seconds for
+    the first; on SQLite, up to the ``timeout`` of the connection.
+    Raises MessageInProgress after that wait. Refuse the delivery, so that it is repeated.
+    Raises TransactionManagementError if the block caught an error that broke the transaction, or ended it by COMMIT or
+    ROLLBACK.
+    Raises ValueError if the source or the id cannot be stored.
     """
     columns = ProcessedMessage._meta
     widths = (columns.get_field("source").max_length or 0, columns.get_field("message_id").max_length or 0)
     for name, value, width in zip(("source", "message_id"), (source, message_id), widths, strict=True):
         if not isinstance(value, str) or not 0 < len(value) <= width or "\0" in value:
-            raise ValueError(f"The {name} of a message is a string of 1 to {width} characters without NUL, not {value!r}.")
+            raise ValueError(f"The {name} of a message must be a string of 1 to {width} characters without NUL, not {value!r}.")
     alias = using or router.db_for_write(ProcessedMessage)
     own = not connections[alias].in_atomic_block
     with ExitStack() as stack:
@@ -63,7 +64,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
 
 
 def took_effect(source: str, message_ids: Collection[str], *, using: str | None = None) -> set[str]:
-    """Return those of ``message_ids`` that were processed, and that within the retention; nothing is written."""
+    """Return those of ``message_ids`` that were processed within the retention of messages."""
     if not message_ids:
         return set()
     messages = ProcessedMessage.objects.using(using or router.db_for_write(ProcessedMessage))
@@ -71,7 +72,7 @@ def took_effect(source: str, message_ids: Collection[str], *, using: str | None 
 
 
 def _refuse_broken_transaction(connection: BaseDatabaseWrapper, transaction_id: object) -> None:
-    """Raise when the open transaction can only be rolled back, or is another one: leaving it would do so without a word."""
+    """Raise if the transaction is broken or another one. Otherwise its rollback would pass silently."""
     try:
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT {_transaction_id(connection)}")
@@ -80,13 +81,13 @@ def _refuse_broken_transaction(connection: BaseDatabaseWrapper, transaction_id: 
         raise
     except DatabaseError as error:
         raise TransactionManagementError(
-            "The work on this message broke its transaction and went on, so nothing of it was kept. Put a transaction.atomic() "
-            "of its own around the statement whose error is caught, and leave the connection open."
+            "The block caught an error that broke its transaction, so all its writes were rolled back. Wrap the statement "
+            "whose error is caught in its own transaction.atomic(), and do not close the connection."
         ) from error
     if still != transaction_id:
         raise TransactionManagementError(
-            "The work on this message ended its transaction by itself, with COMMIT or ROLLBACK: whether the message counts as "
-            "processed is no longer what its work says. Use transaction.atomic(), and transaction.set_rollback()."
+            "The block ended its transaction with COMMIT or ROLLBACK, so its writes and the mark of the message may not agree. "
+            "Use transaction.atomic() and transaction.set_rollback()."
         )
 
 
@@ -95,11 +96,9 @@ def _transaction_id(connection: BaseDatabaseWrapper) -> str:
 
 
 def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str, *, idle_limit: bool) -> tuple[bool, object]:
-    """Insert the row, waiting for whoever inserts the same one; return whether it is new, and the transaction it is in.
-
-    ``idle_limit`` ends the transaction when it stands still for INBOX_IDLE_SECONDS, which would hold its message for ever. An
-    outer one has limits of its own.
-    """
+    """Insert the row, after waiting for a concurrent insert. Return whether it is new, and the transaction id. With
+    ``idle_limit`` the database ends the transaction after INBOX_IDLE_SECONDS without a statement. Otherwise a process that
+    hangs would hold the message without end."""
     bounded = connection.vendor == "postgresql"
     with own_cursor(connection.alias) as cursor:
         if bounded:
@@ -109,7 +108,7 @@ def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str, *, id
         first: bool = cursor.rowcount == 1
         transaction_id: object = 1
         if bounded:
-            # The statements of the block keep the caller's own limit.
+            # The statements of the block keep the caller's limit.
             limits = {"lock_timeout": before}
             if idle_limit:
                 limits["idle_in_transaction_session_timeout"] = f"{conf.get().INBOX_IDLE_SECONDS}s"

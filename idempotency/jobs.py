@@ -1,7 +1,7 @@
-"""Staging: a job is a row, inserted in the transaction of the work that it belongs to.
+"""Staged jobs (transactional outbox): a job is a row that is inserted in the transaction of its work.
 
-Both commit or neither does: no job runs for work that was rolled back, and no work commits without its job. The enqueuer moves
-the rows to the broker afterwards. Source: Brandur Leach, "Transactionally Staged Job Drains in Postgres".
+Both commit or neither does. The enqueuer then moves the rows to the broker.
+Source: Brandur Leach, "Transactionally Staged Job Drains in Postgres".
 """
 
 import json
@@ -19,12 +19,11 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from idempotency import conf
-from idempotency.contexts import awaited
+from idempotency._async import awaited
+from idempotency._request.view_call import current_key
 from idempotency.exceptions import JobNotAllowed, NoOpenTransaction
-from idempotency.keys import current
 from idempotency.models import StagedJob
 
-#: What a job is called with: an object is keyword arguments, an array positional ones.
 JobArgs = dict[str, Any] | list[Any]
 
 
@@ -36,23 +35,27 @@ def stage_job(
     run_at: datetime | None = None,
     using: str | None = None,
 ) -> StagedJob:
-    """Insert a job in the open transaction and return it; it is handed to the broker after COMMIT, and never without it.
+    """Insert a job in the open transaction and return it. It is handed to the broker only after COMMIT.
 
-    ``name`` is the dotted path of the function; a dict in ``args`` becomes keyword arguments, a list positional ones;
-    the job is not handed over before ``run_at``. The row lies in the database ``using``, by default that of the key whose
-    request is under way, else where the router writes jobs; its id becomes the broker's id of the job.
+    - ``name``: the dotted path of the function.
+    - ``args``: JSON; a dict becomes keyword arguments, a list positional arguments.
+    - ``run_at``: the job is not handed over before this time.
+    - ``using``: the database of the row. By default it is the database of the current request's key, or else the one that the
+      router chooses. The id of the row becomes the broker's id of the job.
 
-    Raises NoOpenTransaction when nothing would commit the job; TypeError, naming the argument, when one is not JSON;
-    ValueError when the name, the queue or the time cannot be right; JobNotAllowed, a ValueError, when the queue runs functions
-    and the name leads to none in JOB_MODULES. Nothing was written then.
+    On an exception nothing was written.
+    Raises NoOpenTransaction outside a transaction.
+    Raises TypeError if an argument is not JSON.
+    Raises ValueError for an invalid name, queue or time.
+    Raises JobNotAllowed, a ValueError, if the queue runs functions and JOB_MODULES does not permit this one.
     """
     _refuse_path(name)
     _refuse_queue(queue)
     args = {} if args is None else args
     _refuse_arguments(name, args)
     if run_at is not None and settings.USE_TZ and timezone.is_naive(run_at):
-        raise ValueError(f"run_at={run_at!r} has no time zone: pass an aware datetime.")
-    key = current.get()
+        raise ValueError(f"The time run_at={run_at!r} has no time zone: pass an aware datetime.")
+    key = current_key.get()
     of_key = key._state.db if key is not None else None
     alias = using or of_key or router.db_for_write(StagedJob)
     if transaction.get_autocommit(using=alias):
@@ -80,55 +83,56 @@ async def astage_job(
 
 
 def shard_of(job: StagedJob) -> str | None:
-    """Return the database that a worker must be told of, where its inbox row belongs; None in a project that has one."""
+    """Return the database of the job's inbox row, which its worker needs; None if the project has only one."""
     alias = job._state.db
     return None if alias == DEFAULT_DB_ALIAS == router.db_for_write(StagedJob) else alias
 
 
 def call_job(name: str, args: JobArgs) -> Any:
-    """Call the function, or the task of Django Tasks, that a delivered job names, with its arguments; return what it returns.
+    """Call the function or Django task of a delivered job with its arguments, and return its result.
 
-    Workers call it inside ``process_once(STAGED_JOBS, job_id)``. Raises JobNotAllowed when the function is not in JOB_MODULES;
-    TypeError when it is a generator function.
+    Workers call it inside ``process_once(STAGED_JOBS, job_id)``.
+    Raises JobNotAllowed if JOB_MODULES does not permit the function.
+    Raises TypeError for a generator function.
     """
     call = function_of(name)
-    # After the inbox has committed, nobody would await what it returned, or not again.
+    # Await a coroutine here: after the COMMIT of the inbox it would never run.
     result = awaited(call(**args) if isinstance(args, dict) else call(*args))
     refuse_generator(name, result)
     return result
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Return what a call of the job ``name`` calls: a function, or the method of a task of Django Tasks.
+    """Return the function of a job, or the ``call`` method of a Django task.
 
-    Raises JobNotAllowed when JOB_MODULES has neither its module, which then is not imported, nor the module in which the
-    function is defined; also when the import fails.
+    Raises JobNotAllowed if it cannot be imported, or if JOB_MODULES does not permit its module, which is then not imported.
+    The module that defines the function must be permitted too.
     """
     refuse_module(name, name.rpartition(".")[0])
     try:
         job = import_string(name)
-    except Exception as error:  # Whatever a module may raise on import.
+    except Exception as error:  # A module may raise anything on import.
         raise JobNotAllowed(f"The job {name} cannot be imported: {type(error).__name__}: {error}") from error
-    # A module may hold names that it has imported. A task, and a partial, is an object of another module than its function.
+    # A module may contain imported names. A task or a partial is an object of another module than its function.
     refuse_module(name, getattr(getattr(job, "func", job), "__module__", None))
     call: Callable[..., Any] = getattr(job, "call", job)
     if not callable(call):
-        raise JobNotAllowed(f"The job {name} is no function: it cannot be called.")
+        raise JobNotAllowed(f"The job {name} is not callable.")
     return call
 
 
 def refuse_module(name: str, module: str | None) -> None:
-    """Raise JobNotAllowed unless JOB_MODULES has the module."""
+    """Raise JobNotAllowed unless JOB_MODULES permits the module."""
     allowed = conf.get().JOB_MODULES or [app.name for app in apps.get_app_configs()]
     if not any(f"{module}.".startswith(f"{root}.") for root in allowed):
         raise JobNotAllowed(
-            f"The job {name} leads to the module {module!r}, from which no job may run. Add it to IDEMPOTENCY['JOB_MODULES'], "
+            f"The job {name} is in the module {module!r}, which may not run jobs. Add it to IDEMPOTENCY['JOB_MODULES'], "
             "or move the function to a module that is listed (by default, each module of an installed app)."
         )
 
 
 def not_allowed(jobs: Iterable[StagedJob]) -> dict[UUID, Exception]:
-    """Return the jobs whose function must not run, by their ids, with the reason; each name is looked up once."""
+    """Return the errors of the jobs whose function may not run, by their ids. Each name is looked up once."""
     problems: dict[str, JobNotAllowed] = {}
     jobs = list(jobs)
     for name in {job.job_name for job in jobs}:
@@ -140,13 +144,13 @@ def not_allowed(jobs: Iterable[StagedJob]) -> dict[UUID, Exception]:
 
 
 def backend_path(queue: str) -> str | None:
-    """Return the dotted path that ``IDEMPOTENCY["ENQUEUERS"]`` has for a queue, or None."""
+    """Return the dotted path of ``IDEMPOTENCY["ENQUEUERS"]`` for a queue, or None."""
     enqueuers = conf.get().ENQUEUERS
     return enqueuers.get(queue) or enqueuers.get("*")
 
 
 def _runs_functions(queue: str) -> bool:
-    """Tell whether the workers of a queue import what a job's name says."""
+    """Return whether the workers of a queue import the function of a job by its name."""
     try:
         return bool(getattr(import_string(backend_path(queue) or ""), "runs_functions", False))
     except Exception:  # The enqueuer refuses the job with this error.
@@ -154,7 +158,7 @@ def _runs_functions(queue: str) -> bool:
 
 
 def refuse_generator(name: str, result: Any) -> None:
-    """Raise TypeError when a call returned a generator: its work has not begun, and nobody would do it."""
+    """Raise TypeError if a call returned a generator, because its body has not run."""
     if isgenerator(result) or isasyncgen(result):
         raise TypeError(f"{name} is a generator function: calling it does nothing. Write it without yield.")
 
@@ -164,19 +168,18 @@ def _refuse_path(name: str) -> None:
     parts = name.split(".") if isinstance(name, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts) or len(name) > width:
         raise ValueError(
-            f"The name of a job is the dotted path of its function, such as 'shop.jobs.send_receipt', with at most {width} "
-            f"characters; {name!r} is not."
+            f"The name of a job must be the dotted path of its function, such as 'shop.jobs.send_receipt', with at most "
+            f"{width} characters, not {name!r}."
         )
 
 
 def _refuse_queue(queue: str) -> None:
     width = StagedJob._meta.get_field("queue").max_length or 0
     if not isinstance(queue, str) or not 0 < len(queue) <= width or "\0" in queue:
-        raise ValueError(f"The name of a queue is a string of 1 to {width} characters, not {queue!r}.")
+        raise ValueError(f"The name of a queue must be a string of 1 to {width} characters, not {queue!r}.")
 
 
 def _refuse_arguments(name: str, args: JobArgs) -> None:
-    """Raise TypeError unless every argument survives a trip through the database's JSON."""
     named: Sequence[tuple[Any, Any]]
     if isinstance(args, dict):
         named = list(args.items())
@@ -186,21 +189,20 @@ def _refuse_arguments(name: str, args: JobArgs) -> None:
         raise TypeError(f"The arguments of {name} must be a dict (by name) or a list (by position), not {type(args).__name__}.")
     for argument, value in named:
         if isinstance(args, dict) and not isinstance(argument, str):
-            raise TypeError(f"An argument of {name} is named {argument!r}: the names of keyword arguments are strings.")
+            raise TypeError(f"An argument of {name} is named {argument!r}: the names of keyword arguments must be strings.")
         if problem := _json_problem([argument, value]):
-            raise TypeError(f"Argument {argument!r} of {name} cannot be kept as JSON: {problem}. Pass ids.")
+            raise TypeError(f"Argument {argument!r} of {name} cannot be stored as JSON: {problem}. Pass ids.")
 
 
 def _json_problem(value: Any) -> str:
-    """Return why ``value`` cannot be kept as JSON, or nothing."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()
         if not _has_names_only(value):
-            return "a key of an object in it is no string, and would become one"
+            return "an object in it has a key that is not a string, and would become one"
     except (TypeError, ValueError, RecursionError) as error:
         return str(error)
-    # PostgreSQL's jsonb has no character for it, and the failed INSERT would take the caller's transaction with it.
+    # PostgreSQL rejects NUL in jsonb, and the failed INSERT would break the transaction of the caller.
     return "it contains a NUL character" if "\\u0000" in text.replace("\\\\", "") else ""
 
 

@@ -1,4 +1,4 @@
-"""What each protected view promises about keys, as values: to be printed, checked, and put into an API's description.
+"""The policy of each protected view as data, for ``describe_idempotency``, system checks and API descriptions.
 
 Source: draft-07, section 2.5.2 ("Idempotency Key Specification": the resource documents its policy).
 """
@@ -8,67 +8,64 @@ from dataclasses import dataclass
 from inspect import getclosurevars, isfunction
 from typing import Any
 
-from django.contrib.admindocs import utils as admindocs
-from django.urls import URLPattern, URLResolver, get_resolver
-from django.urls.resolvers import RegexPattern
+from django.urls import get_resolver
 
 from idempotency import conf
-from idempotency.options import Options, class_of, options_of
+from idempotency._request.lookup import class_of, every_view, options_of
+from idempotency._request.options import Options
 
 View = Callable[..., Any]
 
-#: Methods that are asked for their options; the first one is safe, so that a view without any other can be told.
+#: The methods whose options are read. GET is included to find protected views with safe methods only.
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _REQUIRE_METHODS = "django.views.decorators.http"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What a protected view promises to a client who sends a key. All values are those of JSON (tuples are arrays)."""
+    """The policy that a client of a protected view relies on. All values are JSON types (tuples become arrays)."""
 
-    #: The route as in the URLconf, with a slash before it; a regular expression is simplified.
+    #: The route of the URLconf with a leading slash; a regular expression is simplified.
     path: str
-    #: The name for ``reverse()``, with its namespaces; empty without one.
+    #: The name for ``reverse()`` with its namespaces; empty if it has none.
     name: str
-    #: The dotted path of the view.
     view: str
     methods: tuple[str, ...]
     headers: tuple[str, ...]
-    #: "body:NAME", "form:NAME" or the dotted path of a function, for clients that send no header; empty without one.
+    #: The place of the key if there is no header: "body:NAME", "form:NAME", a dotted path, or empty.
     key_from: str
     key_format: str
     key_min_length: int
     key_max_length: int
-    #: The dotted path of a further rule for keys; empty without one.
+    #: The dotted path of the validator of keys; empty if there is none.
     key_validator: str
     required: bool
-    #: Of a phased view, in their order, the first and the last included; of a plain view, none.
+    #: All recovery points of a phased view in order, with the first and the last; empty for a plain view.
     recovery_points: tuple[str, ...]
     retention_hours: int
-    #: How long a duplicate of a request in flight waits; 0 answers 409 at once.
+    #: The time for which a duplicate waits for the running request; with 0 it gets 409 at once.
     wait_seconds: float
     lock_timeout_seconds: int
-    #: Classes of statuses whose answers are stored and replayed ...
+    #: Classes of statuses that are stored and replayed, except ``never_stored_statuses``.
     stored_statuses: tuple[str, ...]
-    #: ... but for these, after which the same key runs again.
+    #: Statuses that are never stored; a retry runs the view again.
     never_stored_statuses: tuple[int, ...]
-    #: The status for a key that comes with another request.
     mismatch_status: int
     replayed_header: str
-    #: Whose key it is: the dotted path of a function.
+    #: The dotted path of the function that returns the scope of a key.
     scope: str
     isolation: str
-    #: The alias of the database, or the dotted path of a function; empty for the router's choice.
+    #: The alias of the database or the dotted path of a function; empty if the router decides.
     using: str
     redact: tuple[str, ...]
     store_body: bool
-    #: The dotted path of the function that may refuse a stored answer; empty without one.
+    #: The dotted path of the function that may refuse a replay; empty if there is none.
     replay_check: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protected:
-    """A view in the URLs with what it says in ``@idempotent``, and the methods for which that counts: none if all are safe."""
+    """A protected view of the URLconf, its options, and its unsafe methods that have these options."""
 
     path: str
     name: str
@@ -78,10 +75,10 @@ class Protected:
 
 
 def policies(urlconf: Any = None) -> Iterator[Policy]:
-    """Yield the policy of each protected view of the URLconf, ROOT_URLCONF by default; nothing is asked of a database.
+    """Yield the policy of each protected view of the URLconf, by default ROOT_URLCONF. No database is queried.
 
-    A class whose methods differ in their options has a policy for each of them. Operations of Django Ninja are found when the
-    project uses ``idempotency.contrib.ninja``.
+    A class whose methods have different options has several policies. Operations of Django Ninja are found if the project
+    uses ``idempotency.contrib.ninja``.
     """
     for found in protected_views(urlconf):
         if found.methods:
@@ -89,7 +86,7 @@ def policies(urlconf: Any = None) -> Iterator[Policy]:
 
 
 def policy_of(options: Options, methods: tuple[str, ...], *, path: str = "", name: str = "", view: str = "") -> Policy:
-    """Return what these options and the project's settings promise together."""
+    """Return the policy that follows from the options and the project's settings."""
     limits = conf.get()
     quoted = "a quoted string (RFC 9651)"
     bare = ", or the same without quotes in visible ASCII characters without a comma"
@@ -117,15 +114,15 @@ def policy_of(options: Options, methods: tuple[str, ...], *, path: str = "", nam
         scope=_dotted(options.scope) or "idempotency.scopes.user_or_session",
         isolation=isolation or "the connection's own",
         using=_dotted(options.using),
-        redact=options.redact,
+        redact=tuple(options.redact),
         store_body=options.store_body,
         replay_check=_dotted(options.replay_check),
     )
 
 
 def protected_views(urlconf: Any = None) -> Iterator[Protected]:
-    """Yield each protected view of the URLconf, once for each set of options that its methods have."""
-    for path, name, callback in _views(get_resolver(urlconf), "/", ""):
+    """Yield each protected view of the URLconf, once for each different set of options of its methods."""
+    for path, name, callback in every_view(get_resolver(urlconf)):
         allowed = allowed_methods(callback)
         by_options: list[tuple[Options, list[str]]] = []
         for method in _METHODS:
@@ -143,32 +140,15 @@ def protected_views(urlconf: Any = None) -> Iterator[Protected]:
 
 
 def wrapped(view: View) -> Iterator[View]:
-    """Yield a view and what its decorators stand around, from the outermost inwards."""
+    """Yield a view and the functions that its decorators wrap, the outermost first."""
     layer: View | None = view
     while layer is not None:
         yield layer
         layer = getattr(layer, "__wrapped__", None)
 
 
-def _views(resolver: URLResolver, prefix: str, namespace: str) -> Iterator[tuple[str, str, View]]:
-    for found in resolver.url_patterns:
-        pattern = str(found.pattern)
-        path = prefix + (_simplified(pattern) if isinstance(found.pattern, RegexPattern) else pattern)
-        if isinstance(found, URLPattern):
-            yield path, f"{namespace}{found.name}" if found.name else "", found.callback
-        else:
-            yield from _views(found, path, f"{namespace}{found.namespace}:" if found.namespace else namespace)
-
-
-def _simplified(regex: str) -> str:
-    """Return a route that reads like the regular expression: ``^rides/(?P<pk>[0-9]+)$`` becomes ``rides/<pk>``."""
-    named = admindocs.replace_named_groups(admindocs.remove_non_capturing_groups(regex))
-    simplified: str = admindocs.replace_metacharacters(admindocs.replace_unnamed_groups(named))
-    return simplified
-
-
 def allowed_methods(view: View) -> set[str]:
-    """Return the methods that reach a view, as far as its class and Django's ``require_http_methods`` say."""
+    """Return the methods that its class and Django's ``require_http_methods`` permit."""
     allowed = set(_METHODS)
     if (owner := class_of(view)) is not None:
         given: dict[str, Any] = getattr(view, "view_initkwargs", None) or getattr(view, "initkwargs", None) or {}
@@ -182,7 +162,7 @@ def allowed_methods(view: View) -> set[str]:
 
 
 def _dotted(named: Any) -> str:
-    """Return the dotted path of a function or of the class behind a view; a string as it is, nothing for None."""
+    """Return the dotted path of a function or view class. Return a string unchanged, and an empty string for None."""
     if named is None or isinstance(named, str):
         return named or ""
     thing = class_of(named) or named

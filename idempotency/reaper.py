@@ -1,7 +1,7 @@
-"""The reaper: deletes keys whose retention is over, and marks overdue unfinished keys as stuck.
+"""The reaper: deletes keys after their retention, and settles overdue unfinished keys or marks them as stuck.
 
-It deletes through the ORM, in small transactions, because what a user's foreign key to a key wants (SET_NULL and the others)
-lives in Python. Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the reaper).
+It deletes through the ORM, because Django implements SET_NULL and the other actions of a project's foreign keys.
+Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the reaper).
 """
 
 import time
@@ -17,23 +17,27 @@ from django.db.models import CharField, Exists, OuterRef, ProtectedError, Q, Que
 from django.db.models.functions import Cast, Now, Replace
 
 from idempotency import conf
-from idempotency.abandonment import settle
+from idempotency._request.abandonment import settle
+from idempotency._states import IdempotencyKeyQuerySet, held
 from idempotency.inbox import STAGED_JOBS
-from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet, ProcessedMessage, StagedJob
+from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 
-#: How long a second delivery of a message is recognised; longer than any sender tries.
+#: The time for which a second delivery of a message is recognised. Senders stop retrying earlier.
 MESSAGE_RETENTION = timedelta(days=30)
-#: After a batch the reaper rests so many times as long as the batch took, so that requests seldom meet it at work: a
-#: twentieth of the time is enough for forty million keys a day. ``python -m benchmarks.reaper`` measures what claims feel of
-#: it.
+#: After a batch the reaper sleeps for this multiple of its duration, to limit the load on claims. It can still delete
+#: forty million keys a day; see ``python -m benchmarks.reaper``.
 RESTS_FOR_A_BATCH = 19
-#: How often a rest asks whether to stop: whoever sent SIGTERM does not wait for long.
+#: The interval at which a sleeping reaper checks for SIGTERM.
 _ASK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ReapPass:
-    """What one pass did: keys and messages deleted, keys that others protect; unfinished keys settled, and marked stuck."""
+    """The counts of one pass.
+
+    Keys and messages that were deleted, keys that rows of the project protect, and overdue keys that were settled or became
+    stuck.
+    """
 
     deleted: int = 0
     protected: int = 0
@@ -51,22 +55,26 @@ def reap_once(
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[ReapPass], None] = lambda so_far: None,
 ) -> ReapPass:
-    """Delete what is past its retention, a batch in a transaction, with a rest after each; several may run at once.
+    """Delete expired rows and settle overdue keys. Several reapers may run concurrently.
 
-    Deleted are finished and refused keys that have expired, and messages of the inbox after 30 days, but not the message of a
-    job that is still staged. Foreign keys to a deleted key are honoured; one that a row of the user protects is kept. Other
-    unfinished keys past the retention, counted from their creation or from when a person gave them back to the completer, are
-    settled by the ``on_abandon`` of their view, or marked stuck, unless a run holds them.
+    Each batch is deleted in one transaction, followed by a pause. A pass deletes finished and refused keys after the
+    retention, and messages of the inbox after 30 days. It keeps the message of a job that is still staged. Foreign keys to a
+    deleted key are honoured; a key that one of them protects is kept.
 
-    ``older_than_hours`` replaces RETENTION_HOURS for the finished and refused keys of this pass, and for nothing else: a retry
-    that comes after its key was deleted runs anew. ``stop`` is asked before each batch and during the rests, ``progress`` is
-    told the counts after each batch. ``dry_run`` only counts.
+    Other unfinished keys are overdue after the retention, counted from their creation or from the last hand-back. Unless a
+    run holds the key, ``on_abandon`` of its view settles it, or it becomes stuck.
+
+    - ``older_than_hours``: replaces RETENTION_HOURS for finished and refused keys. A retry whose key was deleted runs again.
+    - ``dry_run``: only count.
+    - ``stop``: called before each batch and during the pauses; True ends the pass.
+    - ``progress``: called with the counts after each batch.
     """
     alias = using or router.db_for_write(IdempotencyKey)
     hours = conf.get().RETENTION_HOURS if older_than_hours is None else older_than_hours
     expired = partial(_expired, alias, timedelta(hours=hours))
     if dry_run:
-        return ReapPass(deleted=expired().count(), stuck=_overdue(alias).count(), messages=_old_messages(alias).count())
+        overdue = IdempotencyKey.objects.using(alias).overdue()
+        return ReapPass(deleted=expired().count(), stuck=overdue.count(), messages=_old_messages(alias).count())
     counts: Counter[str] = Counter()
     batches = chain(
         _timed(_reap_expired(alias, expired, batch_size)),
@@ -82,7 +90,6 @@ def reap_once(
 
 
 def _timed(batches: Iterator[dict[str, int]]) -> Iterator[tuple[dict[str, int], float]]:
-    """Yield each batch with the seconds that it took."""
     while True:
         start = time.monotonic()
         if (batch := next(batches, None)) is None:
@@ -97,19 +104,14 @@ def _rest(seconds: float, stop: Callable[[], bool]) -> None:
 
 
 def _expired(alias: str, retention: timedelta) -> IdempotencyKeyQuerySet:
-    # A finished key is not locked; should one be, its request is at work at this moment, whatever the clock said.
-    recently = Now() - timedelta(seconds=conf.get().LOCK_TIMEOUT_SECONDS)
-    return IdempotencyKeyQuerySet(IdempotencyKey, using=alias).expired(retention).exclude(locked_at__gte=recently)
-
-
-def _overdue(alias: str) -> IdempotencyKeyQuerySet:
-    return IdempotencyKeyQuerySet(IdempotencyKey, using=alias).overdue()
+    # A finished key is not locked. If one is, its request is running, whatever the clocks say.
+    return IdempotencyKey.objects.using(alias).expired(retention).exclude(held())
 
 
 def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
     old = ProcessedMessage.objects.using(alias).filter(processed_at__lt=Now() - MESSAGE_RETENTION)
-    # A job that is still staged may be handed over again: its message must be known then, however old it is.
-    digits = partial(Replace, text=Value("-"))  # SQLite keeps a UUID without them.
+    # A staged job may be handed over again, so its message must not be forgotten.
+    digits = partial(Replace, text=Value("-"))  # SQLite stores a UUID without hyphens.
     job = StagedJob.objects.using(alias).annotate(digits=digits(Cast("pk", CharField())))
     return old.exclude(Q(source=STAGED_JOBS) & Exists(job.filter(digits=digits(OuterRef("message_id")))))
 
@@ -127,12 +129,12 @@ def _reap_expired(alias: str, expired: Callable[[], IdempotencyKeyQuerySet], bat
 
 
 def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
-    last = None
-    while page := _page(_overdue(alias), last, batch_size):
+    last, overdue = None, IdempotencyKey.objects.using(alias).overdue()
+    while page := _page(overdue, last, batch_size):
         last = page[-1]
         for _, pk in page:
-            # A person may have given it back while those before it were settled.
-            if _overdue(alias).filter(pk=pk).exists() and (settled := settle(pk, using=alias)) is not None:
+            # It may have been handed back meanwhile.
+            if overdue.filter(pk=pk).exists() and (settled := settle(pk, using=alias)) is not None:
                 yield {"settled" if settled else "stuck": 1}
 
 
@@ -148,7 +150,7 @@ def _reap_messages(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
 
 
 def _page(keys: IdempotencyKeyQuerySet, last: tuple[datetime, int] | None, size: int) -> list[tuple[datetime, int]]:
-    """Return the next ``size`` keys by creation, which is the order of the index. What was passed over is not met again."""
+    """Return the next ``size`` keys in the order of the index (creation). A key that was skipped is not returned again."""
     if last is not None:
         created_at, pk = last
         keys = keys.filter(Q(created_at__gt=created_at) | Q(created_at=created_at, pk__gt=pk), created_at__gte=created_at)
@@ -156,15 +158,15 @@ def _page(keys: IdempotencyKeyQuerySet, last: tuple[datetime, int] | None, size:
 
 
 def _delete(alias: str, pks: list[int]) -> int:
-    """Delete these keys and return how many; when some are protected, halve the list until they stand alone, and keep them."""
+    """Delete these keys and return their number. If some are protected, halve the list until these are found, and keep them."""
     if not pks:
         return 0
     try:
         with transaction.atomic(using=alias):
-            # Bodies may be large, and the deletion needs none of the columns.
+            # Load no other column, because bodies may be large.
             _, by_model = IdempotencyKey.objects.using(alias).filter(pk__in=pks).only("pk").delete()
             if connections[alias].vendor == "postgresql":
-                connections[alias].check_constraints()  # now, not at COMMIT: a constraint of DO_NOTHING fails its key alone
+                connections[alias].check_constraints()  # before COMMIT, so that DO_NOTHING fails for one key only
         return by_model.get(IdempotencyKey._meta.label, 0)
     except (ProtectedError, RestrictedError, IntegrityError):
         if len(pks) == 1:

@@ -1,6 +1,7 @@
-"""Whose key a request carries. Each function here serves as ``@idempotent(scope=...)``; nobody sees another scope's keys.
+"""Scopes: the owner of each key. Two scopes never see each other's keys.
 
-A scope must be the same for the retry as for the first request, and nobody else's. It is read after authentication.
+Each function of this module can be passed as ``@idempotent(scope=...)``. The scope of a retry must equal the scope of the
+first request, and no other sender may have it. It is read after authentication.
 """
 
 import logging
@@ -14,44 +15,48 @@ from django.contrib.sessions.backends.signed_cookies import SessionStore as Sign
 from django.http import HttpRequest
 from django.utils.crypto import salted_hmac
 
-from idempotency import problems
-from idempotency.sql import RETIRED_SCOPE
+from idempotency.models import RETIRED_SCOPE
 
 logger = logging.getLogger("idempotency")
 
 Scope = Callable[[HttpRequest], str]
 
 _MAX_LENGTH = 200
-#: Stands before what a scope from outside this module returns: it shares no name space with ``user:<pk>`` and the others here.
+#: The prefix of scopes from outside this module, so that they never equal ``user:<pk>`` and the others here.
 OWN = "scope="
 
 
+class NoScope(Exception):
+    """The request has no scope; it is answered 400 ``scope_missing``."""
+
+
 def user(request: HttpRequest) -> str:
-    """Return the scope of the signed-in user; nothing for an anonymous one."""
+    """Return the scope of the signed-in user, or an empty string for an anonymous one."""
     who = user_of(request)
     return f"user:{who.pk}" if who is not None else ""
 
 
 def session(request: HttpRequest) -> str:
-    """Return the scope of the session: a random id kept in it, which survives a new session key; nothing without a session.
+    """Return the scope of the session, or an empty string without a session.
 
-    The id is derived from the first session key, so that two first requests agree on it. On return it is saved: the retry
-    finds it after a 500, and after a login meanwhile. Nothing with signed_cookies, where two sessions may be the same cookie.
-    Raises UpdateError when the session is deleted at this moment.
+    The scope is an id that is derived from the first session key, so that two first requests get the same one. It is stored
+    in the session and survives a new session key. On return it is saved, so that a retry finds it after a 500 or a login.
+    With signed_cookies there is no scope, because different sessions may have equal cookies.
+    Raises UpdateError if the session is deleted concurrently.
     """
     store = getattr(request, "session", None)
     if store is None:
         return ""
     if isinstance(store, SignedCookies):
         logger.warning(
-            "No scope: with signed_cookies, sessions with the same content cannot be told apart. Keep them in a database or a "
-            "cache, sign the visitor in, or give the view another scope=."
+            "No scope: with signed_cookies, sessions with the same content cannot be distinguished. Store sessions in a "
+            "database or a cache, sign the visitor in, or give the view another scope=."
         )
         return ""
     if "idempotency_scope" not in store:
-        if store.session_key is None:  # Asked after loading: the key of a session that is gone is gone as well.
+        if store.session_key is None:  # Loading a deleted session resets its key.
             return ""
-        # In a store of its own: whatever else this request changes in the session is saved with its answer, or not at all.
+        # A separate store: the other changes of this request are saved with its response, or not at all.
         saved = type(store)(store.session_key)
         if "idempotency_scope" not in saved:
             if saved.session_key is None:
@@ -60,7 +65,7 @@ def session(request: HttpRequest) -> str:
             try:
                 saved.save()
             except UpdateError:
-                # At a high level of isolation another first request may have saved the same at this moment.
+                # Another first request may have saved the same id, and the level of isolation is high.
                 if "idempotency_scope" not in type(store)(saved.session_key):
                     raise
         modified = store.modified
@@ -70,17 +75,17 @@ def session(request: HttpRequest) -> str:
 
 
 def user_or_session(request: HttpRequest) -> str:
-    """Return the scope of the user, else of the session: the default.
+    """Return the scope of the user, or else of the session. This is the default scope.
 
-    Nothing for somebody signed in who is no user of Django's: the session may be another's.
+    An authenticated sender that is not a Django user gets no scope, because the session may belong to another sender.
     """
     who = getattr(request, "user", None)
     if user_of(request) is None and getattr(who, "is_authenticated", False):
         logger.warning(
-            "No scope: request.user is signed in and is no saved %s but a %s. Give the view a scope= that names the account, "
-            "such as one made by idempotency.scopes.attribute.",
+            "No scope: request.user is authenticated, but is not a saved %s: it is a %s. Give the view a scope= that names the "
+            "account, for example with idempotency.scopes.attribute.",
             get_user_model().__name__,
-            who.__class__.__name__,  # not of the lazy object around it
+            who.__class__.__name__,  # of the wrapped object, not of SimpleLazyObject
         )
         return ""
     return user(request) or session(request)
@@ -89,8 +94,10 @@ def user_or_session(request: HttpRequest) -> str:
 def attribute(path: str) -> Scope:
     """Return a scope that reads an identifier from the request, such as "tenant.pk" or "auth.account_id".
 
-    It is a string, an integer or a UUID, and is kept as it stands: no credential. Where it is missing, None or empty the
-    request has no scope and is refused. Raises TypeError for any other type: its text may change, or be somebody else's too.
+    The identifier is a string, an integer or a UUID. It is stored as it is, so it must not be a credential. A request in
+    which it is missing, None or empty has no scope and is refused.
+
+    The scope raises TypeError for any other type, because its text may change or may not be unique.
     """
 
     def scope(request: HttpRequest) -> str:
@@ -101,8 +108,8 @@ def attribute(path: str) -> Scope:
             return ""
         if isinstance(value, bool) or not isinstance(value, str | int | UUID):
             raise TypeError(
-                f"scopes.attribute({path!r}) found a {type(value).__name__}, which is no identifier. Name a string, an integer "
-                f"or a UUID in it, such as {path + '.pk'!r}, or give scope= a function that returns one."
+                f"The scope attribute({path!r}) found a {type(value).__name__}, not an identifier. Name a string, an integer "
+                f"or a UUID in it, such as {path + '.pk'!r}, or pass scope= a function that returns one."
             )
         return f"{path}:{value}"
 
@@ -111,53 +118,54 @@ def attribute(path: str) -> Scope:
 
 
 def joined(*scopes: Scope) -> Scope:
-    """Return the scope that all of these make together, such as a tenant and a user in it; all of them must be there."""
+    """Return a scope made of several, such as a tenant and its user. If one of them is missing, the request has no scope."""
 
     def scope(request: HttpRequest) -> str:
         parts = [_named(part, request) for part in scopes]
-        # Each is preceded by its length: no two lists look alike.
+        # Length prefixes make the text unambiguous.
         return "".join(f"{len(part)}:{part}" for part in parts) if all(parts) else ""
 
-    # With a user among them the sender is known.
+    # With a user among them, no other attribute is needed to identify the sender.
     scope.reads = () if user in scopes else tuple(path for part in scopes for path in reads_of(part))  # type: ignore[attr-defined]
     return scope
 
 
 def reads_of(scope: Scope | None) -> tuple[str, ...]:
-    """Return the attributes of the request from which ``attribute()``, or ``joined()`` of it, makes a scope; none of others."""
+    """Return the attributes of the request that a scope of ``attribute()`` or ``joined()`` reads; empty for other scopes."""
     return getattr(scope, "reads", ())
 
 
 def scope_of(request: HttpRequest, scope: Scope | None) -> str:
-    """Return whose key it is. Raises Problem when the request does not say: strangers must not share a scope.
+    """Return the scope of a request.
 
-    Raises ValueError for a scope that cannot be kept.
+    Raises NoScope if the request has none: two senders must not share a scope.
+    Raises ValueError for a scope that cannot be stored.
     """
     found = _named(scope or user_or_session, request)
     if not isinstance(found, str) or len(found) > _MAX_LENGTH or found.startswith(RETIRED_SCOPE) or "\x00" in found:
         raise ValueError(
-            f"scope= must return a string of at most {_MAX_LENGTH - len(OWN)} characters without NUL, and "
-            f"idempotency.scopes.attribute() none that begins with {RETIRED_SCOPE!r}."
+            f"The function scope= must return a string of at most {_MAX_LENGTH - len(OWN)} characters without NUL. A scope of "
+            f"idempotency.scopes.attribute() must not begin with {RETIRED_SCOPE!r}."
         )
     if not found:
-        raise problems.scope_missing()
+        raise NoScope
     return found
 
 
 def _named(scope: Scope, request: HttpRequest) -> str:
-    """Return a scope in its name space: as it is if it comes from this module, else with a prefix."""
+    """Return the scope, with a prefix if its function is not in this module."""
     found = scope(request)
     ours = getattr(scope, "__globals__", None) is globals()
     return found if ours or not found or not isinstance(found, str) else OWN + found
 
 
 def user_of(request: HttpRequest) -> Any:
-    """Return the signed-in user, None if there is none."""
+    """Return the signed-in user, or None."""
     who = getattr(request, "user", None)
     return who if isinstance(who, get_user_model()) and who.pk is not None else None
 
 
 def is_no_user(request: HttpRequest) -> bool:
-    """Tell whether somebody was authenticated who is no user of Django's: an API key (``request.auth``), or its account."""
+    """Return whether the sender is authenticated but is not a Django user: an API key (``request.auth``) or its account."""
     authenticated = getattr(getattr(request, "user", None), "is_authenticated", False) or getattr(request, "auth", None)
     return bool(authenticated) and user_of(request) is None

@@ -1,8 +1,8 @@
 """Signals for metrics and logs.
 
-The sender is ``IdempotencyKey``; the arguments are ``key`` and ``request`` (None in commands); ``key_conflict`` has the
-error's ``code`` besides. Each is sent after COMMIT with ``send_robust``: a receiver that fails is logged by Django and changes
-nothing.
+The sender is ``IdempotencyKey``. The arguments are ``key`` and ``request``, which is None in commands. The signal
+``key_conflict`` also has the ``code`` of the error. Each signal is sent after COMMIT with ``send_robust``: Django logs an
+exception of a receiver, and it has no other effect.
 """
 
 from django.dispatch import Signal

@@ -1,1 +1,5 @@
-"""Rocket Rides: the reference service that django-idempotency is proved on."""
+"""Rocket Rides: an example service that uses django-idempotency.
+
+The modules of this folder are the service. ``processes`` starts and supervises its processes,
+``sandbox`` replaces Stripe, and ``simulator`` tests the service under faults.
+"""

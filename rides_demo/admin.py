@@ -1,4 +1,4 @@
-"""Rocket Rides in the admin: to look at."""
+"""Read-only admin pages of Rocket Rides."""
 
 from django.contrib import admin
 from django.contrib.auth.admin import UserAdmin
@@ -7,7 +7,7 @@ from rides_demo.models import AuditRecord, Receipt, Ride, User
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):
-    """Show rows; they are written by the API and its jobs alone."""
+    """Show rows without forms to change them: only the API and its jobs write them."""
 
     def has_add_permission(self, request, obj=None):
         return False

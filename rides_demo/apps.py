@@ -1,4 +1,4 @@
-"""The demo as a Django app."""
+"""The app configuration of the demo."""
 
 from django.apps import AppConfig
 

@@ -1,4 +1,4 @@
-"""Who asks: ``Authorization: Bearer <token>``."""
+"""Authentication with ``Authorization: Bearer <token>``."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -15,10 +15,13 @@ View = Callable[..., HttpResponse]
 
 
 def token_required(view: View) -> View:
-    """Refuse a request without the token of a rider with 401; else set ``request.user`` to the rider.
+    """Set ``request.user`` to the rider of the token.
 
-    It stands outside ``@idempotent``: a stored response is only for who may make the request now. A cookie is never looked at,
-    so that no other site can make a browser send a request that counts; CSRF protection is therefore off.
+    Return 401 if the token is missing or unknown.
+
+    Apply it outside ``@idempotent``, so that replays stay authenticated. The view ignores cookies,
+    so another site cannot make a browser send an authenticated request. CSRF protection is
+    therefore switched off.
     """
 
     @csrf_exempt
@@ -37,9 +40,10 @@ def token_required(view: View) -> View:
 
 
 def prepare_request(request: HttpRequest, key: IdempotencyKey) -> None:
-    """Let the completer pass without a token: as the user who sent the request (``IDEMPOTENCY["PREPARE_REQUEST"]``).
+    """Authenticate a request of the completer as the user of the key.
 
-    An attribute of the request cannot be set from outside.
+    ``IDEMPOTENCY["PREPARE_REQUEST"]`` names this function. The completer has no token. A client
+    cannot set an attribute of the request object.
     """
     request.rider_of_key = request.user
 

@@ -1,4 +1,4 @@
-"""What Rocket Rides publishes about itself: its OpenAPI document, a file of its own that is kept by hand."""
+"""The OpenAPI document of Rocket Rides. The document is written by hand, in ``openapi.json``."""
 
 from pathlib import Path
 
@@ -10,5 +10,5 @@ OPENAPI = Path(__file__).with_name("openapi.json")
 
 @require_safe
 def openapi(request: HttpRequest) -> HttpResponse:
-    """Show the OpenAPI document."""
+    """Return the OpenAPI document."""
     return HttpResponse(OPENAPI.read_bytes(), content_type="application/json")

@@ -1,4 +1,4 @@
-"""The work that follows a ride, done by the RQ worker."""
+"""Jobs of the service; the RQ worker runs them."""
 
 from django.core.mail import send_mail
 from django.db import transaction
@@ -7,11 +7,11 @@ from rides_demo.models import RIDE_AMOUNT, Receipt, Ride
 
 
 def send_ride_receipt(ride_id: int) -> None:
-    """Write the receipt of the ride and send it by e-mail: once, however often the job is delivered.
+    """Create the receipt of the ride and send it by e-mail, once for any number of deliveries.
 
-    The row is unique per ride and is written first; a second delivery, even at the same moment, waits on it and finds it. The
-    e-mail goes out before COMMIT: a crash between the two repeats the e-mail rather than losing it, and there is still
-    one receipt.
+    The receipt is unique per ride and is inserted first. A concurrent delivery waits for that
+    insert, then finds the receipt. The e-mail is sent before COMMIT: a crash between the two
+    repeats the e-mail and never loses it.
     """
     ride = Ride.objects.select_related("user").get(pk=ride_id)
     with transaction.atomic():

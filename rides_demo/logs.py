@@ -1,8 +1,8 @@
-"""How the demo's processes log: one line for what happened, and no traceback where it would say nothing more."""
+"""The log format of the demo: connection errors take one line, without a traceback."""
 
 import logging
 
-#: A service that is down or restarts: where in the code that was noticed does not matter.
+#: The errors of a database or Redis that cannot be reached; their tracebacks do not help.
 UNREACHABLE = (
     "django.db.utils.OperationalError",
     "django.db.utils.InterfaceError",
@@ -14,12 +14,13 @@ UNREACHABLE = (
 
 
 class LineFormatter(logging.Formatter):
-    """Put a service that cannot be reached into one line; leave the traceback of anything else."""
+    """Format connection errors in one line; keep the traceback of other errors."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the text of ``record``, whether its traceback is attached to it or written into its message."""
+        """Return the text of ``record``; its traceback may be attached or part of its message."""
         text = super().format(record)
-        # The frames are indented; the first line that is not names the error. Of a chain of errors the last one counts.
+        # Frames are indented, so the first line without indent names the error. The last error of a
+        # chain counts.
         frames = text.rpartition("Traceback (most recent call last):\n")[2]
         error = next((line for line in frames.splitlines() if line and not line[0].isspace()), "")
         if frames == text or not error.startswith(UNREACHABLE):

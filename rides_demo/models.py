@@ -1,7 +1,7 @@
 """Users, rides, audit records and receipts.
 
-Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the schema of Rocket Rides), constraints and
-lengths included.
+Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the schema of Rocket
+Rides), constraints and lengths included.
 """
 
 import hashlib
@@ -13,16 +13,16 @@ from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-#: What a ride costs, in cents: $20.00.
+#: The price of a ride in cents: $20.00.
 RIDE_AMOUNT = 2000
 RIDE_CURRENCY = "usd"
 
 
 class RiderManager(UserManager["User"]):
-    """Users, and who a token belongs to."""
+    """The manager of users, with a lookup by API token."""
 
     def with_token(self, token: str) -> "User":
-        """Return the active user of ``token``; raise User.DoesNotExist if it is nobody's."""
+        """Return the active user of ``token``; raise User.DoesNotExist if there is none."""
         return self.get(api_token_hash=User.hash_token(token), is_active=True)
 
 
@@ -30,10 +30,10 @@ class User(AbstractUser):
     """A rider, or a person who signs in to the admin."""
 
     email = models.EmailField(max_length=255, unique=True)
-    #: Null for those who book no rides.
+    #: Null for users who book no rides.
     stripe_customer_id = models.CharField(max_length=50, unique=True, null=True, blank=True)
-    #: A token is as random as a key, so one round of SHA-256 is enough, and a leaked table signs nobody in. It also keeps
-    #: whatever bytes a client sends as its token out of SQL.
+    #: A token is random, so one round of SHA-256 is enough, and a leaked table contains no usable
+    #: token. The hash also keeps arbitrary bytes of a client out of SQL.
     api_token_hash = models.CharField(max_length=64, unique=True, null=True, blank=True, editable=False)
 
     objects = RiderManager()
@@ -51,7 +51,7 @@ class User(AbstractUser):
 
     @staticmethod
     def hash_token(token: str) -> str:
-        """Return what the table keeps of ``token``."""
+        """Return the hash of ``token`` that the table stores."""
         return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -67,21 +67,21 @@ def _within(limit: int, *names: str) -> Q:
 
 
 class Ride(models.Model):
-    """A jetpack ride, booked under an idempotency key, or under a reference that the client picked."""
+    """A jetpack ride, booked with an idempotency key or with a reference chosen by the client."""
 
     created_at = models.DateTimeField(db_default=Now())
     user = models.ForeignKey(User, on_delete=models.PROTECT, related_name="rides")
     idempotency_key = models.OneToOneField(
         "idempotency.IdempotencyKey", null=True, blank=True, on_delete=models.SET_NULL, related_name="ride"
     )
-    client_ref = models.UUIDField(null=True, blank=True, help_text="The id that the client picked (PUT /rides/by-ref/).")
+    client_ref = models.UUIDField(null=True, blank=True, help_text="The id that the client chose (PUT /rides/by-ref/).")
     origin_lat = _coordinate()
     origin_lon = _coordinate()
     target_lat = _coordinate()
     target_lon = _coordinate()
     stripe_charge_id = models.CharField(max_length=50, unique=True, null=True, blank=True)
-    paid_at = models.DateTimeField(null=True, blank=True, help_text="When Stripe's event said so.")
-    picked_up_at = models.DateTimeField(null=True, blank=True, help_text="From then on the target stays.")
+    paid_at = models.DateTimeField(null=True, blank=True, help_text="Set by the webhook for the charge.")
+    picked_up_at = models.DateTimeField(null=True, blank=True, help_text="After this time the target cannot change.")
 
     class Meta:
         db_table = "rides"
@@ -107,7 +107,7 @@ class Ride(models.Model):
 
 
 class AuditRecord(models.Model):
-    """Who did what to which resource, from where; written in the transaction of the change."""
+    """A record of a change, written in the transaction of the change."""
 
     created_at = models.DateTimeField(db_default=Now())
     action = models.CharField(max_length=50)
@@ -125,7 +125,7 @@ class AuditRecord(models.Model):
 
 
 class Receipt(models.Model):
-    """The receipt of a charged ride: one per ride, so that "exactly one receipt" can be counted."""
+    """The receipt of a charged ride; a unique constraint allows one per ride."""
 
     created_at = models.DateTimeField(db_default=Now())
     ride = models.OneToOneField(Ride, on_delete=models.PROTECT, related_name="receipt")

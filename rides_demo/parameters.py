@@ -1,4 +1,4 @@
-"""What a client sends in a body: read within limits, checked before a key is spent on it."""
+"""Parameters of request bodies: size limits and validation, applied before a key is claimed."""
 
 import json
 import math
@@ -15,35 +15,38 @@ from rides_demo.responses import error_response
 MAX_BODY_BYTES = 64 * 1024
 RIDE_PARAMETERS = ("origin_lat", "origin_lon", "target_lat", "target_lon")
 TARGET_PARAMETERS = ("target_lat", "target_lon")
-#: What the columns keep: NUMERIC(13,10).
+#: The precision of the columns: NUMERIC(13,10).
 _PLACES = Decimal("1e-10")
 
 
 class BadParameters(Exception):
-    """The request cannot be taken as it is; carries the answer."""
+    """The request is invalid; the exception carries the error response."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status, self.code = status, code
 
     def response(self) -> HttpResponse:
-        """Return the answer."""
+        """Return the error response."""
         return error_response(self.status, self.code, str(self))
 
 
 def coordinates(request: HttpRequest, names: tuple[str, ...] = RIDE_PARAMETERS) -> dict[str, Decimal]:
-    """Return the coordinates ``names`` as the database keeps them; raise BadParameters at the first that is wrong."""
+    """Return the coordinates ``names`` as the database stores them.
+
+    Raises BadParameters for the first invalid coordinate.
+    """
     given = _parameters(request)
     return {name: _coordinate(name, given.get(name)) for name in names}
 
 
 def ride_parameters_problem(request: HttpRequest) -> HttpResponse | None:
-    """Return the answer to a body that describes no ride, or None."""
+    """Return the error response to an invalid ride, or None."""
     return _problem(request, RIDE_PARAMETERS)
 
 
 def target_parameters_problem(request: HttpRequest) -> HttpResponse | None:
-    """Return the answer to a PATCH whose body describes no target, or None."""
+    """Return the error response to a PATCH with an invalid target, or None."""
     return _problem(request, TARGET_PARAMETERS) if request.method == "PATCH" else None
 
 
@@ -63,7 +66,7 @@ def _parameters(request: HttpRequest) -> dict[str, Any]:
             return _spelled_out(QueryDict(body, encoding="utf-8"))
         if request.content_type == "multipart/form-data" and request.method == "POST":
             return _spelled_out(request.POST)
-        # As floats, because a number of thousands of digits is infinite soon enough, and costs nothing.
+        # Integers are parsed as floats, which costs little for numbers of thousands of digits.
         members = json.loads(body.decode(), parse_int=float)
     except (ValueError, LookupError, RecursionError, SuspiciousOperation, BadRequest, MultiPartParserError):
         raise BadParameters(HTTPStatus.BAD_REQUEST, "body_invalid", "The body is neither valid JSON nor a form.") from None
@@ -73,7 +76,10 @@ def _parameters(request: HttpRequest) -> dict[str, Any]:
 
 
 def _body(request: HttpRequest) -> bytes:
-    """Return the whole body; a part of one would be another request, and the whole one then refused."""
+    """Return the whole body.
+
+    A truncated body would store another fingerprint, and the complete retry would be refused.
+    """
     header = request.META.get("CONTENT_LENGTH") or "0"
     length = int(header) if header.isdecimal() and len(header) < 10 else MAX_BODY_BYTES + 1
     try:
@@ -98,11 +104,11 @@ def _coordinate(name: str, value: Any) -> Decimal:
     if not math.isfinite(value) or abs(value) > limit:
         message = f"Parameter '{name}' must be a valid {word} coordinate."
         raise BadParameters(HTTPStatus.UNPROCESSABLE_ENTITY, f"param_not_{kind}", message)
-    return Decimal(repr(value)).quantize(_PLACES) + 0  # there is no -0 in the database
+    return Decimal(repr(value)).quantize(_PLACES) + 0  # the database has no -0
 
 
 def _spelled_out(form: QueryDict) -> dict[str, Any]:
-    """Return the fields of a form, those that spell a number as a number; JSON has numbers of its own, so there it is none."""
+    """Return the fields of a form; numeric text becomes a number, as forms contain only text."""
     return {name: _spelled_number(value) for name, value in form.items()}
 
 

@@ -1,6 +1,7 @@
-"""Payments through the official Stripe client: one charge per ride, and what each failure means.
+"""Payments with the official Stripe client: one charge per ride.
 
-Source: https://docs.stripe.com/api/idempotent_requests; a stored 500 is replayed for 24 hours like any other result.
+Source: https://docs.stripe.com/api/idempotent_requests. Stripe stores a 500 that occurred during
+execution, and replays it for 24 hours like any other result.
 """
 
 import functools
@@ -15,24 +16,25 @@ from rides_demo.models import RIDE_AMOUNT, RIDE_CURRENCY, Ride
 
 logger = logging.getLogger("rides_demo.payments")
 
-#: Stripe forgets a key after 24 hours; a charge that was not confirmed by then is not made again.
+#: Stripe deletes a key after 24 hours. An unconfirmed charge is not repeated after this time.
 CHARGE_KEY_SECONDS = 23 * 3600
-#: What a client is told to wait while Stripe cannot be reached.
+#: The Retry-After header while Stripe cannot be reached.
 RETRY_AFTER_SECONDS = 1
 
 
 class PaymentDeclined(Exception):
-    """The provider refused the card for good; the message is the provider's own, for the customer."""
+    """The provider declined the card; the message is the provider's text for the customer."""
 
 
 class PaymentUnavailable(Exception):
-    """The provider gave no answer that settles the payment: the same call with the same key is due again."""
+    """The result of the payment is unknown: repeat the call with the same key."""
 
 
 def stripe_client() -> stripe.StripeClient:
-    """Return the client of the settings: a short timeout and no retries of its own, for the request is retried as a whole.
+    """Return the Stripe client that the settings describe.
 
-    The calls of one request stay well below the lock timeout of its key, or a retry would take over while they still run.
+    It does not retry, as the client of the service retries the whole request. Its timeout keeps
+    the calls of one request well below the lock timeout of the key.
     """
     lock_seconds = settings.IDEMPOTENCY.get("LOCK_TIMEOUT_SECONDS", 90)
     return _stripe_client(settings.STRIPE_API_KEY, settings.STRIPE_API_BASE, min(10, lock_seconds / 5))
@@ -41,7 +43,7 @@ def stripe_client() -> stripe.StripeClient:
 @functools.lru_cache(maxsize=1)
 def _stripe_client(api_key: str, base: str | None, timeout_seconds: float) -> stripe.StripeClient:
     session = requests.Session()
-    session.trust_env = not base  # a proxy from the environment does not lead to a stand-in on this machine
+    session.trust_env = not base  # a proxy of the environment cannot reach the sandbox
     return stripe.StripeClient(
         api_key,
         base_addresses={"api": base} if base else {},
@@ -51,17 +53,19 @@ def _stripe_client(api_key: str, base: str | None, timeout_seconds: float) -> st
 
 
 def create_customer(email: str, source: str, downstream_key: str) -> str:
-    """Create a customer who pays with ``source`` and return its id: the same one for the same key."""
+    """Create a customer who pays with ``source``; return its id, the same id for the same key."""
     customer = stripe_client().v1.customers.create({"email": email, "source": source}, {"idempotency_key": downstream_key})
     return customer.id
 
 
 def charge_ride(ride: Ride, downstream_key: str) -> str:
-    """Charge $20.00 for ``ride`` and return the id of the charge: the same one however often it is called.
+    """Charge $20.00 for ``ride``; return the id of the charge, the same id for the same key.
 
-    Makes a foreign call of at most a few timeouts; no transaction may be open.
+    It calls Stripe, so no transaction may be open.
 
-    Raises PaymentDeclined, PaymentUnavailable, and KeyStuck when Stripe recorded a failure of its own and no charge.
+    Raises PaymentDeclined.
+    Raises PaymentUnavailable.
+    Raises KeyStuck if Stripe stored a failure and lists no charge.
     """
     try:
         charge = stripe_client().v1.charges.create(
@@ -77,18 +81,18 @@ def charge_ride(ride: Ride, downstream_key: str) -> str:
     except stripe.CardError as error:
         raise PaymentDeclined(error.user_message or "Your card was declined.") from error
     except (stripe.InvalidRequestError, stripe.IdempotencyError):
-        raise  # the request itself is wrong: a bug, which no retry cures
+        raise  # the request is invalid: a bug that no retry resolves
     except stripe.StripeError as error:
         if _is_stored_failure(error):
             return _charge_of_stored_failure(ride, error)
-        raise PaymentUnavailable(f"{type(error).__name__} {error.http_status or 'without an answer'}") from error
+        raise PaymentUnavailable(f"{type(error).__name__} {error.http_status or 'without a response'}") from error
     return charge.id
 
 
 def find_charge(ride: Ride) -> str | None:
-    """Return the id of the successful charge that carries ``ride`` in its metadata, or None.
+    """Return the id of the successful charge that names ``ride`` in its metadata, or None.
 
-    Raises stripe.StripeError when Stripe cannot be asked.
+    Raises stripe.StripeError if the request to Stripe fails.
     """
     charges = stripe_client().v1.charges.list({"customer": ride.user.stripe_customer_id, "limit": 100})
     for charge in charges.auto_paging_iter():
@@ -98,12 +102,15 @@ def find_charge(ride: Ride) -> str | None:
 
 
 def refund_charge(charge_id: str, downstream_key: str) -> None:
-    """Give the whole charge back, once for the same key. Raises stripe.StripeError when Stripe does not take it."""
+    """Refund the whole charge, once for the same key.
+
+    Raises stripe.StripeError if the request to Stripe fails.
+    """
     stripe_client().v1.refunds.create({"charge": charge_id}, {"idempotency_key": downstream_key})
 
 
 def ride_id_of(charge: stripe.Charge) -> str:
-    """Return the id of the ride that the charge names in its metadata, or nothing."""
+    """Return the id of the ride that the charge names in its metadata, or an empty string."""
     return str((charge.metadata or {})["ride_id"]) if "ride_id" in (charge.metadata or {}) else ""
 
 
@@ -116,11 +123,11 @@ def _charge_of_stored_failure(ride: Ride, failure: stripe.StripeError) -> str:
     try:
         charge_id = find_charge(ride)
     except stripe.StripeError as error:
-        raise PaymentUnavailable("Stripe replays a failure and cannot be asked for the charge") from error
+        raise PaymentUnavailable("Stripe replays a failure and the charge cannot be looked up") from error
     if charge_id is None:
         raise KeyStuck(
-            f"Stripe answers this charge with a failure of its own that it has stored, and lists no charge for ride {ride.pk}. "
-            f"Repeating the call cannot succeed within 24 hours. Make sure of it in Stripe's dashboard, then answer the key."
+            f"Stripe stored a failure for this charge and lists no charge for ride {ride.pk}. Stripe replays the failure for "
+            f"24 hours. Check the charge in Stripe's dashboard, then store a response for this key."
         ) from failure
-    logger.warning("ride %s: found charge %s behind a stored failure of Stripe", ride.pk, charge_id)
+    logger.warning("ride %s: Stripe stored a failure, but charge %s exists", ride.pk, charge_id)
     return charge_id

@@ -1,7 +1,8 @@
-"""Settings of Rocket Rides. All that differs between places comes from the environment; without it, from ``make serve``.
+"""Settings of Rocket Rides. Environment variables override the defaults, which fit ``make serve``.
 
-``DATABASE_URL``, ``REDIS_URL``, ``STRIPE_API_KEY``, ``STRIPE_API_BASE``, ``STRIPE_WEBHOOK_SECRET``, ``PORT``,
-``RIDES_RUN_FOLDER``, ``LOCK_TIMEOUT_SECONDS``, ``COMPLETER_MIN_AGE_SECONDS``, ``COMPLETER_IDLE_SECONDS``.
+``DATABASE_URL``, ``REDIS_URL``, ``STRIPE_API_KEY``, ``STRIPE_API_BASE``, ``STRIPE_WEBHOOK_SECRET``,
+``PORT``, ``RIDES_RUN_FOLDER``, ``LOCK_TIMEOUT_SECONDS``, ``COMPLETER_MIN_AGE_SECONDS``,
+``COMPLETER_IDLE_SECONDS``.
 """
 
 import os
@@ -11,13 +12,17 @@ import dj_database_url
 import django
 from django.core.exceptions import ImproperlyConfigured
 
-from rides_demo.services import postgres_url, redis_url, sandbox_port
+from rides_demo.processes.embedded import postgres_url, redis_url
+from rides_demo.processes.ports import sandbox_port
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
 
 def _number(name: str, default: int | None = None) -> int:
-    """Return the environment variable ``name`` as a number; raise ImproperlyConfigured when it is none."""
+    """Return the environment variable ``name`` as a number.
+
+    Raises ImproperlyConfigured if it is not a number.
+    """
     value = os.environ.get(name) or str(default)
     if not (value.isascii() and value.isdigit()):
         raise ImproperlyConfigured(f"{name} must be a whole number, not {value!r}.")
@@ -27,10 +32,10 @@ def _number(name: str, default: int | None = None) -> int:
 PORT = _number("PORT", 8000)
 if not 0 < PORT < 65536:
     raise ImproperlyConfigured(f"PORT must be 1 to 65535, not {PORT}.")
-#: Data, logs, mails and the pids of one `make serve`.
+#: The folder of one `make serve`: data, logs, e-mails and process ids.
 RUN_FOLDER = Path(os.environ.get("RIDES_RUN_FOLDER", BASE_DIR / ".run" / f"serve-{PORT}"))
 
-# For the demo: everything listens on loopback, and the data is thrown away.
+# For a demo: every process listens on loopback, and the data is disposable.
 SECRET_KEY = os.environ.get("SECRET_KEY", "rocket-rides-demo-only-not-a-secret")
 DEBUG = False
 ALLOWED_HOSTS = ["127.0.0.1", "localhost", "[::1]", "testserver"]
@@ -87,18 +92,19 @@ except ValueError as error:
 DATABASES = {"default": _database}
 _options = DATABASES["default"].setdefault("OPTIONS", {})
 if "postgresql" in DATABASES["default"]["ENGINE"]:
-    # Statements are prepared from their fifth use on: a replay takes half the time.
+    # PostgreSQL prepares a statement at its fifth use, which halves the time of a replay.
     _options.setdefault("prepare_threshold", 5)
     _options.setdefault("connect_timeout", 5)
 elif "sqlite" in DATABASES["default"]["ENGINE"]:
-    # A transaction that reads first and writes later could not wait for the single writer; this one can.
+    # A transaction that begins as IMMEDIATE waits for the write lock. A deferred one that reads
+    # first fails instead.
     _options.setdefault("transaction_mode", "IMMEDIATE")
     _options.setdefault("init_command", "PRAGMA journal_mode=WAL")
     _options.setdefault("timeout", 10)
 
 REDIS_URL = os.environ.get("REDIS_URL") or redis_url(RUN_FOLDER / "redis")
 RQ_QUEUES = {"default": {"URL": REDIS_URL, "DEFAULT_TIMEOUT": 60}}
-# The enqueuer hands jobs over inside its transaction, before it deletes them.
+# The enqueuer sends jobs to RQ inside its transaction, before it deletes them.
 RQ = {"COMMIT_MODE": "auto"}
 
 _mail_backend, _mail_folder = "django.core.mail.backends.filebased.EmailBackend", RUN_FOLDER / "mail"
@@ -113,10 +119,11 @@ IDEMPOTENCY = {
     for name in ("LOCK_TIMEOUT_SECONDS", "COMPLETER_MIN_AGE_SECONDS", "COMPLETER_IDLE_SECONDS")
     if os.environ.get(name)
 }
-# The completer has no token of the client's.
+# The completer does not know the token of the client.
 IDEMPOTENCY["PREPARE_REQUEST"] = "rides_demo.auth.prepare_request"
 
-#: None is the real Stripe, asked only with a key of a real account; without one the sandbox of `make serve` answers.
+#: None means the real Stripe, which needs STRIPE_API_KEY. The default is the sandbox of `make
+#: serve`.
 STRIPE_API_BASE = os.environ.get("STRIPE_API_BASE") or (
     None if os.environ.get("STRIPE_API_KEY") else f"http://127.0.0.1:{sandbox_port(PORT)}"
 )
@@ -132,7 +139,7 @@ LOGGING = {
     "loggers": {
         "django": {"handlers": [], "propagate": True},
         "django.server": {"handlers": [], "propagate": True},
-        # Two lines for every call.
+        # Stripe logs two lines for each call.
         "stripe": {"level": "WARNING"},
     },
 }

@@ -1,24 +1,29 @@
-"""Texts to the pilot, through a service that knows no idempotency keys: what is sent twice arrives twice."""
+"""Text messages to the pilot.
+
+The text service has no idempotency keys, so a repeated call sends the text twice.
+"""
 
 import httpx
 from django.conf import settings
 
-#: The sandbox sends texts too; it stands in for both services.
+#: The Stripe sandbox also implements the text service.
 PATH = "/sms/messages"
 
 
 class NotSent(Exception):
-    """The service did not take the text: the same call may be made again."""
+    """The text was not sent: the call can be repeated."""
 
 
 def send_text(ride_id: int, text: str) -> str:
-    """Send ``text`` to the pilot of a ride and return the service's id of the message.
+    """Send ``text`` to the pilot of a ride; return the id of the message.
 
-    Makes a foreign call; no transaction may be open. Raises NotSent when nothing can have been sent, and httpx.HTTPError
-    when nobody knows.
+    It calls another service, so no transaction may be open.
+
+    Raises NotSent if the text was certainly not sent.
+    Raises httpx.HTTPError if the result is unknown.
     """
     if not settings.STRIPE_API_BASE:
-        raise NotSent("There is no text service beside the real Stripe.")
+        raise NotSent("The real Stripe has no text service.")
     try:
         answer = httpx.post(
             settings.STRIPE_API_BASE + PATH,

@@ -8,7 +8,7 @@ from rides_demo import documents, pages, views, webhooks
 
 
 class AnyCaseUUIDConverter(UUIDConverter):
-    """A UUID in capitals too, as phones write it."""
+    """A UUID converter that also accepts capital letters, as iOS writes them."""
 
     regex = "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
 

@@ -1,4 +1,4 @@
-"""Rocket Rides' API: what is written here once happens once, however often it is sent."""
+"""The API of Rocket Rides. A client can repeat each request safely."""
 
 import logging
 from http import HTTPStatus
@@ -32,22 +32,24 @@ logger = logging.getLogger("rides_demo.views")
 ACCEPTED = "Payment accepted. Your pilot is on their way!"
 
 
-def give_back(key: IdempotencyKey) -> HttpResponse:
-    """Settle a ride that was not finished within the retention: whatever Stripe has charged for it is refunded."""
+def refund_abandoned_ride(key: IdempotencyKey) -> HttpResponse:
+    """Refund the charge of a ride that was not finished within the retention, and return 410."""
     ride = Ride.objects.select_related("user").filter(idempotency_key=key).first()
     charge_id = (ride.stripe_charge_id or payments.find_charge(ride)) if ride else None
     if charge_id:
         with key.call("refund") as downstream_key:
             payments.refund_charge(charge_id, downstream_key)
-    message = "The ride could not be booked in time. Nothing was charged, or the charge was given back."
+    message = "The ride could not be booked in time. Nothing was charged, or the charge was refunded."
     return error_response(HTTPStatus.GONE, "ride_abandoned", message)
 
 
 @require_POST
 @token_required
-@idempotent(recovery_points=["ride_created", "charge_created"], validate=ride_parameters_problem, on_abandon=give_back)
+@idempotent(
+    recovery_points=["ride_created", "charge_created"], validate=ride_parameters_problem, on_abandon=refund_abandoned_ride
+)
 def create_ride(request: HttpRequest) -> HttpResponse:
-    """Book a ride and charge it: two local transactions around a call to Stripe, which is outside any transaction."""
+    """Book a ride and charge it: local transactions before and after a call to Stripe."""
     key = request.idempotency_key
     for recovery_point in key.phases():
         match recovery_point:
@@ -65,14 +67,15 @@ def create_ride(request: HttpRequest) -> HttpResponse:
                     with atomic_phase(key) as phase:
                         phase.set_response(error_response(HTTPStatus.PAYMENT_REQUIRED, "payment_declined", str(declined)))
                 except payments.PaymentUnavailable as unavailable:
-                    logger.warning("ride %s waits for its payment: %s", ride.pk, unavailable)
+                    logger.warning("ride %s: the payment is unavailable: %s", ride.pk, unavailable)
                     return _try_again("payment_unavailable", "The payment provider cannot be reached at the moment.")
                 else:
                     with atomic_phase(key) as phase:
                         Ride.objects.filter(pk=ride.pk).update(stripe_charge_id=charge_id)
                         phase.set_recovery_point("charge_created")
             case "charge_created":
-                # Read outside the phase: what a serializable transaction reads conflicts with the bookings of others.
+                # This read is outside the phase. In a serializable transaction it would conflict
+                # with concurrent bookings.
                 ride = Ride.objects.get(idempotency_key=key)
                 with atomic_phase(key) as phase:
                     stage_job("rides_demo.jobs.send_ride_receipt", {"ride_id": ride.pk})
@@ -84,7 +87,7 @@ def create_ride(request: HttpRequest) -> HttpResponse:
 @token_required
 @idempotent(validate=target_parameters_problem)
 def ride_detail(request: HttpRequest, ride_id: int) -> HttpResponse:
-    """Show a ride of the caller's own, or change its target; reading needs no key, and a PATCH happens once with one."""
+    """Return a ride of the caller, or change its target with PATCH. Only a PATCH needs a key."""
     rides = Ride.objects.filter(user=request.user)
     if request.method == "PATCH":
         found = rides.select_for_update().filter(pk=ride_id).first()
@@ -96,13 +99,16 @@ def ride_detail(request: HttpRequest, ride_id: int) -> HttpResponse:
 
 
 def _change_target(request: HttpRequest, ride: Ride) -> HttpResponse:
-    """Set the target, provided that the client has seen the ride as it is; a PATCH that was completed is replayed before."""
+    """Set the target if If-Match names the current ETag.
+
+    A completed PATCH is replayed before this check.
+    """
     if "If-Match" not in request.headers:
-        message = "Please send the ETag of the ride that you have seen in the If-Match header."
+        message = "Please send the ETag of the ride in the If-Match header."
         return error_response(HTTPStatus.PRECONDITION_REQUIRED, "precondition_required", message)
     seen = parse_etags(request.headers["If-Match"])
     if "*" not in seen and ride_etag(ride) not in seen:
-        message = "The ride has changed since. Please fetch it, and decide again."
+        message = "The ride has changed. Please fetch the ride and repeat the change with its new ETag."
         return error_response(HTTPStatus.PRECONDITION_FAILED, "precondition_failed", message)
     if ride.picked_up_at is not None:
         return error_response(HTTPStatus.CONFLICT, "ride_picked_up", "The target cannot change after the pick-up.")
@@ -117,7 +123,11 @@ def _change_target(request: HttpRequest, ride: Ride) -> HttpResponse:
 @token_required
 @idempotent(recovery_points=[])
 def text_pilot(request: HttpRequest, ride_id: int) -> HttpResponse:
-    """Text the pilot that their rider waits. The service sends what it is told as often as it is told: it is told once."""
+    """Text the pilot that the rider is waiting.
+
+    The text service has no idempotency keys, so ``foreign_call`` never repeats a call whose result
+    is unknown.
+    """
     key = request.idempotency_key
     if not Ride.objects.filter(user=request.user, pk=ride_id).exists():
         return not_found()
@@ -137,7 +147,7 @@ def text_pilot(request: HttpRequest, ride_id: int) -> HttpResponse:
 @require_http_methods(["PUT"])
 @token_required
 def ride_by_ref(request: HttpRequest, client_ref: UUID) -> HttpResponse:
-    """Create a ride under an id of the client's own: idempotent by its nature, so it needs no key."""
+    """Create a ride with an id of the client. The request is idempotent, so it needs no key."""
     try:
         wanted = coordinates(request)
     except BadParameters as problem:
@@ -149,7 +159,7 @@ def ride_by_ref(request: HttpRequest, client_ref: UUID) -> HttpResponse:
     except IntegrityError:
         ride = Ride.objects.get(user=request.user, client_ref=client_ref)
         if any(getattr(ride, name) != value for name, value in wanted.items()):
-            return error_response(HTTPStatus.CONFLICT, "ride_differs", "There is another ride under this reference.")
+            return error_response(HTTPStatus.CONFLICT, "ride_differs", "Another ride has this reference.")
         return ride_response(ride)
     return ride_response(ride, status=HTTPStatus.CREATED)
 
@@ -157,7 +167,7 @@ def ride_by_ref(request: HttpRequest, client_ref: UUID) -> HttpResponse:
 @csrf_exempt
 @require_GET
 def healthz(request: HttpRequest) -> HttpResponse:
-    """Say whether requests can be taken."""
+    """Return 200 if the database is available, 503 otherwise."""
     try:
         with connection.cursor() as cursor:
             cursor.execute("SELECT 1")
@@ -167,17 +177,17 @@ def healthz(request: HttpRequest) -> HttpResponse:
 
 
 def _try_again(code: str, message: str) -> HttpResponse:
-    """Return a 503, which is not stored: the retry goes on from the last recovery point, with the same keys downstream."""
+    """Return a 503, which is not stored. A retry continues from the last recovery point."""
     message = f"{message} Please send the same request again."
     return error_response(HTTPStatus.SERVICE_UNAVAILABLE, code, message, retry_after_seconds=payments.RETRY_AFTER_SECONDS)
 
 
 def _audit(request: HttpRequest, action: str, ride: Ride) -> None:
-    """Record the change in the transaction that makes it."""
+    """Add an audit record in the transaction of the change."""
     AuditRecord.objects.create(
         action=action,
         data={"origin": ride.origin, "target": ride.target},
-        # Only a request over a unix socket of this machine has no address.
+        # Only a request over a unix socket has no address.
         origin_ip=request.META.get("REMOTE_ADDR") or "127.0.0.1",
         resource_type="ride",
         resource_id=ride.pk,

@@ -1,4 +1,7 @@
-"""Stripe's events: signed, delivered at least once, in no order; each takes effect once."""
+"""The webhook for Stripe events.
+
+Stripe delivers an event at least once, in any order; it is processed once.
+"""
 
 import re
 from http import HTTPStatus
@@ -17,21 +20,21 @@ from rides_demo import payments
 from rides_demo.models import Ride
 from rides_demo.responses import database_unavailable, error_response
 
-#: How old a signature may be: an older one may have been recorded and sent again by somebody else.
+#: The maximum age of a signature. The limit prevents replay attacks.
 TOLERANCE_SECONDS = 300
 
 
 class ChargeNotRecorded(Exception):
-    """The event is ahead of the request that made the charge."""
+    """The event arrived before the charge was recorded."""
 
 
 @csrf_exempt
 @require_POST
 def stripe_webhook(request: HttpRequest) -> HttpResponse:
-    """Mark the ride of a successful charge as paid, once; 503 asks Stripe to deliver the event again."""
+    """Mark the ride of a charge as paid, once. After a 503 Stripe repeats the delivery."""
     signature = request.headers.get("Stripe-Signature", "")
     try:
-        if not signature.isascii():  # the comparison of signatures takes nothing else
+        if not signature.isascii():  # the comparison of signatures accepts ASCII only
             raise ValueError
         event = stripe.Webhook.construct_event(
             request.body, signature, settings.STRIPE_WEBHOOK_SECRET, tolerance=TOLERANCE_SECONDS
@@ -39,13 +42,13 @@ def stripe_webhook(request: HttpRequest) -> HttpResponse:
         event_id = _id(event.id)
         charge = _charge(event.data.object) if event.type == "charge.succeeded" else None
     except (ValueError, RecursionError, AttributeError, TypeError, stripe.SignatureVerificationError):
-        return error_response(HTTPStatus.BAD_REQUEST, "signature_invalid", "This is not an event that Stripe has signed.")
+        return error_response(HTTPStatus.BAD_REQUEST, "signature_invalid", "The event has no valid signature of Stripe.")
     try:
         with process_once("stripe", event_id) as first:
             if first and charge is not None:
                 _mark_paid(*charge)
     except (MessageInProgress, ChargeNotRecorded):
-        message = "This event cannot be taken yet. Please deliver it again."
+        message = "This event cannot be processed yet. Please deliver it again."
         return error_response(HTTPStatus.SERVICE_UNAVAILABLE, "event_too_early", message, retry_after_seconds=1)
     except (OperationalError, InterfaceError):
         return database_unavailable()
@@ -53,7 +56,7 @@ def stripe_webhook(request: HttpRequest) -> HttpResponse:
 
 
 def _id(value: object) -> str:
-    """Return an id of Stripe's. Raises ValueError for anything else: a signature does not make it one that can be kept."""
+    """Return ``value`` if it is a valid Stripe id; raise ValueError otherwise."""
     if not isinstance(value, str) or not re.fullmatch(r"\w{1,255}", value, re.ASCII):
         raise ValueError(value)
     return value
@@ -65,7 +68,7 @@ def _charge(charge: stripe.Charge) -> tuple[str, str]:
 
 
 def _mark_paid(charge_id: str, ride_id: str) -> None:
-    """Mark the ride that the charge names; one that is not a ride of this database is nobody's business here."""
+    """Mark the ride that the charge names; ignore a charge without a ride in this database."""
     ride = Ride.objects.filter(pk=ride_id).first() if ride_id.isdecimal() and len(ride_id) < 19 else None
     if ride is None:
         return

@@ -1,4 +1,4 @@
-"""What gunicorn serves: the demo, and the static files of its admin."""
+"""The WSGI application of the demo, including static files."""
 
 import os
 

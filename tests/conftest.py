@@ -1,6 +1,7 @@
 """The services of a test run: one PostgreSQL for all of it, a Redis for each process that asks for one."""
 
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,10 +12,9 @@ import pytest
 import redis
 from django.conf import settings
 
-from rides_demo.processes import ProcessError
-from rides_demo.services import Postgres, Redis
-from tests import pgbouncer
-from tests.kit import tables, tiers
+from rides_demo.processes.embedded import Postgres, Redis
+from rides_demo.processes.process import ProcessError
+from tests.kit import pgbouncer, tables, tiers
 from tests.kit.packages import built  # noqa: F401 - a fixture
 from tests.kit.servers import HastyPostgres
 from tests.kit.serving import sender, serve  # noqa: F401 - fixtures
@@ -22,6 +22,8 @@ from tests.kit.serving import sender, serve  # noqa: F401 - fixtures
 POSTGRES = pytest.StashKey[Postgres]()
 PGBOUNCER = pytest.StashKey[pgbouncer.PgBouncer]()
 
+#: A seed that shuffles the tests: no test may depend on the one before it.
+ORDER = os.environ.get("TEST_ORDER", "")
 #: What a test asks of a connection of its own, and a pooler keeps for itself.
 NOT_BEHIND_A_POOLER = {
     "test_a_result_is_written_on_a_new_connection_when_the_old_one_broke": "a pooler chooses the connection to the server",
@@ -40,6 +42,7 @@ NOT_BEHIND_A_POOLER = {
     "test_a_late_release_is_given_up_when_the_lock_has_expired": "a pooler keeps its connections",
     "test_51_one_key_of_two_tenants_is_two_keys": "it sets what belongs to a session",
     "test_51_one_key_in_one_table_is_one_key": "it sets what belongs to a session",
+    "test_51_views_of_two_kinds_of_two_tenants_do_not_meet": "it sets what belongs to a session",
     "test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next": "it sets what belongs to a session",
 }
 NOT_WITH_A_POOL = {
@@ -92,8 +95,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(settings.TEST_FOLDER, ignore_errors=True)
 
 
+def pytest_report_header() -> str:
+    """Print the order of the tests."""
+    return f"order: shuffled by TEST_ORDER={ORDER}" if ORDER else "order: as collected (TEST_ORDER=<a seed> shuffles)"
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs PostgreSQL when the run is on another database, and behind a pooler what looks past it."""
+    """Shuffle the tests if a seed is given. Skip tests that need PostgreSQL on another database, and some behind a pooler."""
+    if ORDER:
+        random.Random(ORDER).shuffle(items)
     if "postgresql" in settings.DATABASES["default"]["ENGINE"]:
         _skip_behind_poolers(items)
         return

@@ -1,7 +1,7 @@
 """The parts of the reference that are made from the code: ``python -m tests.reference`` writes them into the pages.
 
 A page has a pair of comments around each such part, and what is around them is written by hand. The result is committed, so
-that the pages can be read where the code is read; ``tests/test_reference.py`` holds them to the code.
+that the pages can be read where the code is read; ``tests/docs/test_reference.py`` holds them to the code.
 """
 
 import argparse

@@ -14,7 +14,7 @@ TEST_FOLDER = Path(os.environ.setdefault("RIDES_TEST_FOLDER", f"{tempfile.gettem
 os.environ["RIDES_RUN_FOLDER"] = str(TEST_FOLDER / os.environ.get("PYTEST_XDIST_WORKER", "main"))
 
 if "DATABASE_URL" not in os.environ:
-    from rides_demo.services import postgres_url
+    from rides_demo.processes.embedded import postgres_url
 
     _bouncer = os.environ.get("RIDES_TEST_PGBOUNCER") == "1"
     os.environ["DATABASE_URL"] = postgres_url(TEST_FOLDER / ("pgbouncer" if _bouncer else "postgres"))

@@ -1,7 +1,7 @@
-"""DBOS: the ride as a workflow of three exactly-once transactions and a step, the key of the client as the workflow's id.
+"""DBOS: the ride as a workflow of three exactly-once transactions and a step, with the client's key as workflow id.
 
-Its system tables are in the same database as the work, as its documentation allows for PostgreSQL; transactions at its default
-level, SERIALIZABLE, as our phases. What a repeated id is called with is not compared.
+The system tables of DBOS are in the same database as the work, as its documentation permits for PostgreSQL. Transactions run at
+its default level, SERIALIZABLE, like the phases of this app. DBOS does not compare the arguments of a repeated id.
 """
 
 import os

@@ -1,7 +1,8 @@
 """djangorestframework-idempotency-key: its middleware, and its decorator for views of one step on a method of an APIView.
 
-The middleware claims in a transaction, the decorator runs the work and stores the response in a second one, the middleware
-gives the lock back in a third. There is no scope: a key is the same for all callers.
+The middleware claims in one transaction. The decorator runs the work and stores the response in a second transaction, and the
+middleware releases the lock in a third one. Keys have no scope: all callers share
+them.
 """
 
 from collections.abc import Iterator

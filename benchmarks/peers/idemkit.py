@@ -1,7 +1,7 @@
-"""idemkit: its mixin for Django REST Framework with its PostgreSQL backend (asyncpg, a pool, on a thread of its own).
+"""idemkit: its mixin for Django REST Framework with its PostgreSQL backend (asyncpg, with a pool in a separate thread).
 
-The record is outside of the view's transaction. ``wait_timeout_seconds=0`` refuses a duplicate at once, as our views do by
-default; everything else is as it comes.
+The record is outside the transaction of the view. ``wait_timeout_seconds=0`` rejects a duplicate at once, like the views of
+this app by default. All other settings have their defaults.
 """
 
 import asyncio

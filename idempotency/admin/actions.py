@@ -13,7 +13,8 @@ from django.contrib import messages
 from django.http import HttpRequest, HttpResponse
 
 from idempotency import interventions
-from idempotency.abandonment import ON_ABANDON
+from idempotency._states import KeyState
+from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
 
 #: A level of the messages framework and a sentence for the person; what the admin log keeps, "" if nothing was done.
@@ -79,7 +80,7 @@ class Button:
     label: str
     permission: str
     explanation: str
-    possible: Callable[[IdempotencyKey, str], bool]
+    possible: Callable[[Any], bool]
     press: Callable[[IdempotencyKey, dict[str, Any], str, str], Result]
     form: type[PressForm] = PressForm
 
@@ -125,7 +126,10 @@ BUTTONS = {
         explanation="The request is run on from its recovery point, now and in this process, as the user who sent it. What it "
         "has done already is not done again. Should it fail, the completer goes on with it, with all its attempts "
         "anew.",
-        possible=lambda key, state: state not in ("in flight", "refused", "finished") and key.stuck_code != ON_ABANDON,
+        possible=lambda key: (
+            key.state not in (KeyState.IN_FLIGHT, KeyState.REFUSED, KeyState.FINISHED)
+            and key.stuck_code != StuckCode.ON_ABANDON
+        ),
         press=_complete,
     ),
     "answer": Button(
@@ -134,7 +138,7 @@ BUTTONS = {
         explanation="The request is over, and each retry of its client gets the response that you write here. Nothing is "
         "undone: if the answer says that it failed, first take back what it has begun, here and at other "
         "services.",
-        possible=lambda key, state: state not in ("in flight", "finished"),
+        possible=lambda key: key.state not in (KeyState.IN_FLIGHT, KeyState.FINISHED),
         press=_answer,
         form=AnswerForm,
     ),
@@ -143,7 +147,7 @@ BUTTONS = {
         permission="acknowledge_idempotencykey",
         explanation="The key leaves the list of stuck keys. Nothing else changes: it has no response, a retry of its client is "
         "refused as before, and it is kept until it is answered or completed.",
-        possible=lambda key, state: state == "stuck",
+        possible=lambda key: key.state == KeyState.STUCK,
         press=_acknowledge,
         form=NoteForm,
     ),
@@ -153,7 +157,7 @@ BUTTONS = {
         explanation="For a run that is known to be dead, or to hang. It loses the key: it can commit nothing any more, and "
         "the next retry, or the completer, goes on from the recovery point. A call to another service that is "
         "under way goes on there.",
-        possible=lambda key, state: state == "in flight",
+        possible=lambda key: key.state == KeyState.IN_FLIGHT,
         press=_release,
     ),
 }
@@ -164,9 +168,9 @@ def looked_at(key: IdempotencyKey, using: str) -> dict[str, str]:
     return {"seen": str(key.claim_token or ""), "at": key.recovery_point, "calls": interventions.calls_of(key.pk, using=using)}
 
 
-def offered(key: IdempotencyKey, state: str, may: Callable[[str], bool]) -> dict[str, Button]:
-    """Return the buttons that make sense in this state and that the person may press."""
-    return {name: button for name, button in BUTTONS.items() if button.possible(key, state) and may(button.permission)}
+def offered(key: IdempotencyKey, may: Callable[[str], bool]) -> dict[str, Button]:
+    """Return the buttons that make sense in the state of the key and that the person may press."""
+    return {name: button for name, button in BUTTONS.items() if button.possible(key) and may(button.permission)}
 
 
 def username(request: HttpRequest) -> str:

@@ -1,21 +1,25 @@
-"""What the page of a key shows beside its fields: where it stands, what happened, what belongs to it."""
+"""What the page of a key shows beside its fields: where it stands, what happened, what comes next, what belongs to it."""
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.contrib.admin import AdminSite
 from django.http import HttpRequest
-from django.urls import Resolver404
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
+from django.utils.timesince import timeuntil
 
-from idempotency.admin.reading import admin_url, first_line
-from idempotency.keys import CALL_BEGUN
+from idempotency import conf
+from idempotency._request.lookup import on_abandon_of, options_for
+from idempotency._request.stored_request import urlconf_of
+from idempotency._states import KeyState
+from idempotency._store.fence import CALL_BEGUN
+from idempotency.admin.reading import admin_url, first_line_of
+from idempotency.exceptions import StuckCode
 from idempotency.models import FINISHED, STARTED, ForeignCall, IdempotencyKey, StagedJob
-from idempotency.options import URLCONF, match_of, options_of
 
 #: How many rows of one kind, of those that belong to a key, are shown.
 MAX_LINKED = 10
@@ -29,17 +33,14 @@ class DeclaredPoints:
 
     def of(self, key: IdempotencyKey) -> tuple[str, ...] | None:
         """Return the points of the view that answers the key's request, none for a plain one; None without a protected view."""
-        place = key.request_path.partition("?")[0], key.request_method, str(key.request_headers.get(URLCONF, ""))
+        place = key.request_path.partition("?")[0], key.request_method, urlconf_of(key) or ""
         if place not in self._found:
             self._found[place] = _declared(key)
         return self._found[place]
 
 
 def _declared(key: IdempotencyKey) -> tuple[str, ...] | None:
-    try:
-        options = options_of(match_of(key).func, key.request_method)
-    except Resolver404:
-        return None
+    options = options_for(key)
     return options.every_point() if options else None
 
 
@@ -111,7 +112,7 @@ def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[s
     return reached, errors
 
 
-def events(key: IdempotencyKey) -> list[Event]:
+def history_of(key: IdempotencyKey) -> list[Event]:
     """Return the history, the oldest first."""
     found: list[Event] = []
     before: datetime | None = None
@@ -135,12 +136,57 @@ class LastCall:
 
 def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
     """Return the last call under a derived key since the key last moved; None if there is none, or the key is finished."""
-    for event in reversed(events(key)) if key.finished_at is None else ():
+    for event in reversed(history_of(key)) if key.finished_at is None else ():
         if event.name == "recovery point":
             break
         if event.name == CALL_BEGUN and event.at is not None:
             return LastCall(event.detail, max(0.0, (now - event.at).total_seconds()))
     return None
+
+
+def next_step(key: Any, *, has_view: bool) -> str:
+    """Return what the machine will do next with ``key``, and when, in a sentence or two."""
+    limits, now = conf.get(), key.read_at
+    number, limit = key.completer_attempts + 1, limits.COMPLETER_MAX_ATTEMPTS
+    run = f"run {number} of {limit}"
+    if number > limit:
+        to_a_person = f"its {limit} runs are over: it hands the key to a person"
+        run = f"run {number}, until on_abandon settles it" if on_abandon_of(key) else to_a_person
+    lost = "" if has_view else " No protected view answers its path now: a run would mark it as stuck."
+    match key.state:
+        case KeyState.FINISHED:
+            expires = (key.finished_at or now) + timedelta(hours=limits.RETENTION_HOURS)
+            if expires <= now:
+                return "Its retention is over: the reaper deletes it, and a further request with this key runs anew."
+            return f"Nothing: each retry of its client gets the stored response, until {_moment(expires, now)}."
+        case KeyState.IN_FLIGHT:
+            expires = key.locked_at + timedelta(seconds=limits.LOCK_TIMEOUT_SECONDS)
+            return (
+                f"A run holds it. Should that run fall silent, its lock expires at {_moment(expires, now)}; then a "
+                f"retry of its client goes on from its recovery point, or later the completer."
+            )
+        case KeyState.REFUSED:
+            expires = (key.refused_at or now) + timedelta(hours=limits.RETENTION_HOURS)
+            return f"Nothing was begun. Only a retry of its client runs it; the reaper deletes it at {_moment(expires, now)}."
+        case KeyState.STUCK if key.stuck_code == StuckCode.REFUSED_WHEN_REBUILT:
+            return "The completer does not run it again. A retry of its client does."
+        case KeyState.STUCK if key.stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
+            due = _moment(max(key.due_at, now), now)
+            return f"Code that knows its recovery point goes on: with a retry, or the completer at {due}."
+        case KeyState.STUCK:
+            return "Nothing: it waits for a person. A retry of its client is answered 409 key_stuck, and changes nothing."
+        case KeyState.ACKNOWLEDGED:
+            return "Nothing: a person has taken it off the list, and it has no response. A retry is answered 409 key_stuck."
+        case KeyState.ABANDONED:
+            return f"The completer takes it in its next pass ({run}), if a retry of its client does not come first.{lost}"
+    due = _moment(key.due_at, now)
+    return f"A retry of its client goes on at once. Without one the completer takes it at {due} ({run}).{lost}"
+
+
+def _moment(at: datetime, now: datetime) -> str:
+    local = timezone.localtime(at) if timezone.is_aware(at) else at
+    distance = f"in {timeuntil(at, now, depth=1)}" if at > now else "now"
+    return f"{local:%Y-%m-%d %H:%M:%S} ({distance})"
 
 
 def linked(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, using: str) -> Iterator[Linked]:
@@ -165,6 +211,6 @@ def belongings(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, us
     calls = ForeignCall.objects.using(using).filter(key=key.pk).order_by("pk")[:MAX_LINKED]
     return {
         "linked": list(linked(key, site, request, using=using)),
-        "jobs": [(job, admin_url(site, request, StagedJob, job.pk), first_line(job.last_error)) for job in jobs],
+        "jobs": [(job, admin_url(site, request, StagedJob, job.pk), first_line_of(job.last_error)) for job in jobs],
         "calls": [(call, admin_url(site, request, ForeignCall, call.pk)) for call in calls],
     }

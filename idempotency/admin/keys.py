@@ -20,12 +20,13 @@ from django.utils.safestring import SafeString
 from django.utils.timesince import timesince
 
 from idempotency import interventions
+from idempotency._request.atomic_requests import EVERY_ALIAS
+from idempotency._states import due_at
 from idempotency.admin import dashboard, key_page
 from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, offered, username
-from idempotency.admin.codes import STUCK_CODES
-from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, first_line, masked, preformatted, pretty
-from idempotency.admin.states import AgeFilter, RecoveryPointFilter, StateFilter, StuckCodeFilter, next_step, state_of
-from idempotency.atomic_requests import EVERY_ALIAS
+from idempotency.admin.filters import AgeFilter, RecoveryPointFilter, StateFilter, StuckCodeFilter
+from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, first_line_of, masked, preformatted, pretty
+from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import IdempotencyKey
 from idempotency.scopes import OWN
 
@@ -65,9 +66,10 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
         ]
         return own + super().get_urls()
 
-    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Return the keys with the time of the database; in the list without what the list does not show."""
-        keys: QuerySet[Any] = super().get_queryset(request).annotate(read_at=Now())
+    def get_queryset(self, request: HttpRequest) -> Any:
+        """Return the keys with their state and the time of the database; in the list without what the list does not show."""
+        keys: Any = super().get_queryset(request)
+        keys = keys.with_state().annotate(read_at=Now(), due_at=due_at())
         match = request.resolver_match
         if match and (match.url_name or "").endswith("_changelist"):
             keys = keys.defer(*_LARGE_COLUMNS)
@@ -102,7 +104,7 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
 
     @admin.display(description="state")
     def state(self, key: Any) -> str:
-        return state_of(key, key.read_at)
+        return str(key.state)
 
     @admin.display(description="recovery point")
     def progress(self, key: Any) -> str:
@@ -115,7 +117,7 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
     @admin.display(description="stuck because, last error")
     def trouble(self, key: IdempotencyKey) -> SafeString:
         """Return why it is stuck, if it is, and the first line of its last error, or else of the reason."""
-        line = first_line(key.last_error or key.stuck_reason)
+        line = first_line_of(key.last_error or key.stuck_reason)
         return format_html("<strong>{}</strong><br>{}", key.stuck_code, line) if key.stuck_code else format_html("{}", line)
 
     @admin.display(description="user")
@@ -155,15 +157,14 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
     def render_change_form(self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any) -> HttpResponse:
         """Show where the key stands, what happened, what comes next, and what the person may do about it."""
         key = context["original"]
-        state = state_of(key, key.read_at)
         context |= {
-            "state": state,
+            "state": key.state,
             "line": key_page.line(key, key.declared),
-            "events": key_page.events(key),
+            "events": key_page.history_of(key),
             "last_call": key_page.last_call(key, key.read_at),
-            "next_step": next_step(key, key.read_at, has_view=key.declared is not None),
+            "next_step": key_page.next_step(key, has_view=key.declared is not None),
             "stuck_code": STUCK_CODES.get(key.stuck_code),
-            "buttons": offered(key, state, partial(self.holds, request)),
+            "buttons": offered(key, partial(self.holds, request)),
             "looked_at": urlencode(looked_at(key, self._alias(key))),  # before the calls below are read, which may be newer
             **key_page.belongings(key, self.admin_site, request, using=self._alias(key)),
         }

@@ -13,7 +13,7 @@ from django.utils.functional import cached_property
 from django.utils.html import escape, format_html
 from django.utils.safestring import SafeString, mark_safe
 
-from idempotency.redaction import REDACTED
+from idempotency._request.redaction import REDACTED
 
 #: A page counts at most so many rows; the further ones are found by a filter or the search.
 MAX_COUNT = 5000
@@ -67,10 +67,10 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
     @admin.display(description="last error")
     def last_error_line(self, row: Any) -> str:
         """Return the first line of the last error."""
-        return first_line(row.last_error)
+        return first_line_of(row.last_error)
 
 
-def first_line(text: str) -> str:
+def first_line_of(text: str) -> str:
     """Return the beginning of ``text``, fit for a cell of a table."""
     line = text.strip().partition("\n")[0]
     return line if len(line) <= 100 else f"{line[:99]}…"

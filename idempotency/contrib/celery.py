@@ -1,8 +1,7 @@
-"""Staged jobs to Celery, by the name of the task; and ``OnceTask``, the base of the tasks that take effect once.
+"""Staged jobs for Celery, and ``OnceTask``, the base class of tasks that take effect once.
 
-The protection is a base class and not a wrapper task: each job stays the Celery task that it is, with its own name in the
-monitoring, its own time limits, routes and retries. What is not protected so is refused by the backend, with the cure in
-the error: nothing runs unprotected because somebody forgot a line.
+The protection is a base class, not a wrapper task: each job keeps its name in monitoring, and its own time limits, routes and
+retries. The backend refuses tasks without the base class.
 """
 
 import logging
@@ -30,16 +29,16 @@ from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
 
-#: Names the database that a job was staged in, in a project with several: its inbox row belongs there.
+#: The header with the database of the job's inbox row, in a project with several.
 SHARD_HEADER = "idempotency_shard"
 
-#: Marks the request of a delivery whose run has begun. Each delivery has a request of its own.
+#: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
 
-#: No call to the broker without an end, and no tries of its own: the next pass is the next try.
+#: The time limits of calls to the broker. It does not retry; the next pass does.
 _BOUNDS = {
     "redis": {"max_retries": 0, "socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS},
-    # RabbitMQ confirms that it has a message before the staged row is deleted.
+    # With confirm_publish, RabbitMQ confirms the message before the staged row is deleted.
     "amqp": {
         "max_retries": 0,
         "confirm_publish": True,
@@ -50,40 +49,45 @@ _BOUNDS = {
 
 
 class OnceRequest(Request):  # type: ignore[misc]
-    """A delivery that goes back to the broker when its process is killed at the hard ``time_limit``, and has not failed.
+    """A delivery that returns to the broker if its process is killed at the hard ``time_limit``.
 
-    Celery would throw it away and call ``link_error``; its ``acks_on_timeout``, from 5.7 on, changes the first alone.
+    Celery would discard the message and call ``link_error``. Its option ``acks_on_timeout`` (since 5.7) keeps the message,
+    but still calls ``link_error``.
     """
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
-        """Give the message back to the broker at a hard limit; at a soft one the task itself gets an exception."""
+        """Return the message to the broker at a hard limit; at a soft one the task gets an exception."""
         if soft:
             super().on_timeout(soft, timeout)
             return
         task_ready(self)
-        logger.error("The Celery task %s[%s] is killed at its time limit, %s s, and tried again.", self.name, self.id, timeout)
+        logger.error(
+            "The Celery task %s[%s] was killed at its time limit of %s s, and will run again.", self.name, self.id, timeout
+        )
         self.reject(requeue=True)
 
     def on_failure(self, exc_info: Any, **options: Any) -> None:
-        """Leave a hard limit to ``on_timeout``, which a pool of processes calls next."""
+        """Ignore a hard limit: a process pool calls ``on_timeout`` next."""
         if exc_info.type is not TimeLimitExceeded:
             super().on_failure(exc_info, **options)
 
 
 class OnceTask(Task):  # type: ignore[misc]
-    """A Celery task that takes effect once, however often it is delivered: ``@shared_task(base=OnceTask)``.
+    """A Celery task that takes effect once per task id: ``@shared_task(base=OnceTask)``.
 
-    It runs in one transaction with the row of the inbox that has its task id; the function may be ``async def``. When it
-    raises, nothing is kept, and it is tried again, ``max_retries`` times, after waits that double up to an hour; while the
-    database cannot be reached, without end. ``self.retry()`` works as in any task, ``autoretry_for`` unless it is async. A
-    delivery that meets another one goes back to the broker. What the task calls directly, itself too, is a part of its run.
+    It runs in one transaction with its row in the inbox; the function may be ``async def``. If it raises, the transaction is
+    rolled back, and the task is retried ``max_retries`` times, after waits that double up to an hour. While the database is
+    unavailable, it is retried without limit. The method ``self.retry()`` works as in any task; ``autoretry_for`` works unless
+    the task is async. A delivery during another one of the same task returns to the broker. Tasks that it calls directly are
+    part of its run.
 
-    The broker keeps the message until the task has run (``acks_late``), and gets it back when the worker process dies
-    (``reject_on_worker_lost``) or is killed at its ``time_limit``. Both settings must stay on, or a crash loses the job.
+    The broker keeps the message until the task has run (``acks_late``). The message returns if the worker process dies
+    (``reject_on_worker_lost``) or is killed at its ``time_limit``. Both settings must stay on; otherwise a crash loses the
+    job.
 
-    A second delivery does not know the result of the first, and returns None. A ``link``, chain or chord would go on with
-    that: there the second delivery fails with RuntimeError, without calling ``link_error``. What follows was sent by the first
-    delivery, or is lost if that died right after COMMIT: what must not be lost is staged in the task, with ``stage_job``.
+    A second delivery returns None, because the result of the first is unknown. With a ``link``, chain or chord it raises
+    RuntimeError instead, without ``link_error``: the first delivery sent the next task, unless it died right after COMMIT. If
+    the next task must not be lost, stage it in the task with ``stage_job``.
     """
 
     abstract = True
@@ -93,7 +97,7 @@ class OnceTask(Task):  # type: ignore[misc]
     Request = OnceRequest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task once for its id; a direct call, which has no id or is made within that run, just runs it."""
+        """Run the task once for its id. A direct call without an id, or within that run, runs it unprotected."""
         request = self.request
         if request.id is None:
             return super().__call__(*args, **kwargs)
@@ -107,26 +111,26 @@ class OnceTask(Task):  # type: ignore[misc]
                     result = async_to_sync(self._finish)(result, request)
                 refuse_generator(self.name, result)
         except MessageInProgress as error:
-            # Not retry(): that would use up the tries that the task has for its own failures.
+            # Not retry(), which would count against the task's retries.
             raise Reject(error, requeue=True) from error
-        except Exception as error:  # COMMIT may fail too, after run() has returned.
+        except Exception as error:  # also from COMMIT
             if isinstance(error, (Ignore, Reject)) or (isinstance(error, Retry) and error.sig is not None):
                 raise
-            # A Retry for which no message was sent is that of a task that this one called directly.
+            # A Retry without a message was raised by a task that this one called directly.
             reason = error.__cause__ if isinstance(error, Retry) else error
             tries = sys.maxsize if isinstance(reason, (OperationalError, InterfaceError)) else None
             raise self.retry(exc=reason, countdown=min(2**request.retries, 3600), max_retries=tries) from error
         if not first and (request.callbacks or request.chain or request.chord):
-            request.errbacks = None  # They may undo the work, and it was done.
+            request.errbacks = None  # They may undo work that took effect.
             raise RuntimeError(
-                f"The task {self.name}[{request.id}] took effect in an earlier delivery, and its result is not known any more. "
-                "What follows it was sent then, or never: look whether it ran. In place of a link, chain or chord, stage the "
-                "next job with stage_job() in the task: then both commit, or neither."
+                f"The task {self.name}[{request.id}] took effect in an earlier delivery, and its result is unknown now. Check "
+                "whether the next task of its link, chain or chord was sent then. To make both commit together, stage the next "
+                "job in the task with stage_job()."
             )
         return result
 
     async def _finish(self, awaitable: Awaitable[Any], request: Any) -> Any:
-        """Await what run() returned; Celery keeps a request by thread, and the event loop is in another one."""
+        """Await the result of run() with the request pushed: Celery stores it by thread, and the event loop has its own."""
         self.request_stack.push(request)
         try:
             return await awaitable
@@ -135,17 +139,15 @@ class OnceTask(Task):  # type: ignore[misc]
 
 
 class CeleryBackend(OneByOne):
-    """Hand staged jobs to Celery: ``name`` is that of a task with the base ``OnceTask``, the staged id becomes the task id.
+    """Hand staged jobs to Celery: ``name`` is that of a task with the base ``OnceTask``, the job id becomes the task id.
 
-    The queue "default" leaves the choice to Celery's routes; any other name is that of a Celery queue. Results are not kept:
-    nobody waits for them. A backend for another app than the current one, or for tasks that are idempotent in themselves, is
-    a subclass.
+    The queue "default" means that Celery's routes decide; other names are queues of Celery. Results are ignored. Make a
+    subclass for another app than the current one, or for tasks that are idempotent themselves.
     """
 
-    #: False hands over tasks without the base OnceTask too: a second delivery then runs them again.
+    #: False also permits tasks without the base OnceTask, which a second delivery runs again.
     protected = True
-    #: With Redis as the broker: a worker takes a message and then notes that it has it, and one that is killed in between
-    #: loses it. Ten times, over a week.
+    #: With Redis as the broker, a worker that is killed right after it took a message loses it. Ten times, over a week.
     follow_up_seconds: float | None = 600
     uses_database = False
 
@@ -157,7 +159,12 @@ class CeleryBackend(OneByOne):
             self.follow_up_seconds = None
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:
-        """Publish one message. Raises BrokerUnavailable, JobNotAllowed for unknown tasks, TypeError for unprotected ones."""
+        """Publish one message.
+
+        Raises BrokerUnavailable if the broker cannot be reached.
+        Raises JobNotAllowed for an unknown task.
+        Raises TypeError for a task that could be lost or take effect twice.
+        """
         self._refuse_unsafe(job.job_name)
         by_name = isinstance(job.job_args, dict)
         try:
@@ -180,20 +187,21 @@ class CeleryBackend(OneByOne):
             raise BrokerUnavailable(f"Celery's broker takes no jobs at the moment: {error}") from error
 
     def _refuse_unsafe(self, name: str) -> None:
-        """Raise for a task that a worker would throw away as unknown, or that a second delivery would run again."""
         if name not in self.app.tasks:
             self._register(name.rpartition(".")[0], name)
         task = self.app.tasks.get(name)
         if task is None:
-            raise JobNotAllowed(f"No Celery task is named {name!r}: decorate it with @shared_task(base=OnceTask).")
+            raise JobNotAllowed(
+                f"No Celery task has the name {name!r}: decorate its function with @shared_task(base=OnceTask)."
+            )
         if self.protected and not (isinstance(task, OnceTask) and task.acks_late and task.reject_on_worker_lost):
             raise TypeError(
-                f"The Celery task {name!r} could be lost, or take effect twice: give it base=OnceTask, and leave acks_late on, "
-                "and reject_on_worker_lost."
+                f"The Celery task {name!r} could be lost or take effect twice: set base=OnceTask, and leave acks_late and "
+                "reject_on_worker_lost on."
             )
 
     def _register(self, module: str, name: str) -> None:
-        """Import the modules that register tasks: those that a worker imports, and the task's own if JOB_MODULES has it."""
+        """Import the modules that a worker imports, and the task's module if JOB_MODULES permits it."""
         with suppress(ImportError):
             if not self._imported:
                 self._imported = True
@@ -203,7 +211,7 @@ class CeleryBackend(OneByOne):
             import_module(module)
 
     def _producer(self) -> Any:
-        """Return this thread's producer: connecting for each job would take longer than the hand-over."""
+        """Return this thread's producer; a connection for each job would be slow."""
         if not hasattr(self._kept, "producer"):
             connection = self.app.connection_for_write()
             bounds = _BOUNDS.get(connection.transport.driver_type, {})

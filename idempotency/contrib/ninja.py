@@ -1,8 +1,8 @@
 """Django Ninja: ``@decorate_view(idempotent(...))`` below ``@api.post(...)``.
 
-``decorate_view`` wraps an operation together with its authentication. What is protected here is the function of the operation,
-after authentication, throttling and the parsing of parameters, together with the response that Ninja makes of what it returns.
-What it raises becomes an answer through the exception handlers of the API, after its writes were rolled back.
+Although ``decorate_view`` wraps an operation with its authentication, only the function of the operation is protected: after
+authentication, throttling and parsing, and with its rendered response. After an exception its writes are rolled back, and the
+exception handlers of the API respond.
 """
 
 from collections.abc import Callable
@@ -22,36 +22,40 @@ from ninja.security.session import SessionAuth, SessionAuthSuperUser
 from pydantic import BaseModel
 
 from idempotency import conf, decorators
-from idempotency.contexts import awaited
-from idempotency.execution import CLAIMED_KEY_ATTRIBUTE
-from idempotency.options import FINDERS, Options
+from idempotency._async import awaited
+from idempotency._request.lookup import FINDERS
+from idempotency._request.options import Options
+from idempotency._request.phased_run import completion_of
 from idempotency.policy import protected_views
 
 Run = Callable[..., Any]
 
-#: The authenticators of Ninja that ask nothing but ``request.user``; that of staff is among them, as a subclass.
+#: The authenticators that read only ``request.user``; the one for staff is a subclass.
 _BY_USER = (SessionAuth, SessionAuthSuperUser)
 
 
+@decorators.takes(Options)
 def idempotent(run: Run | None = None, **options: Any) -> Any:
-    """Let an operation run once per idempotency key: ``@decorate_view(idempotent)`` or ``@decorate_view(idempotent(...))``.
+    """Run an operation once per idempotency key: ``@decorate_view(idempotent)`` or ``@decorate_view(idempotent(...))``.
 
-    The options are those of ``idempotency.decorators.idempotent``. A user whom the authentication of the operation returns
-    becomes ``request.user``, and with it the scope of the key. What Ninja refuses before the operation, a parameter too, spends
-    no key. The completer's request comes from the user who sent the first one, with ``request.auth`` that user unless
-    PREPARE_REQUEST has set another. Authenticators that ask ``request.user`` alone, such as ``django_auth_is_staff``, are
-    asked again; all others need credentials, which are not kept, and are passed.
+    The options are those of ``idempotency.decorators.idempotent``. If the authentication returns a Django user, that user
+    becomes ``request.user`` and the scope of the key. A request that Ninja refuses before the operation claims no key.
 
-    Raises TypeError when it decorates anything but an operation, and for one that streams.
+    The completer runs a request as its first sender; ``request.auth`` is that user unless PREPARE_REQUEST sets another.
+    Authenticators that read only ``request.user``, such as ``django_auth_is_staff``, are called again. Others need
+    credentials, which are not stored, and are skipped.
+    Raises TypeError for anything but an operation, and for an operation that streams.
     """
     protect = decorators.idempotent(**options)
 
     def decorate(run: Run) -> Run:
         operation = getattr(unwrap(run), "__self__", None)
         if not isinstance(operation, Operation):
-            raise TypeError("This decorator protects operations of Django Ninja: put it into @decorate_view(...).")
+            raise TypeError("This decorator protects operations of Django Ninja: pass it to @decorate_view(...).")
         if operation.stream_format is not None:
-            raise TypeError(f"{operation.view_func.__name__} streams its answer, which cannot be kept: do not protect it.")
+            raise TypeError(
+                f"The operation {operation.view_func.__name__} streams its response, which cannot be stored: do not protect it."
+            )
         _protect(operation, protect)
         _let_the_completer_in(operation)
         return run
@@ -60,12 +64,11 @@ def idempotent(run: Run | None = None, **options: Any) -> Any:
 
 
 def _protect(operation: Operation, protect: Callable[[Run], Run]) -> None:
-    """Put a protected function, which returns a response, in the place of the operation's own."""
-    # A router's operations are copied for each API, function and decorators, and decorated again.
+    # Ninja copies the operations of a router for each API, and decorates the copies again.
     view_func: Run = getattr(operation.view_func, "unprotected", operation.view_func)
 
     def arguments(request: HttpRequest, values: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        # Fresh ones for each try: a serialization failure makes a second one.
+        # Each attempt needs new ones.
         response = operation.api.create_temporal_response(request)
         values = {name: _copy(value) for name, value in values.items()}
         if operation.signature.response_arg:
@@ -96,7 +99,7 @@ def _protect(operation: Operation, protect: Callable[[Run], Run]) -> None:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of what Ninja has parsed; of what cannot be copied, such as a file, the thing itself."""
+    """Return a copy of a parsed value, or the value itself if it cannot be copied, such as a file."""
     if isinstance(value, BaseModel | dict | list):
         try:
             return deepcopy(value)
@@ -106,12 +109,11 @@ def _copy(value: Any) -> Any:
 
 
 def _let_the_completer_in(operation: Operation) -> None:
-    """Let the request that carries a claimed key pass as its sender, as far as the authenticators can be asked again."""
+    """Let a request of the completer pass authentication as its sender; repeat the authenticators that need no credentials."""
     authenticate: Run = operation._run_authentication
 
     def is_completer(request: HttpRequest) -> bool:
-        # A Python attribute of the request: nothing that comes over the network sets one.
-        return getattr(request, CLAIMED_KEY_ATTRIBUTE, None) is not None
+        return completion_of(request) is not None
 
     def let_in(request: HttpRequest) -> Any:
         found: Any = request.user
@@ -137,23 +139,23 @@ def _let_the_completer_in(operation: Operation) -> None:
 
 
 def _unrepeatable(operation: Operation) -> list[str]:
-    """Return the names of the authenticators of an operation that ask for more than ``request.user``."""
+    """Return the names of the authenticators of an operation that need more than ``request.user``."""
     others = [one for one in operation.auth_callbacks if not isinstance(one, _BY_USER)]
     return [getattr(one, "__qualname__", type(one).__qualname__) for one in others]
 
 
 @register
 def check_authenticators(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """I002: a phased operation whose authenticators the completer cannot ask again."""
-    if not getattr(settings, "ROOT_URLCONF", None) or conf.problems(getattr(settings, "IDEMPOTENCY", {})):
+    """I002: a phased operation whose authenticators the completer cannot repeat."""
+    if not getattr(settings, "ROOT_URLCONF", None) or conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
         return []
     if conf.get().PREPARE_REQUEST is not None:
-        return []  # It may check what they do.
+        return []  # It may repeat the check.
     return [
         Info(
-            f"{view.path}: the completer cannot ask {', '.join(names)} again, which need the client's credentials: it runs the "
-            "request of an active user without them.",
-            hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that raises KeyStuck for a user who has lost the right.",
+            f"The operation {view.path} has authenticators that need the client's credentials ({', '.join(names)}). The "
+            "completer runs the request of an active user without them.",
+            hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that raises KeyStuck for a user without the permission.",
             id="idempotency.I002",
         )
         for view in protected_views()
@@ -164,7 +166,7 @@ def check_authenticators(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 
 def _operations(view: Any) -> list[Operation]:
-    """Return the operations behind a resolved view of Ninja, which keeps them in its closure; none for other views."""
+    """Return the operations in the closure of a resolved view of Ninja; empty for other views."""
     for cell in getattr(view, "__closure__", None) or ():
         try:
             held = cell.cell_contents
@@ -176,7 +178,6 @@ def _operations(view: Any) -> list[Operation]:
 
 
 def _options_of(view: Callable[..., Any], method: str) -> Options | None:
-    """Return what the operation for ``method`` behind a resolved view says in ``idempotent``."""
     for operation in _operations(view):
         if method in operation.methods:
             found: Options | None = getattr(operation.view_func, "idempotency", None)

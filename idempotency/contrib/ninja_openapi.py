@@ -1,7 +1,5 @@
-"""Django Ninja's OpenAPI document, with what each protected operation promises about idempotency keys.
-
-Where the API is made, ``from idempotency.contrib.ninja_openapi import NinjaAPI`` stands for ``from ninja import NinjaAPI``.
-"""
+"""Django Ninja's OpenAPI document with the policies of protected operations: use this ``NinjaAPI`` instead of
+``ninja.NinjaAPI``."""
 
 from typing import Any
 
@@ -9,13 +7,13 @@ import ninja
 from ninja.openapi import schema
 from ninja.operation import Operation
 
+from idempotency._request.responses import SAFE_METHODS
 from idempotency.contrib.openapi import PROBLEM, PROBLEM_SCHEMA, describe
-from idempotency.http import SAFE_METHODS
 from idempotency.policy import policy_of
 
 
 class OpenAPISchema(schema.OpenAPISchema):
-    """The document of an API, with the policies of its operations."""
+    """The OpenAPI document of an API with the policies of its operations."""
 
     def operation_details(self, operation: Operation) -> dict[str, Any]:
         """Return the description of one operation."""
@@ -29,15 +27,15 @@ class OpenAPISchema(schema.OpenAPISchema):
 
 
 def openapi_schema(api: ninja.NinjaAPI, path_prefix: str | None = None) -> OpenAPISchema:
-    """Return the document of ``api``, for one's own ``NinjaAPI.get_openapi_schema()``; nothing is changed."""
+    """Return the document of ``api``, for a custom ``NinjaAPI.get_openapi_schema()``."""
     return OpenAPISchema(api, api.get_root_path({}) if path_prefix is None else path_prefix)
 
 
 class NinjaAPI(ninja.NinjaAPI):
-    """Django Ninja's API, whose document says what its protected operations promise."""
+    """A NinjaAPI whose document has the policies of its operations."""
 
     def get_openapi_schema(
         self, *, path_prefix: str | None = None, path_params: dict[str, Any] | None = None
     ) -> schema.OpenAPISchema:
-        """Return the document; ``path_params`` are those of the URL under which the API stands."""
+        """Return the document; ``path_params`` are those of the mount point of the API."""
         return openapi_schema(self, self.get_root_path(path_params or {}) if path_prefix is None else path_prefix)

@@ -1,7 +1,7 @@
-"""Django REST framework. Views need nothing from here: ``idempotency.decorators.idempotent`` protects them.
+"""Django REST framework: error responses of this app in its format.
 
-It stands on the handler (``post``, ``create``, an ``@action``), or below ``@api_view``: after authentication, permissions and
-throttling. The function below makes the refusals of this app look like those of the framework.
+Views need only ``idempotency.decorators.idempotent``, on the handler (``post``, ``create``, an ``@action``) or below
+``@api_view``, inside authentication, permissions and throttling.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from django.http import JsonResponse
 
 
 def render_error(*, status: int, code: str, detail: str, headers: Mapping[str, str], **members: object) -> JsonResponse:
-    """Return an error in the shape of Django REST framework: ``{"detail": ..., "code": ...}``.
+    """Return an error in the format of Django REST framework: ``{"detail": ..., "code": ...}``.
 
     Set ``IDEMPOTENCY["ERROR_RENDERER"]`` to "idempotency.contrib.rest_framework.render_error".
     """

@@ -1,6 +1,6 @@
-"""Staged jobs to RQ, through django-rq's configuration (``RQ_QUEUES``).
+"""Staged jobs for RQ, through the configuration of django-rq (``RQ_QUEUES``).
 
-Run the workers with ``rqworker --with-scheduler``: a job that failed waits before its next try, and the scheduler wakes it.
+Run the workers with ``rqworker --with-scheduler``, because the scheduler runs the retries of failed jobs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry as RedisRetry
 from rq import Queue, Retry
 
-from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable
+from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, HandOverResult
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.jobs import JobArgs, call_job, shard_of
 from idempotency.models import StagedJob
 
-#: One hand-over stays far below the time the database grants to the enqueuer's transaction; the next pass tries again.
+#: Short timeouts without retries: the transaction of the enqueuer has a time limit, and the next pass retries.
 _BOUNDS = {"socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS, "retry": RedisRetry(NoBackoff(), 0)}
 
-#: What no other job would fare better with: down, loading, full, read-only, or without permission.
+#: The errors that would refuse each job: Redis is down, loading, full, read-only, or denies permission.
 _TAKES_NOTHING = (
     redis_errors.ConnectionError,
     redis_errors.TimeoutError,
@@ -34,22 +34,22 @@ _TAKES_NOTHING = (
     redis_errors.NoPermissionError,
     redis_errors.ClusterDownError,
 )
-#: What has no class there: the disk is full, or too few replicas follow.
+#: Error messages without a class: the disk is full, or too few replicas follow.
 _WORDS = ("MISCONF", "NOREPLICAS")
 
-#: A delivery that met another one has waited for it already, so it comes back at once, and as often as it takes.
+#: The retry of a delivery that waited for another one: immediate and practically unlimited.
 _COME_BACK = Retry(max=1_000_000)
 
 
 class RQBackend:
-    """Hand staged jobs to RQ: their ids become the job ids, and the worker runs each through the inbox."""
+    """Hand staged jobs to RQ with their ids; the worker runs each through the inbox."""
 
     runs_functions = True
-    #: When a job raises, or its worker dies: a dozen more tries, within 2.3 hours.
+    #: If a job raises or its worker dies, it is retried twelve times within 2.3 hours.
     retry = Retry(max=12, interval=[1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 2400, 3600])
 
-    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, Exception]:
-        """Enqueue ``jobs`` in one MULTI/EXEC: all or none. Raises BrokerUnavailable when Redis takes nothing at the moment."""
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
+        """Enqueue ``jobs`` in one MULTI/EXEC: all or none. Raises BrokerUnavailable if Redis accepts no job."""
         rq_queue, result_ttl = _queue(queue), get_result_ttl(queue)
         shard = [alias] if (alias := shard_of(jobs[0])) else []
         calls = [
@@ -64,11 +64,11 @@ class RQBackend:
             for job in jobs
         ]
         try:
-            # RQ's own method: django-rq's enqueue() would wait for COMMIT, which comes after the staged rows were deleted.
+            # RQ's method, because enqueue() of django-rq would wait for COMMIT, after the deletion of the staged rows.
             rq_queue.enqueue_many(calls)
         except redis_errors.RedisError as error:
             if isinstance(error, _TAKES_NOTHING) or str(error).rpartition("caused error: ")[2].startswith(_WORDS):
-                raise BrokerUnavailable(f"Redis takes no jobs at the moment: {error}") from error
+                raise BrokerUnavailable(f"Redis accepts no jobs: {error}") from error
             raise
         return {}
 
@@ -76,21 +76,21 @@ class RQBackend:
 @lru_cache(maxsize=32)
 def _queue(name: str) -> Queue:
     if name not in django_rq_settings.QUEUES:
-        raise LookupError(f"RQ_QUEUES has no queue {name!r}: add it there, or stage such jobs on another queue.")
+        raise LookupError(f"The setting RQ_QUEUES has no queue {name!r}: add it, or stage these jobs on another queue.")
     connection = get_connection(name)
     connection.connection_pool.connection_kwargs.update(_BOUNDS)
     return get_queue(name, connection=connection)
 
 
 class _AskedToComeBack(Exception):
-    """Rolls back the run of a job that returned a Retry: it has not taken effect yet."""
+    """Roll back the run of a job that returned a Retry."""
 
 
 def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> Any:
-    """Run a job in the worker through the inbox: a second hand-over of it does nothing; return what it returns.
+    """Run a job through the inbox and return its result; a second hand-over does nothing.
 
-    While the first one is still at work, RQ is told to bring this one back. When the job raises, or returns a Retry, nothing of
-    it is kept, and RQ tries it again.
+    While another delivery runs, RQ retries this one. If the job raises or returns a Retry, it is rolled back, and RQ retries
+    it.
     """
     try:
         with process_once(STAGED_JOBS, job_id, using=using) as first:

@@ -6,24 +6,24 @@ from typing import Any
 from drf_spectacular import openapi
 from drf_spectacular.plumbing import ResolvedComponent
 
+from idempotency._request.lookup import options_of
+from idempotency._request.responses import SAFE_METHODS
 from idempotency.contrib.openapi import PROBLEM, PROBLEM_SCHEMA, describe
-from idempotency.http import SAFE_METHODS
-from idempotency.options import options_of
 from idempotency.policy import policy_of
 
 
 class AutoSchema(openapi.AutoSchema):
-    """The schema of a view, with what it promises about idempotency keys.
+    """The schema of a view with its policy.
 
-    It finds the options of ``@idempotent`` on a method of an APIView, an action of a view set and a function below
-    ``@api_view``. One's own schema class inherits from this one instead of drf-spectacular's.
+    It reads the options of ``@idempotent`` on a method of an APIView, an action of a view set and a function below
+    ``@api_view``. A custom schema class must inherit from this class.
     """
 
     def get_operation(self, path: str, path_regex: str, path_prefix: str, method: str, registry: Any) -> dict[str, Any] | None:
         """Return the operation for one method of a view."""
         operation: dict[str, Any] | None = super().get_operation(path, path_regex, path_prefix, method, registry)
         callback = SimpleNamespace(cls=type(self.view), actions=getattr(self.view, "action_map", None))
-        options = options_of(callback, method)  # type: ignore[arg-type]  # all that it asks of a resolved view
+        options = options_of(callback, method)  # type: ignore[arg-type]  # options_of() needs only these attributes
         if operation is None or options is None or method.upper() in SAFE_METHODS:
             return operation
         describe(operation, policy_of(options, (method.upper(),)))

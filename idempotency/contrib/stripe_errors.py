@@ -1,4 +1,4 @@
-"""Errors in the envelope of Stripe's API, for clients that are used to it: ``ERROR_RENDERER``."""
+"""Error responses in the format of Stripe's API, for ``ERROR_RENDERER``."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,10 @@ _CODES = {"key_in_use": "idempotency_key_in_use"}
 def render(
     *, status: int, code: str, title: str, detail: str, retryable: bool, headers: Mapping[str, str], **members: object
 ) -> HttpResponse:
-    """Return ``{"error": {"type", "code", "message"}}``, and say to Stripe's clients whether to send the request again.
+    """Return ``{"error": {"type", "code", "message"}}`` with the header ``Stripe-Should-Retry``.
 
-    Set ``IDEMPOTENCY["ERROR_RENDERER"]`` to "idempotency.contrib.stripe_errors.render" and ``MISMATCH_STATUS`` to 400: Stripe's
-    clients know an idempotency error by that status.
+    Set ``IDEMPOTENCY["ERROR_RENDERER"]`` to "idempotency.contrib.stripe_errors.render" and ``MISMATCH_STATUS`` to 400, the
+    status by which Stripe's clients recognise an idempotency error.
     Source: the errors of Stripe's API, and the header ``Stripe-Should-Retry`` that its official clients follow.
     """
     kind = "api_error" if status >= 500 else "idempotency_error" if code.startswith("key_") else "invalid_request_error"

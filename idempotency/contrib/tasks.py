@@ -1,7 +1,7 @@
-"""Django Tasks, both ways: staged jobs to a task backend, and a task backend that stages.
+"""Django Tasks: a backend that hands staged jobs to tasks, and a task backend that stages jobs.
 
-Django's own ``django.tasks`` from 6.0 on, the package ``django-tasks`` before. ``TasksBackend`` needs a backend with a worker,
-such as ``django_tasks_db.DatabaseBackend``; ``StagedBackend`` makes a plain ``task.enqueue()`` inside a phase a staged job.
+It uses ``django.tasks`` of Django 6.0, or the package ``django-tasks``. The ``TasksBackend`` needs a task backend with
+workers, such as ``django_tasks_db.DatabaseBackend``. With ``StagedBackend``, ``task.enqueue()`` inserts a staged job.
 """
 
 from importlib.util import find_spec
@@ -31,17 +31,17 @@ else:  # Django 6.0 and later
 
 
 class TasksBackend(OneByOne):
-    """Hand staged jobs to Django Tasks, in the wrapper task ``run_staged``: a backend of theirs takes no id from outside.
+    """Hand staged jobs to Django Tasks in the wrapper task ``run_staged``, because a task cannot be given an id.
 
-    The jobs go to the task backend "default"; if that one is a ``StagedBackend``, to the one that its OPTIONS name.
+    The jobs go to the task backend "default", or if it is a ``StagedBackend``, to the one in its OPTIONS.
     """
 
     runs_functions = True
-    #: Django Tasks know no second try, and a task whose worker was killed stays behind as running. Ten tries, within 8.5 hours.
+    #: Django Tasks does not retry, and a task of a killed worker stays "running". Ten hand-overs take 8.5 hours.
     follow_up_seconds: float | None = 30
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:
-        """Enqueue the wrapper task. Raises BrokerUnavailable when the database of the tasks cannot be reached."""
+        """Enqueue the wrapper task. Raises BrokerUnavailable if the database of the tasks cannot be reached."""
         alias = "default"
         if isinstance(backend := task_backends[alias], StagedBackend):
             alias = backend.hands_to
@@ -49,11 +49,11 @@ class TasksBackend(OneByOne):
         try:
             wrapper.enqueue(job.job_name, job.job_args, str(job.pk), *filter(None, [shard_of(job)]))
         except (OperationalError, InterfaceError) as error:
-            raise BrokerUnavailable(f"The database of the tasks takes none at the moment: {error}") from error
+            raise BrokerUnavailable(f"The database of the tasks cannot be reached: {error}") from error
 
 
 class StagedBackend(BaseTaskBackend):
-    """A task backend that stages: ``task.enqueue()`` inserts a staged job in the open transaction, and needs one.
+    """A task backend that stages: ``task.enqueue()`` inserts a staged job in the open transaction.
 
     ::
 
@@ -62,31 +62,34 @@ class StagedBackend(BaseTaskBackend):
             "worker": {"BACKEND": "django_tasks_db.DatabaseBackend"},
         }
 
-    ``OPTIONS["backend"]`` names the task backend that the ``TasksBackend`` of ``ENQUEUERS`` hands the jobs to. The result has
-    the id of the staged job; it cannot be fetched later.
+    ``OPTIONS["backend"]`` names the task backend to which ``TasksBackend`` hands the jobs. The result has the id of the
+    staged job, and cannot be fetched later.
     """
 
     supports_defer = True
 
     @property
     def hands_to(self) -> str:
-        """The alias of the backend with the workers; raise ImproperlyConfigured when OPTIONS name none."""
+        """The alias of the backend with workers. Raises ImproperlyConfigured if OPTIONS name none."""
         alias = self.options.get("backend")
         if not isinstance(alias, str) or isinstance(task_backends[alias], StagedBackend):
             raise ImproperlyConfigured(
-                f"TASKS[{self.alias!r}]['OPTIONS']['backend'] must be the alias of the task backend with the workers."
+                f"The option TASKS[{self.alias!r}]['OPTIONS']['backend'] must be the alias of a task backend with workers."
             )
         return alias
 
     def validate_task(self, task: Task[Any, Any]) -> None:
-        """Refuse what a staged job cannot be, besides what every backend refuses."""
+        """Raise InvalidTask for a task that takes a context, and as every backend does."""
         super().validate_task(task)
         if task.takes_context:
-            raise InvalidTask("A staged task gets no context: it may run on any queue.")
+            raise InvalidTask("A staged task cannot take a context, because it may run on any queue.")
 
     def enqueue(self, task: Task[Any, Any], args: Any, kwargs: Any) -> TaskResult[Any]:
-        """Stage the task in the open transaction. Raises NoOpenTransaction outside of one, InvalidTask for a mix of arguments
-        that neither a list nor a dict can hold."""
+        """Stage the task in the open transaction.
+
+        Raises NoOpenTransaction outside a transaction.
+        Raises InvalidTask for arguments that neither a list nor a dict can contain.
+        """
         self.validate_task(task)
         if args and kwargs:
             args, kwargs = (), _by_name(task, args, kwargs)
@@ -110,21 +113,23 @@ class StagedBackend(BaseTaskBackend):
 
 
 def _by_name(task: Task[Any, Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return positional and keyword arguments as keyword arguments: a staged job has one kind."""
+    """Return all arguments as keyword arguments, because a staged job has only one kind."""
     bound = signature(task.func).bind(*args, **kwargs)
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
-            raise InvalidTask(f"A staged task takes its arguments all by name or all by position; {name!r} has no name.")
+            raise InvalidTask(
+                f"A staged task takes all arguments by name or all by position; {name!r} cannot be passed by name."
+            )
         named |= value if kind is Parameter.VAR_KEYWORD else {name: value}
     return named
 
 
-# Below StagedBackend: the decorator asks for the default backend, which may be that one.
+# After StagedBackend, because the decorator reads the default backend.
 @task
 def run_staged(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> None:
-    """Run a staged job in the worker, through the inbox: a second delivery of it does nothing."""
+    """Run a staged job through the inbox; a second delivery does nothing."""
     with process_once(STAGED_JOBS, job_id, using=using) as first:
         if first:
             call_job(job_name, job_args)

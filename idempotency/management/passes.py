@@ -1,4 +1,4 @@
-"""What the commands share: one pass and exit, or pass after pass until SIGTERM."""
+"""The base of the commands: run one pass and exit, or repeat passes until SIGTERM."""
 
 import argparse
 import contextlib
@@ -17,42 +17,39 @@ from typing import Any, ClassVar, TypeVar
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, close_old_connections, connections
 
+from idempotency._store.transactions import drop_connection, is_read_only
 from idempotency.backends import BrokerUnavailable
-from idempotency.heartbeats import Heartbeat
-from idempotency.transactions import drop_connection, is_read_only
+from idempotency.monitoring.heartbeats import WRITE_SECONDS, Heartbeat
 
 logger = logging.getLogger("idempotency")
 
-#: What a loop waits out, without calling it an error.
+#: The errors of an unavailable database or broker, which a loop logs as warnings.
 _UNREACHABLE = (OperationalError, InterfaceError, BrokerUnavailable)
-#: The SQLSTATEs of a table and of a column that are not there; SQLite says it in words.
+#: The SQLSTATEs for a missing table and a missing column, and the messages of SQLite.
 _NOT_MIGRATED, _NOT_MIGRATED_WORDS = ("42P01", "42703"), ("no such table", "no such column")
 
-#: While passes fail, the wait between them doubles up to this; a longer interval stays as it is.
+#: The maximum wait after failed passes, which doubles with each failure; a longer interval is not changed.
 MAX_PAUSE_SECONDS = 10.0
-#: A loop that waits gives a sign of life this often.
-BEAT_SECONDS = 5.0
-
 
 Number = TypeVar("Number", int, float)
 
 
 class StopSignal:
-    """SIGTERM and SIGINT, as something to ask and to wait for, in any thread.
+    """SIGTERM and SIGINT as a flag that any thread can read and wait for.
 
-    A pipe, not a threading.Event: setting an Event in a signal handler can deadlock with the wait that it interrupts.
+    It is a pipe, because setting a threading.Event in a signal handler can deadlock with the interrupted wait.
     """
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
 
     def requested(self, wait_seconds: float = 0) -> bool:
-        """Return whether to stop, after waiting at most so long for it."""
+        """Return whether a signal arrived, after waiting for it for at most ``wait_seconds``."""
         return bool(select.select([self._reader], [], [], wait_seconds)[0])
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Catch the signals in this block; none are caught outside the main thread, where Python cannot."""
+        """Catch the signals in this block. Python can do so only in the main thread."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         caught = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
         former = {number: signal.signal(number, self._handle) for number in caught}
@@ -69,12 +66,11 @@ class StopSignal:
 
 
 class Loop:
-    """Passes of one kind, one after the other, until a signal comes; each loop of a process has a thread of its own.
+    """Repeat the passes of one kind in one thread until a signal arrives.
 
-    A pass that fails ends neither the loop nor its process: the next one tries again, on a new connection. The log gets a line
-    when that begins and when it is over. ``say`` is given the counts of each pass that did something. ``beat`` is called every
-    few seconds and between the batches of a pass, but not while the last pass failed; at that pace, a heartbeat is kept in the
-    database ``using`` as well, for the dashboard of the admin.
+    After a failed pass the loop retries on a new connection, and logs the first failure and the recovery. The function
+    ``say`` gets the counts of each pass that did something. The heartbeat in the database ``using`` is renewed while the loop
+    waits and between the batches of a pass, but not after a failed pass.
     """
 
     def __init__(
@@ -85,22 +81,21 @@ class Loop:
         interval: float,
         stop: StopSignal,
         say: Callable[[Any], None],
-        beat: Callable[[], None] = lambda: None,
         using: str = DEFAULT_DB_ALIAS,
     ) -> None:
         self.name = name
-        self._run_pass, self._interval, self._stop, self._say, self._beat = run_pass, interval, stop, say, beat
+        self._run_pass, self._interval, self._stop, self._say = run_pass, interval, stop, say
         self._heartbeat, self._using = Heartbeat(name, using=using), using
         self._failure: object = None
         self._failures = 0
 
     def run(self) -> None:
-        """Return when a signal asks to stop, with this thread's connections closed."""
+        """Run until a signal arrives; on return this thread's connections are closed."""
         try:
             while not self._stop_requested():
                 self._turn()
                 due = time.monotonic() + self._pause_seconds()
-                while (left := due - time.monotonic()) > 0 and not self._stop_requested(min(left, BEAT_SECONDS)):
+                while (left := due - time.monotonic()) > 0 and not self._stop_requested(min(left, WRITE_SECONDS)):
                     pass
         finally:
             self._heartbeat.remove()
@@ -112,7 +107,6 @@ class Loop:
 
     def _stop_requested(self, wait_seconds: float = 0) -> bool:
         if self._failure is None:
-            self._beat()
             self._heartbeat.beat()
         return self._stop.requested(wait_seconds)
 
@@ -120,7 +114,7 @@ class Loop:
         try:
             close_old_connections()
             counts = self._run_pass(stop=self._stop_requested)
-        except (Exception, SystemExit, CancelledError) as error:  # A backend or on_abandon may raise any of them.
+        except (Exception, SystemExit, CancelledError) as error:  # A backend or on_abandon may raise any of these.
             self._note_failure(error)
             drop_connection(connections[self._using])
             connections.close_all()
@@ -132,7 +126,7 @@ class Loop:
             self._say(counts)
 
     def _note_failure(self, error: BaseException) -> None:
-        """Log the first of several failures of one kind."""
+        """Log the first of consecutive failures of the same kind."""
         unreachable, line = _is_unreachable(error), explained(error, self._using)
         failure = _UNREACHABLE if unreachable else type(error)
         if failure != self._failure:
@@ -149,30 +143,29 @@ class Loop:
 
 
 class PassCommand(BaseCommand):
-    """A command whose work is a ``*_once()`` function: it parses, loops, prints counts, and decides on the exit status.
+    """A command that calls a ``*_once()`` function, once or in a loop, and prints its counts.
 
-    Exit status: 0 the pass is done, or a signal asked to stop; 1 the database or the broker cannot be reached, or a migration
-    is missing; 2 usage.
+    Exit status: 0 if the pass is done or a signal arrived; 1 if the database or broker is unavailable or a migration is
+    missing; 2 for wrong usage.
     """
 
-    #: Seconds between two passes of a loop.
     default_interval: ClassVar[float]
     default_batch_size: ClassVar[int] = 1000
-    batch_size_help: ClassVar[str] = "How many rows one transaction takes at most"
+    batch_size_help: ClassVar[str] = "Maximum number of rows in one transaction"
 
-    #: The work: a function that does one pass, asks ``stop`` between batches or keys, and returns its counts, a dataclass.
+    #: The function that does one pass. It calls ``stop`` between batches or keys, and returns a dataclass of counts.
     run_pass: Callable[..., Any]
-    #: Names of the options of this command alone, which its pass is given too.
+    #: The options of this command only, which are passed to ``run_pass``.
     own_options: ClassVar[tuple[str, ...]] = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--loop", action="store_true", help="Stay, and do a pass every --interval seconds until SIGTERM.")
+        parser.add_argument("--loop", action="store_true", help="Repeat passes every --interval seconds until SIGTERM.")
         parser.add_argument(
             "--interval",
             type=seconds,
             default=self.default_interval,
             metavar="SECONDS",
-            help="With --loop: how long to wait between two passes (default: %(default)s).",
+            help="Time between two passes with --loop (default: %(default)s).",
         )
         parser.add_argument(
             "--batch-size",
@@ -181,7 +174,7 @@ class PassCommand(BaseCommand):
             metavar="N",
             help=f"{self.batch_size_help} (default: %(default)s).",
         )
-        parser.add_argument("--dry-run", action="store_true", help="Say what would be done, and change nothing.")
+        parser.add_argument("--dry-run", action="store_true", help="Print the counts without changing anything.")
         add_database_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -205,12 +198,12 @@ class PassCommand(BaseCommand):
                 say(run_pass(stop=stop.requested))
 
     def would_be(self, counts: Any) -> str:
-        """Return what a dry run says of its counts."""
+        """Return the counts of a dry run as text."""
         return _in_words(counts)
 
 
 def in_words(name: str, counts: Any) -> str:
-    """Return the line that says what a pass did."""
+    """Return the line about a pass."""
     return f"{name}: {_in_words(counts)}"
 
 
@@ -220,7 +213,7 @@ def _in_words(counts: Any) -> str:
 
 @contextlib.contextmanager
 def exit_1_explained(name: str, using: str) -> Iterator[None]:
-    """End the command ``name`` with exit status 1 and one line, where that says more than a traceback."""
+    """Exit with status 1 and one line for errors that ``explained`` knows."""
     try:
         yield
     except Exception as error:
@@ -230,7 +223,7 @@ def exit_1_explained(name: str, using: str) -> Iterator[None]:
 
 
 def explained(error: BaseException, using: str) -> str | None:
-    """Return what ails the database or the broker and, if it is not self-evident, the cure; None for any other error."""
+    """Return one line about an unavailable database or broker, or a missing migration; None for any other error."""
     line = _one_line(error)
     if getattr(error.__cause__, "sqlstate", None) in _NOT_MIGRATED or line.startswith(_NOT_MIGRATED_WORDS):
         return f"{line.partition(' LINE ')[0]}: run manage.py migrate --database {using}"
@@ -238,33 +231,33 @@ def explained(error: BaseException, using: str) -> str | None:
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Tell whether the database or the broker cannot be reached; a database that takes no writes counts as one."""
+    """Return whether the database or the broker is unavailable; a read-only database counts as unavailable."""
     return isinstance(error, _UNREACHABLE) or is_read_only(error)
 
 
 def add_database_argument(parser: CommandParser) -> None:
-    """Let the user choose among the configured databases."""
+    """Add the option ``--database``."""
     parser.add_argument(
         "--database",
         default=DEFAULT_DB_ALIAS,
         choices=tuple(connections),
-        help="The database whose rows to work on (default: %(default)s).",
+        help="The database with the rows (default: %(default)s).",
     )
 
 
 def add_concurrency_argument(parser: CommandParser) -> None:
-    """Let the user choose how many keys the completer runs at once."""
+    """Add the option ``--concurrency``."""
     parser.add_argument(
         "--concurrency",
         type=count,
         default=1,
         metavar="N",
-        help="How many keys are run at once, each in a thread with connections of its own (default: %(default)s).",
+        help="Number of keys that run at once, each in a thread with its own connections (default: %(default)s).",
     )
 
 
 def seconds(text: str) -> float:
-    """Parse a duration in seconds, up to a day."""
+    """Parse a duration in seconds, at most a day."""
     return number(text, float, "a number of seconds", 86_400)
 
 
@@ -274,7 +267,7 @@ def count(text: str) -> int:
 
 
 def number(text: str, kind: Callable[[str], Number], what: str, at_most: int) -> Number:
-    """Parse a number above 0."""
+    """Parse a number above 0. Raises ArgumentTypeError for other text."""
     try:
         value = kind(text)
     except ValueError:

@@ -13,8 +13,8 @@
 """
 
 from idempotency.testing.cases import Course, CrashTestCase, assert_survives, courses
-from idempotency.testing.diagnosis import Finding
 from idempotency.testing.downstream import Downstream, downstream_call
+from idempotency.testing.failures import Failure
 from idempotency.testing.moved_time import age
 from idempotency.testing.places import Place
 from idempotency.testing.report import CannotProve, DoesNotSurvive, Report
@@ -25,7 +25,7 @@ __all__ = [
     "CrashTestCase",
     "DoesNotSurvive",
     "Downstream",
-    "Finding",
+    "Failure",
     "Place",
     "Report",
     "age",

@@ -7,7 +7,7 @@ from typing import Any
 
 from django.test import TransactionTestCase
 
-from idempotency.testing.diagnosis import Finding
+from idempotency.testing.failures import Failure
 from idempotency.testing.proof import Proof
 from idempotency.testing.report import DoesNotSurvive, Report
 from idempotency.testing.stage import Send
@@ -20,12 +20,12 @@ class Course:
     """One course of events: a death at one place and what follows, or two attempts that get mixed up."""
 
     title: str
-    find: Callable[[], Finding | None]
+    find: Callable[[], Failure | None]
 
     def check(self) -> None:
         """Run it. Raises DoesNotSurvive when its end is not that of an undisturbed request."""
-        if finding := self.find():
-            raise DoesNotSurvive([finding])
+        if failure := self.find():
+            raise DoesNotSurvive([failure])
 
 
 def assert_survives(
@@ -54,9 +54,9 @@ def assert_survives(
     """
     with Proof(send, effects=effects, reset=reset, state=state, ignore=ignore) as proof:
         every = chain(proof.crashes(), proof.races() if races else ())
-        findings = [finding for _, find in every if (finding := find())]
-    if findings:
-        raise DoesNotSurvive(findings)
+        failures = [failure for _, find in every if (failure := find())]
+    if failures:
+        raise DoesNotSurvive(failures)
     return proof.report
 
 

@@ -15,7 +15,7 @@ from uuid import UUID
 from django.db.models import Model
 
 from idempotency.models import IdempotencyKey
-from idempotency.testing.rows import Snapshot
+from idempotency.testing.snapshots import Snapshot
 
 Path = tuple[str, ...]
 #: Each single value of what is left behind, by where it stands.

@@ -11,11 +11,11 @@ from idempotency import conf
 from idempotency.exceptions import CallInDoubt
 from idempotency.testing.attempts import Attempt, may_be_held
 from idempotency.testing.comparing import GONE, Answer, Difference, Leaves, compare, random_paths
-from idempotency.testing.diagnosis import Finding, diagnose
+from idempotency.testing.failures import Failure, explained
 from idempotency.testing.observing import Died, Run, foreign_calls_noticed, observed
 from idempotency.testing.places import Place, shortened
 from idempotency.testing.report import CannotProve, Report
-from idempotency.testing.rows import Snapshot
+from idempotency.testing.snapshots import Snapshot
 from idempotency.testing.stage import COME_BACK, Send, Stage
 
 #: A key that is stuck for this reason was handed to a person where no machine can know: not a failure, and never done twice.
@@ -51,14 +51,14 @@ class Proof(Stage):
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def crashes(self) -> Iterator[tuple[str, Callable[[], Finding | None]]]:
+    def crashes(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
         """Yield each death of the process, with what happens afterwards, as a title and a check."""
         for place in self._undisturbed.places:
             for how, recover in (("the client retries", self._retried), ("the completer takes over", self._completed)):
                 title = f"The process dies {place}\n   and {how}."
                 yield title, partial(self._crash, place, title, recover)
 
-    def races(self) -> Iterator[tuple[str, Callable[[], Finding | None]]]:
+    def races(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
         """Yield each way in which two attempts under the same key get mixed up; with an expired lock the first one is late."""
         in_transactions = all(connections[alias].vendor == "postgresql" for alias in connections)
         if not in_transactions:
@@ -114,7 +114,7 @@ class Proof(Stage):
         self._effect_lines = places_of_effects or sorted(set(foreign))
         return run
 
-    def _crash(self, place: Place, title: str, recover: Callable[[str], Answer]) -> Finding | None:
+    def _crash(self, place: Place, title: str, recover: Callable[[str], Answer]) -> Failure | None:
         done: list[Any] = []
 
         def die_there(run: Run, here: Place) -> None:
@@ -140,7 +140,7 @@ class Proof(Stage):
 
     def _race(
         self, first: int, second: int, expired: bool, in_transactions: bool, title: str, stopped: list[bool]
-    ) -> Finding | None:
+    ) -> Failure | None:
         key = self._fresh()
         # What time has done must be done before the first attempt locks the row of its key: hence the boundary before.
         one = Attempt(partial(self._ask, key), *((first - 1, first) if expired else (first,)), in_transactions=in_transactions)
@@ -165,10 +165,10 @@ class Proof(Stage):
         for answer in answers:
             if answer.status == last.status and answer.status not in COME_BACK and answer.content != last.content:
                 told = Difference(("answer", "to each client"), last.body(), answer.body())
-                return diagnose(title, [told], answer, self._undisturbed, self._derived, self._effect_lines)
+                return explained(title, [told], answer, self._undisturbed, self._derived, self._effect_lines)
         return self._checked(title, key, last)
 
-    def _checked(self, title: str, key: str, answer: Answer) -> Finding | None:
+    def _checked(self, title: str, key: str, answer: Answer) -> Failure | None:
         """Compare what is left, and ask once more: the answer must stay."""
         self.report.courses += 1
         differences = compare(self._expected, self._left(answer), self._random)
@@ -182,4 +182,4 @@ class Proof(Stage):
                 differences = [Difference(("answer", "to the same request once more"), answer.body(), again.body())]
         if not differences:
             return None
-        return diagnose(title, differences, answer, self._undisturbed, self._derived, self._effect_lines)
+        return explained(title, differences, answer, self._undisturbed, self._derived, self._effect_lines)

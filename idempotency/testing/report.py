@@ -2,18 +2,18 @@
 
 from dataclasses import dataclass, field
 
-from idempotency.testing.diagnosis import Finding
+from idempotency.testing.failures import Failure
 from idempotency.testing.places import Place
 
 
 class DoesNotSurvive(AssertionError):
-    """After some course of events something is not as after an undisturbed request; ``findings`` say what, where and why."""
+    """After some course of events something is not as after an undisturbed request; ``failures`` say what, where and why."""
 
-    def __init__(self, findings: list[Finding]) -> None:
-        self.findings = findings
-        groups: dict[tuple[str, str], list[Finding]] = {}
-        for finding in findings:
-            groups.setdefault((finding.cause, finding.cure), []).append(finding)
+    def __init__(self, failures: list[Failure]) -> None:
+        self.failures = failures
+        groups: dict[tuple[str, str], list[Failure]] = {}
+        for failure in failures:
+            groups.setdefault((failure.cause, failure.cure), []).append(failure)
         parts = []
         for number, same in enumerate(groups.values(), 1):
             more = f"\n   The same in {len(same) - 1} other courses of events." if len(same) > 1 else ""

@@ -10,13 +10,14 @@ from django.core.signals import got_request_exception
 from django.db import transaction
 
 from idempotency import conf
+from idempotency._states import IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
-from idempotency.models import IdempotencyKey, IdempotencyKeyQuerySet, ProcessedMessage
+from idempotency.models import IdempotencyKey, ProcessedMessage
 from idempotency.testing.comparing import Answer, Leaves, leaves
 from idempotency.testing.downstream import effects_of, living
 from idempotency.testing.moved_time import age
 from idempotency.testing.observing import Run, observed
-from idempotency.testing.rows import Snapshot
+from idempotency.testing.snapshots import Snapshot
 
 Send = Callable[[str], Any]
 #: How often a client comes back, each time after the lock has expired.

@@ -44,15 +44,18 @@ class Migration(migrations.Migration):
                 ("created_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
                 (
                     "client_ref",
-                    models.UUIDField(blank=True, help_text="The id that the client picked (PUT /rides/by-ref/).", null=True),
+                    models.UUIDField(blank=True, help_text="The id that the client chose (PUT /rides/by-ref/).", null=True),
                 ),
                 ("origin_lat", models.DecimalField(decimal_places=10, max_digits=13)),
                 ("origin_lon", models.DecimalField(decimal_places=10, max_digits=13)),
                 ("target_lat", models.DecimalField(decimal_places=10, max_digits=13)),
                 ("target_lon", models.DecimalField(decimal_places=10, max_digits=13)),
                 ("stripe_charge_id", models.CharField(blank=True, max_length=50, null=True, unique=True)),
-                ("paid_at", models.DateTimeField(blank=True, help_text="When Stripe's event said so.", null=True)),
-                ("picked_up_at", models.DateTimeField(blank=True, help_text="From then on the target stays.", null=True)),
+                ("paid_at", models.DateTimeField(blank=True, help_text="Set by the webhook for the charge.", null=True)),
+                (
+                    "picked_up_at",
+                    models.DateTimeField(blank=True, help_text="After this time the target cannot change.", null=True),
+                ),
                 (
                     "idempotency_key",
                     models.OneToOneField(

@@ -30,7 +30,7 @@ def test_a_double_click_books_once(service: Service, visitor: Visitor) -> None:
     visitor.expect_status(ACCEPTED)
     expect_one_booking(service, visitor)
     assert visitor.requests_sent() >= 2
-    expect(visitor.page.locator("#heard")).to_contain_text("replayed")
+    expect(visitor.page.locator("#responses")).to_contain_text("Replay of the stored response")
 
 
 def test_nothing_can_be_pressed_before_the_script_listens(service: Service, visitor: Visitor) -> None:
@@ -56,8 +56,8 @@ def test_a_click_after_the_answer_gets_the_same_answer(service: Service, visitor
 
     visitor.book.click()
 
-    expect(visitor.page.locator("#heard")).to_contain_text(
-        "201 Payment accepted. Your pilot is on their way! The stored answer"
+    expect(visitor.page.locator("#responses")).to_contain_text(
+        "201 Payment accepted. Your pilot is on their way! Replay of the stored response"
     )
     expect_one_booking(service, visitor)
 
@@ -75,7 +75,7 @@ def test_a_new_booking_is_another_one(service: Service, visitor: Visitor) -> Non
     assert len(service.books()) == len(service.charges()) == 2
 
 
-@pytest.mark.parametrize("broken", ["Is down", "Charges, then hangs up"])
+@pytest.mark.parametrize("broken", ["Is down", "Charges, then disconnects"])
 def test_the_page_says_that_stripe_is_broken_and_the_retry_after_the_repair_books_once(
     service: Service, visitor: Visitor, broken: str
 ) -> None:

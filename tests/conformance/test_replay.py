@@ -35,7 +35,7 @@ def sent() -> Iterator[list[str]]:
 @both_kinds
 def test_20_replay_is_the_same_and_does_nothing_else(kind: Kind, serve: Serve, sender: Sender, sent: list[str]) -> None:
     def work(request: HttpRequest) -> HttpResponse:
-        stage_job("tests.jobs_for_tests.anything", {"a": 1})
+        stage_job("tests.kit.jobs.anything", {"a": 1})
         return create(request)
 
     serve(view=kind(counted := Counted(work)))

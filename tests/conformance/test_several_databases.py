@@ -1,4 +1,4 @@
-"""Number 49: a plain view that writes to two databases. What else holds there is in ``tests/test_several_databases.py``."""
+"""Number 49: a plain view that writes to two databases. ``tests/request/test_several_databases.py`` has the rest."""
 
 from collections.abc import Callable
 from typing import Any

@@ -11,7 +11,7 @@ from pytest_django import Settings
 from idempotency.models import IdempotencyKey
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import WAIT_SECONDS, Gate, in_background
-from tests.kit.views import both_kinds, create, plain
+from tests.kit.views import both_kinds, create, phased, plain
 from tests.models import Entry
 
 Serve = Callable[..., None]
@@ -86,6 +86,20 @@ def test_51_one_key_of_two_tenants_is_two_keys(
     gate.open()
     assert [answer.status_code for answer in (met, running.result(WAIT_SECONDS))] == [201, 201]
     assert (made_in("one"), made_in("two")) == (1, 1)
+
+
+@pytest.mark.parametrize(("running_kind", "asking_kind"), [(plain, phased), (phased, plain)])
+def test_51_views_of_two_kinds_of_two_tenants_do_not_meet(
+    running_kind: Callable[..., View], asking_kind: Callable[..., View], tenants: None, serve: Serve, sender: Sender
+) -> None:
+    gate = Gate()
+    serve(running=running_kind(stopping(gate)), asking=asking_kind(create))
+    running = in_background(lambda: another_client(sender).send("/running/", headers={"X-Tenant": "one"}))
+    gate.wait_until_reached()
+    other = another_client(sender)
+    met = in_background(lambda: other.send("/asking/", headers={"X-Tenant": "two"})).result(WAIT_SECONDS)
+    gate.open()
+    assert [answer.status_code for answer in (met, running.result(WAIT_SECONDS))] == [201, 201]
 
 
 @both_kinds

@@ -14,8 +14,8 @@ from django.test import Client
 
 from idempotency.testing import assert_survives
 from rides_demo.models import Ride
-from rides_demo.sandbox import Sandbox
-from tests.rides_fixtures import RIDE, Phone, jane, joe, sandbox  # noqa: F401
+from rides_demo.sandbox.server import Sandbox
+from tests.kit.rides import RIDE, Phone, jane, joe, sandbox  # noqa: F401
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.processes]
 

@@ -47,6 +47,7 @@ def test_afterwards_the_database_is_as_it_was_and_ids_go_on(
     assert Entry.objects.create(name="after").pk == before.pk + 1
 
 
+@pytest.mark.full
 def test_each_statement_commit_and_foreign_call_is_a_place(
     survives: Callable[..., Report], serve: Callable[..., None], sender: Sender, texts: list[str]
 ) -> None:
@@ -117,6 +118,7 @@ class InAnOpenTransaction(TestCase):
         assert connection.in_atomic_block
 
 
+@pytest.mark.full
 class UnderUnittest(CrashTestCase):
     """The kit in a test case of Django."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from idempotency.testing import DoesNotSurvive, assert_survives, courses
-from idempotency.testing import diagnosis as cures
+from idempotency.testing import failures as cures
 from tests.crash import views
 from tests.kit.serving import Sender
 
@@ -62,13 +62,13 @@ def test_a_planted_bug_is_caught_with_its_place_and_its_cure(
 
     with pytest.raises(DoesNotSurvive) as caught:
         check_each()
-    (finding,) = caught.value.findings
-    assert finding.cure == cure
-    assert any(f"tests/crash/views.py:{number} in {view}" in finding.cause for number in lines_near(view, culprit)), str(
-        finding
+    (failure,) = caught.value.failures
+    assert failure.cure == cure
+    assert any(f"tests/crash/views.py:{number} in {view}" in failure.cause for number in lines_near(view, culprit)), str(
+        failure
     )
-    assert "tests/crash/" in finding.course or "tests/kit/serving.py" in finding.course
-    line(f"planted: {view.replace('_', ' ')}", f"caught: {finding.cause[:110]}")
+    assert "tests/crash/" in failure.course or "tests/kit/serving.py" in failure.course
+    line(f"planted: {view.replace('_', ' ')}", f"caught: {failure.cause[:110]}")
 
 
 def lines_near(view: str, culprit: str) -> range:

@@ -29,7 +29,7 @@ def plain(request: HttpRequest) -> HttpResponseBase:
     """Write rows and stage a job, in the one transaction of a plain view."""
     entry = write(request, "made")
     Account.objects.filter(name="till").update(balance=5)
-    stage_job("tests.jobs_for_tests.anything", {"entry_id": entry.pk, "token": uuid.uuid4().hex})
+    stage_job("tests.kit.jobs.anything", {"entry_id": entry.pk, "token": uuid.uuid4().hex})
     return JsonResponse({"id": entry.pk, "url": f"/entries/{entry.pk}"}, status=201)
 
 
@@ -70,7 +70,7 @@ def phased(request: HttpRequest) -> HttpResponseBase:
             case "charged":
                 entry = Entry.objects.get(idempotency_key=key)
                 with atomic_phase(key) as phase:
-                    stage_job("tests.jobs_for_tests.anything", {"entry_id": entry.pk})
+                    stage_job("tests.kit.jobs.anything", {"entry_id": entry.pk})
                     phase.set_response(JsonResponse({"id": entry.pk, "charge": entry.name}, status=201))
     return key.response()
 

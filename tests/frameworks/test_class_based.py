@@ -104,7 +104,7 @@ def test_decorator_outside_of_a_mixin_s_check_is_refused(serve: Serve, sender: S
 
 @pytest.mark.parametrize("check", [login_required, permission_required("tests.add_entry")], ids=["login", "permission"])
 def test_decorator_outside_of_a_check_is_refused(check: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match="below"):
+    with pytest.raises(TypeError, match="@idempotent outside"):
         idempotent(check(lambda request: JsonResponse({})))
 
 

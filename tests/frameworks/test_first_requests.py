@@ -192,7 +192,7 @@ def test_validate_refuses_before_the_key_is_spent(service: Service) -> None:
 def test_staged_job_is_committed_with_the_work_or_not_at_all(service: Service) -> None:
     def do(request: HttpRequest) -> Reply:
         reply = create(request)
-        stage_job("tests.jobs_for_tests.record", {"user": 1})
+        stage_job("tests.kit.jobs.record", {"user": 1})
         return crash() if work.runs == 1 else reply
 
     work = service.serve(Work(do))

@@ -8,10 +8,11 @@ from uuid import UUID
 import pytest
 from django import forms
 from django.contrib.auth import login
+from django.contrib.sessions.backends.db import SessionStore
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
-from django.template import Context, RequestContext, Template
-from django.test import Client
+from django.template import Context, RequestContext, Template, engines
+from django.test import Client, RequestFactory
 from django.urls import path
 from pytest_django import Settings
 
@@ -91,6 +92,19 @@ def test_tag_renders_a_new_key_each_time() -> None:
 def test_name_of_the_field_is_escaped() -> None:
     html = Template("{% load idempotency %}{% idempotency_key name %}").render(Context({"name": '"><script>'}))
     assert "<script>" not in html
+
+
+def test_a_form_is_given_a_new_key_each_time_and_a_stranger_a_session(db: None) -> None:
+    template = engines["django"].from_string('{% load idempotency %}{% idempotency_key %}{% idempotency_key "second" %}')
+    request: HttpRequest = RequestFactory().get("/")
+    request.session = SessionStore()
+    first = template.render({}, request)
+    kept = request.session.session_key
+    assert kept
+    assert 'type="hidden" name="idempotency_key" value="' in first
+    assert 'name="second"' in first
+    assert template.render({}, request) != first
+    assert request.session.session_key == kept
 
 
 def test_form_that_is_sent_twice_takes_effect_once_and_redirects_twice(browser: Browser) -> None:

@@ -328,7 +328,7 @@ def test_completer_may_be_given_what_the_authentication_returns(serve: Serve, cl
 def test_nothing_from_the_network_signs_in(serve: Serve) -> None:
     user = UserFactory()
     serve(Entries.as_view())
-    names = ["_force_auth_user", "force_auth_user", "Force-Auth-User", "Idempotency-Claimed-Key", "_idempotency_claimed_key"]
+    names = ["_force_auth_user", "force_auth_user", "Force-Auth-User", "Idempotency-Completion", "idempotency_completion"]
     stranger = Client(raise_request_exception=False)
     response = stranger.post(
         f"/view/?{'&'.join(f'{name}={user.pk}' for name in names)}",
@@ -342,7 +342,7 @@ def test_nothing_from_the_network_signs_in(serve: Serve) -> None:
 
 
 def test_decorator_outside_of_authentication_is_refused() -> None:
-    with pytest.raises(TypeError, match="outside of authentication"):
+    with pytest.raises(TypeError, match="outside authentication"):
         idempotent(Entries.as_view())
 
     @method_decorator(idempotent, name="dispatch")

@@ -7,7 +7,7 @@ from django.test import RequestFactory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idempotency.fingerprint import fingerprint
+from idempotency._request.fingerprint import fingerprint
 from tests.fuzz import rule_27
 from tests.fuzz.examples import examples
 

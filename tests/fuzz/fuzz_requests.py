@@ -20,9 +20,9 @@ from rides_demo.models import Ride
 from tests.fuzz import rule_27
 from tests.fuzz.examples import examples
 from tests.fuzz.fuzz_keys import HEADERS, KEYS, VISIBLE
+from tests.kit.rides import RIDE, Phone, jane, sandbox  # noqa: F401
 from tests.kit.views import phased
 from tests.models import Entry
-from tests.rides_fixtures import RIDE, Phone, jane, sandbox  # noqa: F401
 
 Serve = Callable[..., None]
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from idempotency import claims, keys
-from idempotency.claims import ClaimedRequest
+from idempotency._store import claims, fence
+from idempotency._store.advisory_locks import lock_parameters
+from idempotency._store.claims import ClaimedRequest
 from idempotency.models import IdempotencyKey
 
 POINTS = ("started", "paid")
@@ -42,7 +43,7 @@ def claim_as_completer(key: IdempotencyKey, *, delay: float = 60, early: bool = 
 
 def finish(key: IdempotencyKey) -> None:
     """Store an empty answer."""
-    keys.finish(key, 200, {}, b"", using="default")
+    fence.finish(key, 200, {}, b"", using="default")
 
 
 def hand_back_and_meet_another_run(hand_back: Any, pk: int, *args: Any, **kwargs: Any) -> bool:
@@ -50,3 +51,8 @@ def hand_back_and_meet_another_run(hand_back: Any, pk: int, *args: Any, **kwargs
     done: bool = hand_back(pk, *args, **kwargs)
     assert claims.claim_by_id(pk, delay_seconds=0, using="default")
     return done
+
+
+def locks(asked: ClaimedRequest) -> dict[str, int]:
+    """Return the numbers of the advisory locks of a request."""
+    return lock_parameters(asked.scope, asked.idempotency_key, asked.fingerprint)

@@ -6,17 +6,17 @@ from typing import Any
 
 import psycopg
 
-from rides_demo.processes import Process
-from rides_demo.services import Postgres
+from rides_demo.processes.embedded import Postgres
+from rides_demo.processes.process import Process
 
 
 class HastyPostgres(Postgres):
     """A PostgreSQL that loses data when the machine crashes. Full pages are still written: some tests count WAL."""
 
     def prepare(self) -> None:
-        """Switch fsync off."""
+        """Switch fsync off, and checkpoints by time: after one, each page is written to the WAL in full once."""
         super().prepare()
-        self.command += ["-c", "fsync=off"]
+        self.command += ["-c", "fsync=off", "-c", "checkpoint_timeout=1d", "-c", "max_wal_size=4GB"]
 
 
 class Standby(HastyPostgres):

@@ -102,10 +102,10 @@ def texting(block: Callable[[MadeCall], None], after: Callable[[], None] = lambd
     return view
 
 
-def over_key(work: Callable[[Any], None]) -> Any:
+def over_key(work: Callable[[Any], object], **options: Any) -> Any:
     """Return a phased view that gives its key to ``work`` at its only recovery point."""
 
-    @idempotent(recovery_points=[])
+    @idempotent(recovery_points=[], **options)
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         for _ in key.phases():

@@ -9,7 +9,7 @@ class Migration(migrations.Migration):
     initial = True
 
     dependencies = [
-        ('idempotency', '0002_fillfactor'),
+        ('idempotency', '0001_initial'),
     ]
 
     operations = [

@@ -61,7 +61,7 @@ def pay(request: HttpRequest) -> HttpResponseBase:
                     phase.set_recovery_point("charged")
             case "charged":
                 with atomic_phase(key) as phase:
-                    stage_job("tests.jobs_for_tests.anything", {"text": name})
+                    stage_job("tests.kit.jobs.anything", {"text": name})
                     stop_here("before COMMIT of finished")
                     phase.set_response(JsonResponse({"paid": name, "run": key.attempts}, status=201))
     return key.response()

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import httpx
 
-from rides_demo.simulated_clients import Booking, Phones, Tally
-from tests.rides_fixtures import RIDE
+from rides_demo.simulator.booking_clients import Booking, BookingClients, Tally
+from tests.kit.rides import RIDE
 
 Result = TypeVar("Result")
 
@@ -21,8 +21,8 @@ class Rider:
         self.booking = Booking(key or str(uuid.uuid4()), "plain", "demo-jane", RIDE)
         self.heard: list[httpx.Response] = []
         self.tally = Tally()
-        self._phones = Phones(url, self.tally)
-        self._phones.http.event_hooks = {"response": [self.heard.append]}
+        self._clients = BookingClients(url, self.tally)
+        self._clients.http.event_hooks = {"response": [self.heard.append]}
 
     @property
     def key(self) -> str:
@@ -39,22 +39,22 @@ class Rider:
     def post(self) -> httpx.Response:
         """Send the booking once and wait for the answer as long as it takes."""
         content = json.dumps(self.booking.body)
-        return self._phones.http.post("/rides", content=content, headers=self.headers(), timeout=60)
+        return self._clients.http.post("/rides", content=content, headers=self.headers(), timeout=60)
 
     def settle(self) -> httpx.Response:
         """Send the booking until an answer stands: over lost connections, 503, and 409 with ``Retry-After``."""
-        outcome = self._phones.play(self.booking)
+        outcome = self._clients.run(self.booking)
         assert outcome.answer is not None, f"gave up after {outcome.tries} tries: {self.tally.counts}"
         assert self.tally.wrong == []
         return outcome.answer
 
     def send_and_leave(self) -> None:
         """Send the booking and go away before the answer."""
-        self._phones.play(replace(self.booking, kind="gone"))
+        self._clients.run(replace(self.booking, kind="gone"))
         assert self.tally.counts["fault gone"] == 1
 
     def close(self) -> None:
-        self._phones.close()
+        self._clients.close()
 
 
 def code(answer: httpx.Response) -> str:

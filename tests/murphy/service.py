@@ -11,9 +11,9 @@ import psutil
 import psycopg
 from psycopg.rows import dict_row
 
-from rides_demo.processes import Process
-from rides_demo.services import free_port
-from rides_demo.supervisor import BASE_FOLDER, Supervisor
+from rides_demo.processes.ports import free_port
+from rides_demo.processes.process import Process
+from rides_demo.processes.supervisor import BASE_FOLDER, Supervisor
 from tests.kit.waiting import eventually
 
 logger = logging.getLogger("tests.murphy")

@@ -10,11 +10,11 @@ import pytest
 import redis
 from rq.job import Job
 
+from tests.kit.rides import RIDE
 from tests.kit.threads import at_once, background
 from tests.kit.waiting import eventually
 from tests.murphy.rider import Rider, code
 from tests.murphy.service import LOCK_TIMEOUT_SECONDS, SLOW_SECONDS, Service
-from tests.rides_fixtures import RIDE
 
 pytestmark = [pytest.mark.processes, pytest.mark.sample]
 

@@ -24,10 +24,10 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
-from rides_demo.services import Postgres
+from rides_demo.processes.embedded import Postgres
 from tests.kit.servers import HastyPostgres
 from tests.mutation.choice import FIRST_FILE, POSTGRESQL, SAMPLED, SEED, SQLITE, WHOLE
-from tests.mutation.mutants import ROOT, SQL_MODULE, Mutant, mutants_of
+from tests.mutation.mutants import ROOT, SQL_MODULES, Mutant, mutants_of
 from tests.mutation.stand import Found, Stand
 
 #: The mutants that nobody can see; they meet only so many tests.
@@ -56,7 +56,7 @@ class Tests:
     def of(self, mutant: Mutant, known: str) -> dict[str, float]:
         """Return the tests that a mutant meets, in this order, and their seconds."""
         first = {known, *self._killers[mutant.module, mutant.function]}
-        if mutant.module == SQL_MODULE:
+        if mutant.module in SQL_MODULES:
             # A text is put together once, and used by all: those come first that use it.
             chosen, first = set(self.seconds), first | self._using(mutant.function.rpartition(".")[2])
         else:

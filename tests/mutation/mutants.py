@@ -20,7 +20,7 @@ from tests.mutation.choice import SAMPLED, SEED
 from tests.mutation.warm import signature
 
 ROOT = Path(__file__).resolve().parents[2]
-SQL_MODULE = "idempotency/sql.py"
+SQL_MODULES = ("idempotency/_store/statements.py", "idempotency/_store/advisory_locks.py")
 #: Left out of Cosmic Ray's: what it makes of ``X | None`` in annotations and of the bare ``*`` of a signature.
 OPERATORS = (
     *("AddNot", "ReplaceUnaryOperator_Delete_Not", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue"),
@@ -35,10 +35,10 @@ OPERATORS = (
 SQL = (
     ("k.id = %(id)s AND k.claim_token = %(token)s", "k.id = %(id)s"),
     ('_REACHED = "k.recovery_point = %(reached)s"', '_REACHED = "(true OR k.recovery_point = %(reached)s)"'),
-    ("(k.stuck_at IS NULL OR k.stuck_code IN {OPEN_TO_RETRIES!r})", "(k.stuck_at IS NULL)"),
-    ("(k.stuck_at IS NULL OR k.stuck_code IN {OPEN_TO_RETRIES!r})", "(true)"),
-    ("(k.stuck_at IS NULL OR k.stuck_code = '{UNKNOWN_RECOVERY_POINT}')", "(k.stuck_at IS NULL)"),
-    ("(k.stuck_at IS NULL OR k.stuck_code = '{UNKNOWN_RECOVERY_POINT}')", "(true)"),
+    ("(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, OPEN_TO_RETRIES))!r})", "(k.stuck_at IS NULL)"),
+    ("(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, OPEN_TO_RETRIES))!r})", "(true)"),
+    ("(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')", "(k.stuck_at IS NULL)"),
+    ("(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')", "(true)"),
     ("\"stuck_at = NULL, stuck_code = '', stuck_reason = ''\"", '"stuck_at = k.stuck_at"'),
     ("(k.locked_at IS NULL OR k.locked_at < {", "(k.locked_at IS NULL OR k.locked_at > {"),
     ("(k.locked_at IS NULL OR k.locked_at < {", "(k.locked_at < {"),
@@ -60,11 +60,11 @@ SQL = (
         "last_run_at = {self.now}, {_NEXT_ATTEMPT}, {CLEAR_STUCK}",
         "last_run_at = {self.now}, {_NEXT_ATTEMPT}",
     ),
-    ('f"ELSE pg_try_advisory_xact_lock({_KEY_LOCK}) END"', '"ELSE true END"'),
+    ('f"ELSE pg_try_advisory_xact_lock({KEY_LOCK}) END"', '"ELSE true END"'),
     ("THEN (SELECT met.claimable FROM met) ", "THEN true "),
     ("met WHERE NOT met.expired) THEN", "met) THEN"),
-    ("WHEN NOT pg_try_advisory_xact_lock({_MARK_KEY}, %(mark_request)s::int) THEN 'same' ", ""),
-    ("WHEN NOT pg_try_advisory_xact_lock({_KEY_LOCK}) THEN 'other' ELSE", "ELSE"),
+    ("WHEN NOT pg_try_advisory_xact_lock({MARK_KEY}, %(mark_request)s::int) THEN 'same' ", ""),
+    ("WHEN NOT pg_try_advisory_xact_lock({KEY_LOCK}) THEN 'other' ELSE", "ELSE"),
     ("%(lock)s::bigint # {_TABLE_ID}::bigint", "%(lock)s::bigint"),
     ("%(mark_key)s::int # {_TABLE_ID}::int", "%(mark_key)s::int"),
     ("SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at", "SET locked_at = {self.now}, last_run_at"),
@@ -94,7 +94,8 @@ SQL = (
     ("SET locked_at = {self.now}, untouched_attempts = 0, call", "SET untouched_attempts = 0, call"),
     ("SET locked_at = {self.now}, untouched_attempts = 0, call", "SET locked_at = {self.now}, call"),
     ("{_REACHED} AND k.stuck_code = %(stuck_code)s", "{_REACHED}"),
-    ("{_REACHED} AND k.untouched_attempts = k.attempts", "{_REACHED}"),
+    ("{_REACHED} AND {_UNTOUCHED}", "{_REACHED}"),
+    ("{self.finish} AND {_UNTOUCHED}", "{self.finish}"),
     ("untouched_attempts = k.untouched_attempts + 1, refused_at", "refused_at"),
     ("untouched_attempts = k.untouched_attempts + 1, refused_at = NULL", "untouched_attempts = k.untouched_attempts + 1"),
     ("k.finished_at IS NULL AND NOT k.refused AND", "k.finished_at IS NULL AND"),
@@ -109,8 +110,9 @@ SQL = (
     ("k.stuck_at IS NULL AND NOT k.refused AND {self.unlocked}", "k.stuck_at IS NULL AND NOT k.refused"),
     (" AND pid <> pg_backend_pid()", ""),
     ("    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())\n", ""),
-    ("(classid << 32 | objid) = {_KEY_LOCK}", "objid = {_KEY_LOCK} & 4294967295"),
-    ("    AND objid <> %(mark_request)s::bigint & 4294967295\n", "    AND %(mark_request)s IS NOT NULL\n"),
+    ("(classid << 32 | objid) = {KEY_LOCK}", "objid = {KEY_LOCK} & 4294967295"),
+    ("AND objid <> %(mark_request)s::bigint & 4294967295 AND objid >> 24", "AND objid >> 24"),
+    (" AND objid >> 24 = (%(mark_request)s::bigint & 4294967295) >> 24", ""),
     ("FROM lock JOIN mark USING (pid)", "FROM mark"),
     ('ANYWHERE = " RETURNING', 'ANYWHERE = " AND false RETURNING'),
     (" AND k.ctid = %(place)s::tid RETURNING", " AND false AND %(place)s::tid IS NOT NULL RETURNING"),
@@ -136,7 +138,7 @@ class Mutant:
 
 def mutants_of(name: str) -> list[Mutant]:
     """Return the mutants of a module, or the sample of them that the seed draws, in the order of its lines."""
-    module = f"idempotency/{name}.py"
+    (module,) = (str(found.relative_to(ROOT)) for found in (ROOT / "idempotency").glob("**/*.py") if found.stem == name)
     found = list(mutants(module, (ROOT / module).read_text()))
     if len(found) <= SAMPLED.get(name, len(found)):
         return found
@@ -148,7 +150,7 @@ def mutants(module: str, text: str) -> Iterator[Mutant]:
     """Return every mutant of a module, each once."""
     met, names = {_compiled(text)}, Counter[str]()
     file = module.rpartition("/")[2]
-    for changed in _of_sql(text) if module == SQL_MODULE else _of_python(text):
+    for changed in _of_sql(text) if module in SQL_MODULES else _of_python(text):
         compiled = _compiled(changed)
         if compiled is None or compiled in met:
             continue
@@ -197,9 +199,13 @@ def _with_one_statement_less(text: str) -> Iterator[str]:
 
 
 def _of_sql(text: str) -> Iterator[str]:
+    everywhere = "".join((ROOT / module).read_text() for module in SQL_MODULES)
     for found, instead in SQL:
-        assert text.count(found) == 1, f"tests/mutation/mutants.py: sql.py has {text.count(found)} times {found!r}"
-        yield text.replace(found, instead)
+        assert everywhere.count(found) == 1, (
+            f"tests/mutation/mutants.py: {SQL_MODULES} have {everywhere.count(found)} times {found!r}"
+        )
+        if found in text:
+            yield text.replace(found, instead)
 
 
 def _difference(text: str, changed: str) -> tuple[int, str, str]:

@@ -17,13 +17,13 @@ from typing import Any
 import psycopg
 from psycopg.sql import SQL, Identifier
 
-from rides_demo.services import Postgres, postgres_url
+from rides_demo.processes.embedded import Postgres, postgres_url
 from tests.kit.tables import WRITTEN_ONCE
 from tests.mutation.mutants import ROOT, Mutant
 from tests.mutation.warm import changed_function
 
 #: Whether an update stays on its page is PostgreSQL's decision, which other sessions have a part in.
-LEFT_OUT = ("--deselect", "tests/test_keys.py::test_every_update_of_a_phased_key_but_the_last_stays_hot")
+LEFT_OUT = ("--deselect", "tests/request/test_counts.py::test_every_update_of_a_phased_key_but_the_finish_is_hot")
 NOT_COPIED = (".git", ".venv*", ".run", ".tox", ".*_cache", ".hypothesis", "__pycache__")
 #: A test is endless when it takes so many times as long as it did before, and so many seconds: other people use the machine.
 PATIENCE, GRACE_SECONDS = 20, 60

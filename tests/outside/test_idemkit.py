@@ -1,7 +1,7 @@
 """The vectors that idemkit publishes for any store of keys, on this one.
 
-The adapter translates names and durations, and decides nothing: each of its calls is one of ``idempotency.keys``. What idemkit
-gives with each call, this app has in its settings, so that the translation has two peculiarities.
+The adapter translates names and durations, and decides nothing: each of its calls is one of the store. What idemkit gives with
+each call, this app has in its settings, so that the translation has two peculiarities.
 
 - A lease, or a time to live, that is shorter than that of the settings: the row is dated back by the difference. Whether
   it has run out is then said by the claim, not by the adapter.
@@ -23,11 +23,12 @@ from django.db.models import F
 from idemkit.conformance import BackendConformance
 from idemkit.core.state import ClaimResult, ClaimResultType, State, StoredRecord
 
-from idempotency import claims, conf, keys
-from idempotency.claims import Claim, ClaimedRequest, Outcome
+from idempotency import conf
+from idempotency._request.wait import Patience
+from idempotency._store import claims, fence
+from idempotency._store.claims import Claim, ClaimedRequest, Outcome
 from idempotency.exceptions import LockLost
 from idempotency.models import STARTED, IdempotencyKey
-from idempotency.waiting import Patience
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
@@ -40,7 +41,7 @@ LOCK_TIMEOUT_SECONDS = 30
 
 
 class Backend:
-    """``idempotency.keys`` under the names of idemkit's protocol; each call in a thread with a connection of its own."""
+    """The store under the names of idemkit's protocol; each call in a thread with a connection of its own."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
@@ -68,14 +69,14 @@ class Backend:
         expires_after_seconds: float,
     ) -> bool:
         def run(key: IdempotencyKey) -> None:
-            keys.finish(key, response_status, response_headers, response_body, using=ALIAS)
+            fence.finish(key, response_status, response_headers, response_body, using=ALIAS)
             _date_back("finished_at", key, conf.get().RETENTION_HOURS * 3600 - expires_after_seconds)
 
         return await self._fenced(effective_key, claim_token, run)
 
     async def release(self, effective_key: str, claim_token: str) -> bool:
         def run(key: IdempotencyKey) -> None:
-            keys.release(key, "released", using=ALIAS)
+            fence.release(key, "released", using=ALIAS)
             if key.history == IdempotencyKey.objects.get(pk=key.pk).history:
                 raise LockLost  # It is only logged: the app has nothing to do about it.
 
@@ -83,7 +84,7 @@ class Backend:
 
     async def renew(self, effective_key: str, claim_token: str, lease_ttl_seconds: float) -> bool:
         def run(key: IdempotencyKey) -> None:
-            keys.renew(key, using=ALIAS)
+            fence.renew(key, using=ALIAS)
             _date_back("locked_at", key, LOCK_TIMEOUT_SECONDS - lease_ttl_seconds)
 
         return await self._fenced(effective_key, claim_token, run)

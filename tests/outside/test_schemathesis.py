@@ -15,8 +15,8 @@ import psycopg
 import pytest
 
 from rides_demo.documents import OPENAPI
-from rides_demo.services import free_port
-from rides_demo.supervisor import Supervisor
+from rides_demo.processes.ports import free_port
+from rides_demo.processes.supervisor import Supervisor
 
 pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 

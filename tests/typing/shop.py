@@ -1,4 +1,4 @@
-"""A project of a user, type-checked by ``tests/test_typing.py``: what mypy must reveal, or refuse, stands at the line."""
+"""A project of a user, type-checked by ``tests/docs/test_typing.py``: what mypy must reveal, or refuse, stands at the line."""
 
 from typing import Any, reveal_type
 

@@ -1,4 +1,4 @@
-"""``manage.py complete_keys``: finish the requests whose clients have gone away."""
+"""``manage.py complete_keys``: finish abandoned requests."""
 
 from django.core.management.base import CommandParser
 
@@ -7,15 +7,16 @@ from idempotency.management.passes import PassCommand, add_concurrency_argument
 
 
 class Command(PassCommand):
-    """Parse, and call ``complete_once``."""
+    """Call ``complete_once``."""
 
     help = (
-        "Run abandoned requests on from their last recovery point, each as its own user. Several may run at once. One pass and "
-        "exit, or --loop to stay. Exit status: 0 pass done (stuck keys included) or SIGTERM, 1 database not reachable, 2 usage."
+        "Run abandoned requests from their last recovery point, each as its own user. Several of these commands may run at "
+        "once. The command does one pass and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, even if "
+        "keys became stuck, or after SIGTERM; 1 if the database cannot be reached; 2 for wrong usage."
     )
     default_interval = 5.0
     default_batch_size = 100
-    batch_size_help = "How many keys are looked up at a time"
+    batch_size_help = "Number of keys that one query reads"
     own_options = ("concurrency",)
 
     run_pass = staticmethod(complete_once)
@@ -25,5 +26,5 @@ class Command(PassCommand):
         add_concurrency_argument(parser)
 
     def would_be(self, counts: CompletePass) -> str:
-        """Return how many keys would be run: what becomes of them, nobody knows before."""
+        """Return the number of keys that would be run. Their outcomes are unknown."""
         return f"{counts.failed} run"

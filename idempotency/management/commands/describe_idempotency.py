@@ -1,4 +1,4 @@
-"""``manage.py describe_idempotency``: print what each protected view promises."""
+"""``manage.py describe_idempotency``: print the policy of each protected view."""
 
 import json
 from dataclasses import asdict
@@ -11,16 +11,16 @@ from idempotency.policy import Policy, policies
 
 
 class Command(BaseCommand):
-    """Parse, and print ``policies()``."""
+    """Print ``policies()``."""
 
     help = (
-        "Print the policy of each protected view in the URLs: its path and methods, where the key stands and what it looks "
-        "like, what is stored and for how long. No database is asked. Exit status: 0 printed, 2 usage."
+        "Print the policy of each protected view of the URLconf: its path and methods, the place and form of the key, the "
+        "stored statuses and the retention. No database is queried. Exit status: 0 if printed, 2 for wrong usage."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--json", action="store_true", help="As a JSON array of objects.")
-        parser.add_argument("--urlconf", metavar="MODULE", help="Other URLs than those of ROOT_URLCONF.")
+        parser.add_argument("--json", action="store_true", help="Print a JSON array of objects.")
+        parser.add_argument("--urlconf", metavar="MODULE", help="The URLconf (default: ROOT_URLCONF).")
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
@@ -56,12 +56,12 @@ def _lines(policy: Policy) -> list[tuple[str, str]]:
         ("never stored", never + ("" if "5xx" in policy.stored_statuses else ", 5xx")),
         ("another request", f"{policy.mismatch_status} for the same key"),
         ("in flight", f"waits {policy.wait_seconds:g} s, then 409" if policy.wait_seconds else "409 at once"),
-        ("taken over", f"after {policy.lock_timeout_seconds} s without a sign of life"),
+        ("taken over", f"after {policy.lock_timeout_seconds} s without a renewal of the lock"),
     ]
     if policy.using:
         lines.append(("database", policy.using))
     if policy.replay_check:
-        lines.append(("replays", f"only if {policy.replay_check} lets them"))
+        lines.append(("replays", f"only if {policy.replay_check} permits them"))
     if policy.redact:
         lines.append(("not kept", ", ".join(policy.redact)))
     if not policy.store_body:

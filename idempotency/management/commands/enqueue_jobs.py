@@ -5,11 +5,12 @@ from idempotency.management.passes import PassCommand
 
 
 class Command(PassCommand):
-    """Parse, and call ``enqueue_once``."""
+    """Call ``enqueue_once``."""
 
     help = (
-        "Hand the staged jobs that are due to their broker and delete the rows. Several may run at once. One pass and exit, or "
-        "--loop to stay. Exit status: 0 pass done or SIGTERM, 1 database or broker not reachable, 2 usage."
+        "Hand the staged jobs that are due to their broker and delete the rows. Several of these commands may run at once. "
+        "The command does one pass and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, or after "
+        "SIGTERM; 1 if the database or the broker cannot be reached; 2 for wrong usage."
     )
     default_interval = 1.0
     run_pass = staticmethod(enqueue_once)

@@ -1,29 +1,43 @@
-"""``manage.py idempotency_doctor``: what ails the tables and the processes, and what to do."""
+"""``manage.py idempotency_doctor``: find problems of the tables and the processes, and their cures."""
 
 import json
 from dataclasses import asdict
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from idempotency.doctor import Diagnosis, diagnose
 from idempotency.management.passes import add_database_argument, exit_1_explained
+from idempotency.monitoring.doctor import Diagnosis, diagnose
+from idempotency.monitoring.heartbeats import LOOPS, SILENT_SECONDS, silent_here
 
 
 class Command(BaseCommand):
-    """Parse, print what ``diagnose`` returns, and exit by it."""
+    """Print the diagnosis or the silent loops."""
 
     help = (
-        "Look for stuck keys, late and silent processes, and an ailing table, and say what to do. Writes nothing. Exit status: "
-        "0 nothing found, 1 something found or database not reachable, 2 usage."
+        "Find stuck keys, late and silent processes, and problems of the tables, and print their cures. Nothing is written. "
+        "With --process, check only the heartbeats of loops on this host, as a container probe. Exit status: 0 if nothing is "
+        "found; 1 if something is found or the database cannot be reached; 2 for wrong usage."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--json", action="store_true", help="As a JSON object.")
+        form = parser.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_true", help="Print a JSON object.")
+        form.add_argument(
+            "--process",
+            nargs="+",
+            choices=tuple(LOOPS),
+            metavar="LOOP",
+            help=f"Exit with 1 if one of these loops ({', '.join(LOOPS)}) has no heartbeat of this host in the database "
+            f"that is younger than {SILENT_SECONDS:g} seconds.",
+        )
         add_database_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         with exit_1_explained("idempotency_doctor", options["database"]):
+            if options["process"]:
+                self._probe(options["process"], options["database"])
+                return
             diagnosis = diagnose(using=options["database"])
         if options["json"]:
             self.stdout.write(json.dumps(asdict(diagnosis), indent=2))
@@ -32,12 +46,19 @@ class Command(BaseCommand):
         if diagnosis.findings:
             raise SystemExit(1)
 
+    def _probe(self, names: list[str], using: str) -> None:
+        if silent := silent_here(names, using=using):
+            raise CommandError(
+                f"No heartbeat of {', '.join(silent)} on this host. See the log of the loop for the reason.", returncode=1
+            )
+        self.stdout.write("Heartbeats found.")
+
     def _write(self, diagnosis: Diagnosis) -> None:
         for name, value in diagnosis.measured.items():
             if name != "processes":
                 self.stdout.write(f"{name.replace('_', ' ')}: {'-' if value is None else value}")
         for process in diagnosis.measured["processes"]:
-            self.stdout.write(f"{process['name']} on {process['process']}: a sign of life {process['lag_seconds']:g} s ago")
+            self.stdout.write(f"{process['name']} on {process['process']}: last heartbeat {process['lag_seconds']:g} s ago")
         for finding in diagnosis.findings:
             self.stdout.write(f"\n{self.style.ERROR(finding.code)}: {finding.seen}\n    {finding.cure}")
         for unknown in diagnosis.cannot_tell:

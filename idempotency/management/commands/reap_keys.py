@@ -1,4 +1,4 @@
-"""``manage.py reap_keys``: delete what is past its retention."""
+"""``manage.py reap_keys``: delete expired keys and settle overdue ones."""
 
 from dataclasses import astuple
 from typing import Any
@@ -10,12 +10,13 @@ from idempotency.reaper import ReapPass, reap_once
 
 
 class Command(PassCommand):
-    """Parse, and call ``reap_once``; on a terminal, show how far it is."""
+    """Call ``reap_once``."""
 
     help = (
-        "Delete finished keys and inbox messages past their retention, and mark unfinished keys past it stuck. Several may run "
-        "at once. One pass and exit, or --loop to stay. Exit status: 0 pass done (stuck keys included) or SIGTERM, 1 database "
-        "not reachable, 2 usage."
+        "Delete finished keys and inbox messages past their retention. Settle unfinished keys past their retention with "
+        "on_abandon, or mark them as stuck. Several of these commands may run at once. The command does one pass and exits, or "
+        "repeats passes with --loop. Exit status: 0 if the pass is done, even if keys became stuck, or after SIGTERM; 1 if the "
+        "database cannot be reached; 2 for wrong usage."
     )
     default_interval = 60.0
     own_options = ("older_than_hours",)
@@ -27,12 +28,12 @@ class Command(PassCommand):
             type=_hours,
             dest="older_than_hours",
             metavar="HOURS",
-            help="Delete the keys that were finished longer ago than this, instead of RETENTION_HOURS; unfinished keys and "
-            "inbox messages keep their own time. The retry of a request whose key was deleted runs anew.",
+            help="Delete keys that finished more than this time ago, instead of RETENTION_HOURS. Unfinished keys and inbox "
+            "messages are not affected. If a client retries a request after its key was deleted, the request runs again.",
         )
 
     def run_pass(self, **options: Any) -> ReapPass:
-        """Do a pass, counting on a terminal, where somebody waits for it."""
+        """Do a pass; show its progress on a terminal."""
         if options["dry_run"] or not self.stdout.isatty():
             return reap_once(**options)
         total = sum(astuple(reap_once(**options | {"dry_run": True})))
@@ -44,7 +45,7 @@ class Command(PassCommand):
         try:
             return reap_once(**options, progress=show)
         finally:
-            self.stdout.write("\r\033[K", ending="")  # The line is free for the counts.
+            self.stdout.write("\r\033[K", ending="")  # Clear the line for the counts.
 
 
 def _hours(text: str) -> float:

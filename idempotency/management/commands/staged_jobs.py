@@ -1,4 +1,4 @@
-"""``manage.py staged_jobs``: look at the jobs that wait for the enqueuer, and settle those that it gave up on."""
+"""``manage.py staged_jobs``: list staged jobs, and retry or delete failed ones."""
 
 import argparse
 import json
@@ -18,12 +18,12 @@ from idempotency.models import StagedJob
 
 
 class Command(BaseCommand):
-    """Parse, and do one of four things."""
+    """Call the method of the subcommand."""
 
     help = (
-        "list: the staged jobs, failed ones first. retry: hand failed ones over again. purge: delete failed ones for good. "
-        "stats: how many wait, how long, and how many have failed. Exit status: 0 done, 1 database not reachable or a job not "
-        "found among the failed, 2 usage."
+        "List the staged jobs, failed ones first (list), hand failed jobs over again (retry), delete failed jobs (purge), or "
+        "print the backlog (stats). Exit status: 0 if done; 1 if the database cannot be reached or a job is not among the "
+        "failed ones; 2 for wrong usage."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -32,23 +32,26 @@ class Command(BaseCommand):
             "--database",
             default=DEFAULT_DB_ALIAS,
             choices=tuple(connections),
-            help="The database whose jobs to work on (default: %(default)s).",
+            help="The database with the jobs (default: %(default)s).",
         )
         actions = parser.add_subparsers(dest="action", required=True, parser_class=argparse.ArgumentParser)
         listing = actions.add_parser(
-            "list", parents=[database], help="A line for each job: state, id, attempts, queue, name, error."
+            "list", parents=[database], help="Print a line for each job: state, id, hand-overs, refusals, queue, name, error."
         )
-        listing.add_argument("--failed", action="store_true", help="Only those that were given up on.")
+        listing.add_argument("--failed", action="store_true", help="Print only failed jobs.")
         listing.add_argument(
-            "--limit", type=count, default=100, metavar="N", help="At most so many lines (default: %(default)s)."
+            "--limit", type=count, default=100, metavar="N", help="Maximum number of lines (default: %(default)s)."
         )
-        for name, text in (("retry", "Make failed jobs due again, with all their attempts."), ("purge", "Delete failed jobs.")):
+        for name, text in (
+            ("retry", "Make failed jobs due again, and reset their counts of hand-overs and refusals."),
+            ("purge", "Delete failed jobs."),
+        ):
             action = actions.add_parser(name, parents=[database], help=text)
             which = action.add_mutually_exclusive_group(required=True)
             which.add_argument("ids", nargs="*", default=[], type=UUID, metavar="ID", help="The ids of the jobs.")
             which.add_argument("--all", action="store_true", help="All failed jobs.")
-        stats = actions.add_parser("stats", parents=[database], help="The backlog in one line.")
-        stats.add_argument("--json", action="store_true", help="As a JSON object, for monitoring.")
+        stats = actions.add_parser("stats", parents=[database], help="Print the backlog in one line.")
+        stats.add_argument("--json", action="store_true", help="Print a JSON object, for monitoring.")
 
     def handle(self, *args: Any, **options: Any) -> None:
         with exit_1_explained("staged_jobs", options["database"]):
@@ -61,7 +64,8 @@ class Command(BaseCommand):
         for job in jobs[: options["limit"]]:
             state = "failed" if job.failed_at else f"due {job.run_at.isoformat(timespec='seconds')}"
             error = " ".join(job.last_error.split())[:120]
-            self.stdout.write(f"{state}  {job.pk}  {job.attempts} attempts  {job.queue}  {job.job_name}  {error}".rstrip())
+            counts = f"{job.hand_overs} hand-overs  {job.refusals} refusals"
+            self.stdout.write(f"{state}  {job.pk}  {counts}  {job.queue}  {job.job_name}  {error}".rstrip())
 
     def retry(self, using: str, options: dict[str, Any]) -> None:
         self._conclude("made due again", retry_jobs(_chosen(options), using=using), options)
@@ -78,11 +82,11 @@ class Command(BaseCommand):
             self.stdout.write(f"staged_jobs: {waiting.depth} due, the oldest for {oldest}, {waiting.failed} failed")
 
     def _conclude(self, done: str, count: int, options: dict[str, Any]) -> None:
-        """Say how many; an id that is not that of a failed job is an error."""
+        """Print the number of jobs. Raises CommandError if an id is not that of a failed job."""
         self.stdout.write(f"staged_jobs: {count} {done}")
         if missing := len(set(options["ids"])) - count if not options["all"] else 0:
             raise CommandError(
-                f"staged_jobs: {missing} of the ids are not those of failed jobs, or run now (see staged_jobs list --failed).",
+                f"staged_jobs: {missing} of the ids are not failed jobs, or are running now (see staged_jobs list --failed).",
                 returncode=1,
             )
 

@@ -1,4 +1,4 @@
-"""``manage.py demo``: every process, driven through faults by the simulator, and the books checked."""
+"""``manage.py demo``: start all processes, run the simulator and check the result."""
 
 import os
 import shutil
@@ -13,13 +13,14 @@ from pathlib import Path
 from django.core.management.base import BaseCommand, CommandParser
 
 from rides_demo.management.commands.serve import stop_on_signals
-from rides_demo.processes import ProcessError
-from rides_demo.services import free_port
-from rides_demo.simulated_crashes import VICTIMS
-from rides_demo.simulator import FAULTS, STRIPE_DOWN, STRIPE_FAULTS
-from rides_demo.supervisor import BASE_FOLDER, Supervisor, manage
+from rides_demo.processes.ports import free_port
+from rides_demo.processes.process import ProcessError
+from rides_demo.processes.supervisor import BASE_FOLDER, Supervisor, manage
+from rides_demo.simulator.crashes import VICTIMS
+from rides_demo.simulator.simulation import FAULTS, STRIPE_DOWN, STRIPE_FAULTS
 
-#: The article's 90, 300 and 60 seconds, in proportion: so that what a crash leaves is seen to be finished within the demo.
+#: The defaults of 90, 300 and 60 seconds scaled down, so that the completer finishes keys within
+#: the demo.
 SHORT = {
     "LOCK_TIMEOUT_SECONDS": "10",
     "COMPLETER_MIN_AGE_SECONDS": "15",
@@ -30,15 +31,15 @@ SHORT = {
 
 class Command(BaseCommand):
     name = "demo"
-    help = "Start every process on free ports in a folder of its own, book rides through faults, check the books, stop all."
+    help = "Start all processes in a temporary folder, book rides under faults, and check that the data is consistent."
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--requests", type=int, default=400)
-        parser.add_argument("--concurrency", type=int, default=8)
-        parser.add_argument("--faults", default="all")
-        parser.add_argument("--seed", type=int, default=1)
-        parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the report there too")
+        parser.add_argument("--requests", type=int, default=400, help="number of bookings (default: 400)")
+        parser.add_argument("--concurrency", type=int, default=8, help="number of parallel clients (default: 8)")
+        parser.add_argument("--faults", default="all", help="all, none, or a list of faults (default: all)")
+        parser.add_argument("--seed", type=int, default=1, help="seed of the schedule (default: 1)")
+        parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the report to this file")
 
     def handle(self, *args: object, json: Path | None, **options: object) -> None:
         stop_on_signals()
@@ -56,7 +57,7 @@ class Command(BaseCommand):
             status = 130
         self.stdout.write(f"took {time.monotonic() - began:.0f} seconds")
         if status:
-            self.stdout.write(f"what the processes wrote: {log}")
+            self.stdout.write(f"output of the processes: {log}")
             self.stdout.write(f"{self.name}: FAILED {status}")
             sys.exit(status)
         shutil.rmtree(folder, ignore_errors=True)
@@ -66,7 +67,7 @@ class Command(BaseCommand):
         with log_file.open("w", buffering=1) as log:
 
             def say(line: str) -> None:
-                # A full disk, or last words that come after the end.
+                # The disk may be full, or the file closed at the end.
                 with suppress(OSError, ValueError):
                     log.write(line + "\n")
 
@@ -85,21 +86,21 @@ class Command(BaseCommand):
     def service(
         self, folder: Path, say: Callable[[str], None], options: dict[str, object]
     ) -> AbstractContextManager[Supervisor]:
-        """Return what runs in ``folder`` as long as it is entered."""
+        """Return the context manager that runs the processes in ``folder``."""
         environment = SHORT | {"SANDBOX_SEED": str(options["seed"])} | os.environ
         return Supervisor(folder, free_port(), say=say, environment=environment)
 
     def arguments(self, supervisor: Supervisor, options: dict[str, object]) -> list[str]:
-        """Return what the simulator is told of its own."""
+        """Return the arguments of the simulator."""
         faults = within_reach(supervisor.processes) if options["faults"] == "all" else str(options["faults"])
         return ["--base-url", supervisor.url, "--faults", faults, "--requests", str(options["requests"])]
 
     def direct(self, supervisor: Supervisor) -> dict[str, str]:
-        """Return what differs in the environment of the simulator from that of the processes."""
+        """Return the environment variables that differ between the simulator and the processes."""
         return {}
 
 
 def within_reach(processes: Collection[str]) -> str:
-    """Return the faults that can be made with these processes: a service that the environment names is not ours to crash."""
+    """Return the faults that these processes allow: the demo does not crash external services."""
     victims = VICTIMS | dict.fromkeys((STRIPE_FAULTS, STRIPE_DOWN), "sandbox")
     return ",".join(fault for fault in FAULTS if victims.get(fault, "web") in processes)

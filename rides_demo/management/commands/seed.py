@@ -1,4 +1,4 @@
-"""Put the demo's users into the database and their cards into Stripe."""
+"""Create the users of the demo and their Stripe customers."""
 
 import hashlib
 
@@ -18,7 +18,7 @@ RIDERS = (
 
 
 class Command(BaseCommand):
-    help = "Create jane, joe and max with their Stripe customers, and the superuser admin/admin. May run any number of times."
+    help = "Create jane, joe and max with their Stripe customers, and the superuser admin/admin. Can be repeated."
 
     def handle(self, *args: object, **options: object) -> None:
         for name, token, source in RIDERS:
@@ -30,7 +30,8 @@ class Command(BaseCommand):
     def _seed_rider(self, name: str, token: str, source: str) -> None:
         email = f"{name}@example.com"
         user = User.objects.filter(email=email).first() or User.objects.create_user(name, email)
-        # A stand-in forgets its customers when it is started anew: it is asked each time, with a key of this very row.
+        # The sandbox loses its customers at a restart, so create them each time, with a key that
+        # belongs to this row.
         if not user.stripe_customer_id or settings.STRIPE_API_BASE:
             row = f"seed {user.pk} {email} {user.date_joined.isoformat()}"
             try:

@@ -1,4 +1,4 @@
-"""``manage.py serve``: every process of Rocket Rides until Ctrl-C."""
+"""``manage.py serve``: run all processes of Rocket Rides until Ctrl-C."""
 
 import signal
 import sys
@@ -8,12 +8,12 @@ from contextlib import suppress
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandParser
 
-from rides_demo.processes import ProcessError
-from rides_demo.supervisor import Supervisor
+from rides_demo.processes.process import ProcessError
+from rides_demo.processes.supervisor import Supervisor
 
 
 class Command(BaseCommand):
-    help = "Run every process of Rocket Rides, with PostgreSQL, Redis and Stripe's stand-in, until Ctrl-C."
+    help = "Run all processes of Rocket Rides, including PostgreSQL, Redis and the Stripe sandbox, until Ctrl-C."
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -38,14 +38,17 @@ class Command(BaseCommand):
         self._say("serve: ok")
 
     def _say(self, line: str) -> None:
-        # Whoever read this may have gone (`| head`): the processes must not block on it.
+        # The reader may have closed the pipe (`| head`); this must not stop the processes.
         with suppress(OSError):
             self.stdout.write(line)
             self.stdout.flush()
 
 
 def stop_on_signals() -> threading.Event:
-    """Return an event that is set by SIGTERM and SIGHUP; Ctrl-C raises KeyboardInterrupt, once."""
+    """Return an event that SIGINT, SIGTERM and SIGHUP set.
+
+    The first signal raises KeyboardInterrupt.
+    """
     stopped = threading.Event()
 
     def stop(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Drive rides through faults against a running service, and check the books."""
+"""``manage.py simulate``: book rides under faults at a running service, and check the result."""
 
 import json
 import logging
@@ -18,10 +18,10 @@ from django.db import connections
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rides_demo.books import Ledger
-from rides_demo.simulated_clients import CannotSimulate
-from rides_demo.simulated_report import never_struck, print_report, report
-from rides_demo.simulator import FAULTS, SOAK_FAULTS, Plan, Simulation
+from rides_demo.simulator.booking_clients import CannotSimulate
+from rides_demo.simulator.consistency import Checker
+from rides_demo.simulator.simulation import FAULTS, SOAK_FAULTS, Plan, Simulation
+from rides_demo.simulator.summary import print_report, report, unobserved_faults
 
 LONGEST_MINUTES = 24 * 60
 TOKENS = ("demo-jane", "demo-joe", "demo-max")
@@ -42,7 +42,7 @@ def _positive(text: str) -> int:
 
 
 def minutes(text: str) -> float:
-    """Return a length in minutes; refuse what is none."""
+    """Return ``text`` as a number of minutes; raise ArgumentTypeError if it is invalid."""
     with suppress(ValueError):
         if 0 < (value := float(text)) <= LONGEST_MINUTES:
             return value
@@ -50,52 +50,59 @@ def minutes(text: str) -> float:
 
 
 class Command(BaseCommand):
-    help = "Book rides as phones would, through faults; then check that the books are right. Exits 1 if they are not."
+    help = "Book rides under faults, then check that the data is consistent. The exit status is 1 if it is not."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--base-url", default=f"http://127.0.0.1:{settings.PORT}", help="the service")
-        parser.add_argument("--requests", type=_positive, default=400, help="bookings to make")
-        parser.add_argument("--minutes", type=minutes, help="make bookings for so long instead, under the faults of a soak")
-        parser.add_argument("--log", type=Path, metavar="FILE", help="write what each client saw there, a JSON object a line")
-        parser.add_argument("--concurrency", type=_positive, default=12, help="clients at once")
+        parser.add_argument("--base-url", default=f"http://127.0.0.1:{settings.PORT}", help="URL of the service")
+        parser.add_argument("--requests", type=_positive, default=400, help="number of bookings")
+        parser.add_argument("--minutes", type=minutes, help="run a soak of this many minutes instead")
+        parser.add_argument(
+            "--log",
+            type=Path,
+            metavar="FILE",
+            help="write the bookings and responses of the clients to this file, as JSON lines",
+        )
+        parser.add_argument("--concurrency", type=_positive, default=12, help="number of parallel clients")
         parser.add_argument("--faults", type=_faults, default=FAULTS, help=f"all, none, or a list of {', '.join(FAULTS)}")
-        parser.add_argument("--seed", type=int, help="makes the schedule repeatable")
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
-        parser.add_argument("--run-dir", type=Path, default=settings.RUN_FOLDER, help="folder of the service, with its pids")
+        parser.add_argument("--seed", type=int, help="seed of the schedule, to repeat a run")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
+        parser.add_argument(
+            "--run-dir", type=Path, default=settings.RUN_FOLDER, help="run folder of the service, which contains pids.json"
+        )
         parser.add_argument(
             "--drain-seconds",
             type=_positive,
             default=60,
-            help="wait until nothing has moved for so long",
+            help="stop waiting for the remaining work after this time without progress",
         )
 
     def handle(self, *args: object, **options: Any) -> None:
         for name in ("httpx", "stripe"):
-            logging.getLogger(name).setLevel(logging.WARNING)  # a line per request would bury the report
+            logging.getLogger(name).setLevel(logging.WARNING)  # they log a line per request
         console = Console(file=self.stdout._out, width=None if self.stdout.isatty() else 100)
         seed = random.SystemRandom().randrange(10**6) if options["seed"] is None else options["seed"]
         plan = _plan(options, seed)
         stripe_url = settings.STRIPE_API_BASE
         if plan.needs_sandbox and not stripe_url:
-            raise CommandError("Faults of Stripe need the sandbox: set STRIPE_API_BASE to it, or leave them out.")
+            raise CommandError("Stripe faults need the sandbox: set STRIPE_API_BASE to its URL, or leave out these faults.")
         simulation = Simulation(plan, options["base_url"], stripe_url=stripe_url, run_dir=options["run_dir"], seed=seed)
         size = f"{options['minutes']:g} minutes" if plan.seconds else f"{options['requests']} bookings"
-        console.print(f"simulate: {size}, {options['concurrency']} clients at once, seed {seed}")
+        console.print(f"simulate: {size}, {options['concurrency']} parallel clients, seed {seed}")
         started = time.monotonic()
         try:
             webhooks_before = Counter(simulation.webhooks())
-            ledger = Ledger(plan.prefix, TOKENS, webhooks=bool(webhooks_before))
+            checker = Checker(plan.prefix, TOKENS, webhooks=bool(webhooks_before))
             with _progress(console) as progress:
                 bar = progress.add_task("booking", total=None if plan.seconds else options["requests"])
                 done = partial(progress.update, bar)
-                simulation.run(options["concurrency"], lambda n: done(completed=n), ledger.backlog)
+                simulation.run(options["concurrency"], lambda n: done(completed=n), checker.backlog)
             booked_seconds = time.monotonic() - started
             connections.close_all()  # the database may have been restarted
-            if not ledger.wait_at_rest(options["drain_seconds"]):
-                console.print(f"Not all was done after the last booking: nothing moved for {options['drain_seconds']} seconds.")
+            if not checker.wait_until_idle(options["drain_seconds"]):
+                console.print(f"Work remains after the last booking: no progress for {options['drain_seconds']} seconds.")
             simulation.replay(options["concurrency"])
-            books = ledger.check(simulation.booked(), simulation.tally.wrong)
-            ledger.check_log(books, simulation.outcomes, simulation.tally.counts["fault stripe 500_begun"])
+            result = checker.check(simulation.booked(), simulation.tally.wrong)
+            checker.check_log(result, simulation.outcomes, simulation.tally.counts["fault stripe 500_begun"])
             webhooks = Counter(simulation.webhooks()) - webhooks_before
             simulation.tally.counts.update({f"fault webhook {name}": webhooks[name] for name in ("sent_twice", "refused")})
         except CannotSimulate as error:
@@ -109,20 +116,22 @@ class Command(BaseCommand):
             "all": round(time.monotonic() - started, 1),
             "slowest restart": round(simulation.crashes.slowest_restart_seconds, 1),
         }
-        print_report(console, simulation, books, seconds)
+        print_report(console, simulation, result, seconds)
         if options["json"]:
-            options["json"].write_text(json.dumps(report(simulation, books, seconds, seed), indent=2) + os.linesep)
-        if not books.right:
-            raise CommandError("The books are not right: see above.")
-        if missed := never_struck(simulation):
-            raise CommandError(f"The books are right, but these faults never struck: {', '.join(missed)}. Soak for longer.")
+            options["json"].write_text(json.dumps(report(simulation, result, seconds, seed), indent=2) + os.linesep)
+        if not result.consistent:
+            raise CommandError("The data is inconsistent: see above.")
+        if missed := unobserved_faults(simulation):
+            raise CommandError(
+                f"The data is consistent, but these faults were not observed: {', '.join(missed)}. Run a longer soak."
+            )
 
 
 def _plan(options: dict[str, Any], seed: int) -> Plan:
     if options["minutes"] is not None:
         return Plan.draw_soak(options["minutes"], options["faults"], seed)
     if of_soak := [fault for fault in SOAK_FAULTS if fault in options["faults"]]:
-        raise CommandError(f"{', '.join(of_soak)} need --minutes, and the proxies and clocks of `manage.py soak`.")
+        raise CommandError(f"{', '.join(of_soak)} need --minutes and the proxies of `manage.py soak`.")
     return Plan.draw(options["requests"], options["faults"], seed)
 
 

@@ -1,4 +1,4 @@
-"""``manage.py soak``: the demo for minutes, under every fault there is; then the books."""
+"""``manage.py soak``: run the demo for some minutes under all faults, and check the result."""
 
 import os
 import random
@@ -11,28 +11,34 @@ from django.core.management.base import CommandParser
 
 from rides_demo.management.commands import demo
 from rides_demo.management.commands.simulate import minutes
-from rides_demo.services import free_port, postgres_url, socket_folder
-from rides_demo.simulated_plan import SOAK_FAULTS, WRONG_CLOCK
-from rides_demo.simulated_proxy import Proxies, Route
-from rides_demo.supervisor import Supervisor
+from rides_demo.processes.embedded import postgres_url, socket_folder
+from rides_demo.processes.ports import free_port
+from rides_demo.processes.supervisor import Supervisor
+from rides_demo.simulator.cutting_proxy import Proxies, Route
+from rides_demo.simulator.plan import SOAK_FAULTS, WRONG_CLOCK
 
-#: Of what is sent back at once, so much is cut. A request has one or two replies of the web server, a dozen of PostgreSQL, and
-#: dozens of Redis with its receipt.
+#: The probability of a cut for each chunk of a reply. A booking causes one or two replies of the
+#: web server, about ten of PostgreSQL and dozens of Redis.
 CUT_PROBABILITY = {"http": 0.01, "postgres": 0.0005, "redis": 0.001}
 
 
 class Command(demo.Command):
     name = "soak"
-    help = "Start every process, book rides for minutes while everything fails that can, check the books, stop all."
+    help = "Start all processes, book rides for some minutes under all faults, and check that the data is consistent."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument(
-            "--minutes", type=minutes, default=os.environ.get("MINUTES") or "10", help="default: MINUTES, or 10"
+            "--minutes",
+            type=minutes,
+            default=os.environ.get("MINUTES") or "10",
+            help="length of the soak (default: MINUTES, or 10)",
         )
-        parser.add_argument("--concurrency", type=int, default=16)
-        parser.add_argument("--faults", default="all")
-        parser.add_argument("--seed", type=int, default=os.environ.get("SEED") or None, help="default: SEED, or a new one")
-        parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the report there too")
+        parser.add_argument("--concurrency", type=int, default=16, help="number of parallel clients (default: 16)")
+        parser.add_argument("--faults", default="all", help="all, none, or a list of faults (default: all)")
+        parser.add_argument(
+            "--seed", type=int, default=os.environ.get("SEED") or None, help="seed of the schedule (default: SEED, or random)"
+        )
+        parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the report to this file")
 
     def handle(self, *args: object, **options: object) -> None:
         if options["seed"] is None:
@@ -42,11 +48,11 @@ class Command(demo.Command):
 
     @contextmanager
     def service(self, folder: Path, say: Callable[[str], None], options: dict[str, object]) -> Iterator[Supervisor]:
-        """Run the processes behind proxies, one of the web workers with a clock that is wrong."""
+        """Run the processes behind proxies, with a wrong clock in one web worker."""
         chosen = str(options["faults"]).split(",")
         environment = demo.SHORT | {"SANDBOX_SEED": str(options["seed"]), "WEB_WORKERS": "3"} | os.environ
         if {"all", WRONG_CLOCK} & {*chosen}:
-            environment["GUNICORN_CMD_ARGS"] = "--config python:rides_demo.simulated_clock"
+            environment["GUNICORN_CMD_ARGS"] = "--config python:rides_demo.simulator.wrong_clock"
         port, proxy_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{proxy_port}"
         near = socket_folder(folder / "proxies")
@@ -68,7 +74,7 @@ class Command(demo.Command):
         return self.urls[variable]
 
     def arguments(self, supervisor: Supervisor, options: dict[str, object]) -> list[str]:
-        """Return what the simulator is told of its own."""
+        """Return the arguments of the simulator."""
         faults = str(options["faults"])
         if faults == "all":
             faults = ",".join((demo.within_reach(supervisor.processes), *SOAK_FAULTS))
@@ -79,5 +85,5 @@ class Command(demo.Command):
         ]  # fmt: skip
 
     def direct(self, supervisor: Supervisor) -> dict[str, str]:
-        """Let the checker read the database itself, not through the proxy."""
+        """Return the direct URLs: the simulator does not connect through the proxies."""
         return self._direct

@@ -1,27 +1,27 @@
-// The booking, sent until it has an answer that stands, always with the same key; and what the server knows of it meanwhile.
+// Sends the booking with one key until a final response arrives, and shows its state on the server.
 "use strict";
 
-const MOST_TRIES = 30;
-const LONGEST_PAUSE_SECONDS = 3;
+const MAX_ATTEMPTS = 30;
+const MAX_PAUSE_SECONDS = 3;
 const POLL_SECONDS = 0.5;
-// The receipt is another process's work, which a visitor waits for so long.
-const MOST_POLLS_AFTER_THE_ANSWER = 40;
-const SHOWN_LINES = 8;
+// The worker creates the receipt after the response; the page waits for it this long.
+const MAX_IDLE_POLLS = 40;
+const MAX_LINES = 8;
 
 const form = document.getElementById("booking");
 const outcome = document.getElementById("outcome");
-const heard = [];
+const responses = [];
 const presses = { all: 0, open: 0 };
 let sent = 0;
 let watching = false;
-// The last press ended without an answer that stands; the completer or a person may settle it yet.
+// The last press ended without a final response; the completer or an operator may still finish the booking.
 let unsettled = false;
 
 const wait = (seconds) => new Promise((resolve) => setTimeout(resolve, seconds * 1000));
 
-function say(text, tone = "") {
+function setStatus(text, tone = "") {
   outcome.dataset.tone = tone;
-  // A status that is said again would be read out again.
+  // Setting an equal text would make screen readers repeat it.
   if (outcome.textContent !== text) outcome.textContent = text;
 }
 
@@ -31,7 +31,7 @@ function show(id, text) {
 }
 
 function list(id, lines) {
-  const items = lines.slice(-SHOWN_LINES).map(([at, strong, text]) => {
+  const items = lines.slice(-MAX_LINES).map(([at, strong, text]) => {
     const item = document.createElement("li");
     const time = document.createElement("time");
     const first = document.createElement("strong");
@@ -40,21 +40,21 @@ function list(id, lines) {
     item.append(time, " ", first, " ", text);
     return item;
   });
-  if (lines.length > SHOWN_LINES) {
+  if (lines.length > MAX_LINES) {
     const more = document.createElement("li");
     more.className = "quiet";
-    more.textContent = `${lines.length - SHOWN_LINES} earlier`;
+    more.textContent = `${lines.length - MAX_LINES} earlier`;
     items.unshift(more);
   }
   document.getElementById(id).replaceChildren(...items);
 }
 
-function hear(press, attempt, strong, text) {
-  heard.push([new Date(), strong, `${text} (press ${press}, try ${attempt})`]);
-  list("heard", heard);
+function addResponse(press, attempt, strong, text) {
+  responses.push([new Date(), strong, `${text} (press ${press}, attempt ${attempt})`]);
+  list("responses", responses);
 }
 
-// Sends once. Returns whether the answer stands, what it says, and how many seconds to wait before the next try.
+// Sends one request. Returns whether the response is final, its text, and the seconds before the next attempt.
 async function send(request, press, attempt) {
   sent += 1;
   show("sent", sent);
@@ -63,37 +63,37 @@ async function send(request, press, attempt) {
     response = await fetch(form.action, request);
     answer = await response.json();
   } catch (error) {
-    // Whether it ran is not known, which is what the key is for.
-    hear(press, attempt, "no answer", "the connection was lost");
-    return { stands: false, text: "No answer from Rocket Rides." };
+    // The request may have run. The key makes the retry safe.
+    addResponse(press, attempt, "no response", "the connection was lost");
+    return { final: false, text: "No response from Rocket Rides." };
   }
   const text = answer.message || (answer.error && answer.error.message) || answer.title || response.statusText;
   const replayed = response.headers.get("Idempotent-Replayed") === "true";
-  hear(press, attempt, response.status, replayed ? `${text} The stored answer, replayed.` : text);
+  addResponse(press, attempt, response.status, replayed ? `${text} Replay of the stored response.` : text);
   const later = response.headers.get("Retry-After");
   if (response.status >= 500 || (response.status === 409 && later)) {
-    return { stands: false, text: `${response.status}: ${text.split(". ")[0].replace(/\.$/, "")}.`, pause: Number(later) };
+    return { final: false, text: `${response.status}: ${text.split(". ")[0].replace(/\.$/, "")}.`, pause: Number(later) };
   }
-  return { stands: true, text, tone: response.ok ? "good" : "bad", stuck: answer.code === "key_stuck" };
+  return { final: true, text, tone: response.ok ? "good" : "bad", stuck: answer.code === "key_stuck" };
 }
 
 async function book(request, press) {
-  for (let attempt = 1; attempt <= MOST_TRIES; attempt += 1) {
+  for (let attempt = 1; attempt <= MAX_ATTEMPTS; attempt += 1) {
     const result = await send(request, press, attempt);
-    if (result.stands) {
+    if (result.final) {
       unsettled = result.stuck;
-      say(result.stuck ? "This booking is stuck: it waits for a person. Open its key in the admin." : result.text, result.tone);
+      setStatus(result.stuck ? "This booking is stuck and needs manual review. Open its key in the admin." : result.text, result.tone);
       return;
     }
-    // The other presses of the button may be ahead of this one.
-    if (outcome.dataset.tone !== "good") say(`${result.text} Trying again with the same key …`, "warn");
-    await wait(Math.min(result.pause || attempt, LONGEST_PAUSE_SECONDS));
+    // Another press of the button may already have succeeded.
+    if (outcome.dataset.tone !== "good") setStatus(`${result.text} Trying again with the same key …`, "warn");
+    await wait(Math.min(result.pause || attempt, MAX_PAUSE_SECONDS));
   }
   unsettled = true;
-  say("No answer that stands. Press the button to try again: it is still one booking.", "warn");
+  setStatus("No final response. Press the button to retry: it is still one booking.", "warn");
 }
 
-const LABELS = { running: "at work", waiting: "waits for a retry", stuck: "stuck", done: "done", todo: "" };
+const LABELS = { running: "running", waiting: "waiting for a retry", stuck: "stuck", done: "done", todo: "" };
 
 function showBooking(booking) {
   const steps = [...document.querySelectorAll("#steps li")];
@@ -116,13 +116,13 @@ function showBooking(booking) {
 
 const isOver = (booking) => booking.state === "stuck" || (booking.state === "finished" && (booking.response_code !== 201 || booking.receipts > 0));
 
-// Follows the booking until it is over, and then shows the rides as they are.
+// Polls the booking until it is finished or stuck, then updates the list of rides.
 async function watch(key) {
   if (watching) return;
   watching = true;
   let idle = 0;
   let over = false;
-  while ((!over || presses.open) && idle < MOST_POLLS_AFTER_THE_ANSWER) {
+  while ((!over || presses.open) && idle < MAX_IDLE_POLLS) {
     await wait(POLL_SECONDS);
     try {
       const response = await fetch(`${form.dataset.state}?${new URLSearchParams({ key })}`);
@@ -131,10 +131,10 @@ async function watch(key) {
       over = Boolean(booking) && isOver(booking);
       if (unsettled && !presses.open && booking && booking.state === "finished") {
         unsettled = false;
-        say("Finished in the meantime. Press the button again for the answer.", "good");
+        setStatus("The booking is finished. Press the button again for its response.", "good");
       }
     } catch (error) {
-      // The next one may come through.
+      // The next poll may succeed.
     }
     idle = presses.open ? 0 : idle + 1;
   }
@@ -148,14 +148,14 @@ async function showRides() {
     const rides = page.getElementById("rides");
     if (rides) document.getElementById("rides").replaceWith(document.adoptNode(rides));
   } catch (error) {
-    // What is shown is older, not wrong.
+    // The list stays as it was.
   }
 }
 
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
   const data = new FormData(form);
-  // The key stays with the form: a second click books nothing more, however late it comes.
+  // The form keeps its key, so a second click repeats the booking and books nothing new.
   const key = data.get("idempotency_key");
   data.delete("idempotency_key");
   const request = {
@@ -165,41 +165,41 @@ form.addEventListener("submit", async (event) => {
   };
   presses.all += 1;
   presses.open += 1;
-  if (presses.open === 1) say("Booking …", "");
+  if (presses.open === 1) setStatus("Booking …", "");
   watch(key);
   await book(request, presses.all);
   presses.open -= 1;
 });
 
-// Whoever comes back from the admin sees what was done there.
+// Update the page when the visitor returns from the admin.
 window.addEventListener("focus", () => {
   if (presses.all) watch(form.elements.idempotency_key.value);
 });
 
-// Signing in to the admin, in another tab, gives the browser another token than the forms here were made with.
-function freshen(posted) {
+// A login to the admin in another tab changes the CSRF token, so update the token of the forms.
+function updateCsrfToken(posted) {
   const cookie = document.cookie.split("; ").find((one) => one.startsWith("csrftoken="));
   const field = posted.elements.csrfmiddlewaretoken;
   if (cookie && field) field.value = cookie.slice("csrftoken=".length);
 }
-document.addEventListener("submit", (event) => freshen(event.target));
+document.addEventListener("submit", (event) => updateCsrfToken(event.target));
 
 const stripe = document.getElementById("stripe");
 if (stripe) {
   stripe.addEventListener("submit", (event) => event.preventDefault());
   stripe.addEventListener("change", async () => {
     const chosen = stripe.querySelector(":checked");
-    let text = "The switch could not be moved. Is the sandbox running? Try again after a reload.";
-    freshen(stripe);
+    let text = "The behaviour could not be set. Check that the sandbox is running, then reload the page.";
+    updateCsrfToken(stripe);
     try {
       const response = await fetch(stripe.action, { method: "POST", body: new FormData(stripe) });
       if (response.ok) text = `Stripe ${chosen.labels[0].textContent.toLowerCase()} now.`;
     } catch (error) {
-      // The text says it.
+      // The text reports the failure.
     }
     show("stripe-outcome", text);
   });
 }
 
-// The page holds these back until somebody listens to them.
+// The page disables these elements until this script has loaded.
 for (const held of document.querySelectorAll("main :disabled")) held.disabled = false;

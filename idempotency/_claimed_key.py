@@ -1,0 +1,115 @@
+"""The part of a key that works inside a protected run only: its phases, its response, and keys for other systems."""
+
+import hashlib
+import hmac
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Protocol
+
+from django.db import models
+from django.http import HttpResponseBase
+
+from idempotency._async import either_context
+from idempotency.exceptions import DownstreamKeyExpired
+
+_NOT_PHASED = (
+    "No phased request works on this key: it was only read from the database, or its view is a plain one, whose row each "
+    "attempt makes anew. Use request.idempotency_key inside a view decorated with @idempotent(recovery_points=[...])."
+)
+
+
+class BoundRun(Protocol):
+    """The run of a request or of the completer that a key is bound to (``idempotency._request.phased_run.PhasedRun``)."""
+
+    def phases(self) -> Iterator[str]: ...
+
+    def response(self) -> HttpResponseBase: ...
+
+
+class ClaimedKey(models.Model):
+    """The base of ``IdempotencyKey`` that holds the claim for which an instance stands. It has no column."""
+
+    #: The column of ``IdempotencyKey``.
+    seed: Any
+
+    #: The run of this instance; None on an instance that was only read.
+    run: BoundRun | None = None
+    #: Commits that a call under a derived key begins; None where no such call may be made.
+    begin_call: Callable[[str], None] | None = None
+    #: The token of the claim that this instance stands for. Not a field: refresh_from_db() must not adopt another claim's.
+    fence: uuid.UUID | None = None
+    #: The last known place of the row, on PostgreSQL (``ctid``).
+    place: str | None = None
+    #: When the row was created, on this process's monotonic clock; None on an instance that was only read.
+    born_monotonic: float | None = None
+
+    class Meta:
+        abstract = True
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Save a new row. Raises RuntimeError for a claimed key: its columns are written by fenced statements alone."""
+        if self.fence is not None:
+            raise RuntimeError("A claimed key is not saved by hand: that would bypass its fence. End a phase instead.")
+        super().save(*args, **kwargs)
+
+    def refresh_from_db(self, using: str | None = None, fields: Any = None, from_queryset: Any = None) -> None:
+        """Read the row from the database of the key. A replica may lag; in another shard the id is another row's."""
+        super().refresh_from_db(using or self._state.db, fields, from_queryset)
+
+    def derive(self, name: str, valid_seconds: int | None = None) -> str:
+        """Return the key to pass to a downstream service for the call ``name``: 64 hexadecimal digits.
+
+        It is the same over all attempts of this request, unique over scopes, accounts and restored databases, and never the
+        value of the client. Nothing is read or written. Make the call itself in ``key.call()``.
+
+        Raises DownstreamKeyExpired when this key is older than ``valid_seconds``, because the service may have forgotten the
+        downstream key. The decorator then marks this key as stuck.
+        Raises RuntimeError in a plain view, in which each attempt would get a different key.
+        """
+        if self.born_monotonic is None:
+            raise RuntimeError(_NOT_PHASED)
+        if valid_seconds is not None and time.monotonic() - self.born_monotonic > valid_seconds:
+            raise DownstreamKeyExpired(
+                f"The key for {name!r} was valid for {valid_seconds} s after this request was created. The downstream service "
+                f"may have forgotten it, and another call could repeat the work. Check that service, then answer this request "
+                f"from the admin."
+            )
+        return hmac.new(bytes(self.seed), name.encode(), hashlib.sha256).hexdigest()
+
+    @either_context(holds_transaction=False)
+    def call(self, name: str, valid_seconds: int | None = None) -> Iterator[str]:
+        """Open a block for the call ``name`` to a downstream service, and yield the key to pass to it, that of ``derive()``.
+
+        When the block begins, one fenced statement has committed that the request has begun a call, and has renewed the lock.
+        The end of the block writes nothing. If the process is suspended inside the block for longer than the lock timeout, it
+        may still make the call after another run has taken the key over. An async view uses ``async with``.
+
+        Raises the errors of ``derive()``.
+        Raises CallInDoubt while a foreign call is in doubt.
+        Raises LockLost when another claim has taken the key over, or the key is stuck.
+        Raises RuntimeError in a phase, in a transaction, and outside a phased request.
+        """
+        if self.begin_call is None:
+            raise RuntimeError(_NOT_PHASED)
+        downstream_key = self.derive(name, valid_seconds)
+        self.begin_call(name)
+        yield downstream_key
+
+    def phases(self) -> Iterator[str]:
+        """Yield the recovery point to continue from, until the key is finished."""
+        return self._bound().phases()
+
+    async def aphases(self) -> AsyncIterator[str]:
+        """Yield what ``phases()`` does, to an async view."""
+        for recovery_point in self.phases():
+            yield recovery_point
+
+    def response(self) -> HttpResponseBase:
+        """Return the response that a phase of this run or of an earlier one has stored."""
+        return self._bound().response()
+
+    def _bound(self) -> BoundRun:
+        if self.run is None:
+            raise RuntimeError(_NOT_PHASED)
+        return self.run

@@ -1,0 +1,79 @@
+"""Settle an overdue request: its view's ``on_abandon`` runs once, or the key becomes stuck."""
+
+import logging
+from asyncio import CancelledError
+from functools import partial
+
+from django.http import HttpResponseBase
+
+from idempotency import _text, conf, signals
+from idempotency._async import awaited
+from idempotency._request import responses
+from idempotency._request.lookup import on_abandon_of
+from idempotency._request.options import OnAbandon
+from idempotency._request.stored_request import is_withheld
+from idempotency._request.view_call import rendered
+from idempotency._store import claims, events, fence, rows, settlement
+from idempotency.exceptions import CallInDoubt, LockLost, StuckCode
+from idempotency.models import ForeignCall, IdempotencyKey
+
+logger = logging.getLogger("idempotency")
+
+#: The reason while ``on_abandon`` runs; it remains if ``on_abandon`` is interrupted.
+BEGUN = "The function on_abandon was begun and did not end. Check its effects on other services, then answer the key."
+IN_DOUBT = "A foreign call was begun, and its result was never recorded. Check that service, then answer the key."
+
+
+def settle(pk: int, *, using: str) -> bool | None:
+    """Settle an unfinished key past its retention. Several processes may try; one succeeds. On return the key is finished
+    with the response of ``on_abandon`` (True) or stuck (False). Return None if a run or another process has the key. Before
+    ``on_abandon`` runs, outside any transaction, the key is marked as stuck. If the process dies during it, the key stays
+    stuck and ``on_abandon`` does not run again."""
+    key = rows.read(pk, using=using)
+    on_abandon = on_abandon_of(key) if key is not None else None
+    if on_abandon is None:
+        reason = (
+            f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation or its last hand-back. "
+            f"See its last error and its history, then complete or answer the key."
+        )
+        if not settlement.give_up(pk, StuckCode.RETENTION_PASSED, reason, using=using):
+            return None
+    else:
+        key = claims.claim_by_id(pk, delay_seconds=0, early=True, using=using)
+        if key is None:
+            return None
+        try:
+            if _run(on_abandon, key, using):
+                events.emit(signals.key_finished, rows.read(pk, using=using), None)
+                return True
+        except LockLost:
+            return None  # It was answered in the admin meanwhile.
+    events.announce_stuck(pk, None, using=using)
+    return False
+
+
+def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
+    """Run ``on_abandon`` and store its response; return whether it was stored. Raises LockLost if the key was answered
+    meanwhile."""
+    if ForeignCall.objects.using(using).filter(key_id=key.pk, recorded_at__isnull=True).exists():
+        # The result of the call decides which effects to undo.
+        fence.mark_stuck(key, CallInDoubt.code, IN_DOUBT, using=using)
+        return False
+    fence.mark_stuck(key, StuckCode.ON_ABANDON, BEGUN, using=using)
+    key.begin_call = partial(fence.begin_call, key, using=using, stuck_code=StuckCode.ON_ABANDON)
+    try:
+        response = rendered(awaited(on_abandon(key)))
+        if not isinstance(response, HttpResponseBase):
+            raise TypeError(f"it returned {type(response).__name__}, not a response")
+        if responses.is_stored(response):
+            fence.finish(key, *responses.stored_parts(response), using=using)
+            return True
+        failure = f"on_abandon returned status {response.status_code}, which is never stored."
+    except LockLost:
+        raise
+    except (Exception, CancelledError) as error:
+        withheld = is_withheld(key)
+        failure = f"on_abandon failed: {_text.error_text(error, withheld=withheld)}"
+        logger.error("on_abandon of key %s failed", key.key_hash, exc_info=not withheld, extra=events.about(key))
+    fence.mark_stuck(key, StuckCode.ON_ABANDON, failure, using=using)
+    return False

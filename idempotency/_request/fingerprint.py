@@ -1,0 +1,246 @@
+"""The fingerprint of a request, which distinguishes a retry from a different request.
+
+JSON is compared by value: the order of members, white space, and ``1.0`` against ``1`` do not matter. The order of an array
+and null against absent do matter. A multipart body is compared by its fields and files, because each attempt has a new
+boundary. All other bodies are compared by bytes. So is JSON with a duplicate member or a number that no double holds, because
+its value would lose information. The kind of comparison is part of the fingerprint.
+
+A fingerprint begins with the way in which it was made: its version, ``h`` if it includes the host, and ``k`` with the id of
+its secret. A request is compared in the way of the stored fingerprint, so deploys and changed settings or secrets do not
+reject retries. Keep an old version for at least one retention after the release that replaces it.
+"""
+
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from io import BytesIO
+from operator import itemgetter
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from django.conf import settings
+from django.core.exceptions import BadRequest, DisallowedHost
+from django.core.files.uploadedfile import UploadedFile
+from django.core.files.uploadhandler import load_handler
+from django.http import HttpRequest, QueryDict
+from django.http.multipartparser import MultiPartParser
+from django.utils.datastructures import MultiValueDict
+from django.utils.encoding import escape_uri_path, force_bytes, force_str
+
+from idempotency._store.advisory_locks import way_of
+
+#: The version of new fingerprints. A change of the computation needs a new number.
+VERSION = 2
+VERSIONS = (1, 2)
+#: The way of a fingerprint. Version 1 does not name its secret.
+_WAY = re.compile(r"v(?P<version>\d+)(?P<host>h?)(?P<keyed>k?)(?P<secret>[0-9a-f]*)")
+#: Integers up to this length are compared by value in any notation; longer ones must be written out.
+_SHORT_DIGITS = 22
+_DOUBLE_DIGITS = 310
+#: A field of Django's forms that differs on each page.
+_CSRF_FIELD = "csrfmiddlewaretoken"
+_CSRF_PAIR = re.compile(rb"(?:^|&)csrfmiddlewaretoken=[^&]*")
+#: The characters of a query that are not percent-encoded.
+_AS_SENT = "%/?:@!$&'()*+,;=~-._#[]"
+
+
+Parsed = TypeVar("Parsed")
+
+
+class _NotByValue(ValueError):
+    """This JSON text cannot be compared by value without losing information."""
+
+
+def fingerprint(request: HttpRequest, body: bytes | None, secret: str | bytes | None = None, *, by_host: bool = False) -> str:
+    """Return the fingerprint of a request with this body; a multipart request is compared by its parsed parts.
+
+    With a ``secret`` it is keyed, so that values cannot be guessed from it.
+    Raises BadRequest for a multipart body in an unreadable charset.
+    """
+    way = f"v{VERSION}{'h' * by_host}{'' if secret is None else f'k{_name(secret)}'}"
+    return _made(way, request, body, secret, VERSION, by_host=by_host)
+
+
+def made_alike(stored: str, request: HttpRequest, body: bytes | None, secrets: Sequence[str | bytes]) -> str | None:
+    """Return the fingerprint of a request, made in the way of a stored one; None if its version or secret is unknown. The
+    argument ``secrets`` has the current secret and former ones."""
+    way = way_of(stored)
+    found = _WAY.fullmatch(way)
+    if found is None or (version := int(found["version"])) not in VERSIONS:
+        return None
+    by_host = bool(found["host"])
+    if not found["keyed"]:
+        return _made(way, request, body, None, version, by_host=by_host)
+    if found["secret"]:
+        secrets = [secret for secret in secrets if _name(secret) == found["secret"]]
+    made = [_made(way, request, body, secret, version, by_host=by_host) for secret in secrets]
+    return stored if stored in made else next(iter(made), None)
+
+
+def _made(
+    way: str, request: HttpRequest, body: bytes | None, secret: str | bytes | None, version: int, *, by_host: bool
+) -> str:
+    kind, content = _content(request, body, version)
+    parts = [(request.method or "").encode(), target(request).encode(), kind, content]
+    if version > 1 and (urlconf := chosen_urlconf(request)):
+        parts.append(b"urlconf " + urlconf.encode())
+    if by_host:
+        parts += [b"host " + host_of(request).lower().encode(), request.META.get("SCRIPT_NAME", "").encode()]
+    digest = hashlib.sha256() if secret is None else hmac.new(_key(secret), digestmod=hashlib.sha256)
+    for part in parts:
+        digest.update(b"%d:" % len(part))
+        digest.update(part)
+    return f"{way}:{digest.hexdigest()}"
+
+
+def _name(secret: str | bytes) -> str:
+    """Return an id of a secret that does not reveal it."""
+    return hashlib.sha256(b"idempotency.fingerprint.name" + force_bytes(secret)).hexdigest()[:8]
+
+
+def _key(secret: str | bytes) -> bytes:
+    return hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest()
+
+
+def target(request: HttpRequest) -> str:
+    """Return path and query in ASCII: the bytes of the client, percent-encoded where needed."""
+    query = request.META.get("QUERY_STRING", "")
+    try:
+        sent = query.encode("latin-1")  # WSGI
+    except UnicodeEncodeError:
+        sent = query.encode()
+    return escape_uri_path(request.path_info) + (f"?{quote(sent, safe=_AS_SENT)}" if query else "")
+
+
+def chosen_urlconf(request: HttpRequest) -> str:
+    """Return the name of the URLconf that a middleware chose for this request, or an empty string."""
+    urlconf = getattr(request, "urlconf", None)
+    return urlconf if isinstance(urlconf, str) else getattr(urlconf, "__name__", "")
+
+
+def host_of(request: HttpRequest) -> str:
+    """Return the host that the client used; behind a proxy it may be in another header."""
+    try:
+        return request.get_host()
+    except DisallowedHost:
+        host: str = request.META.get("HTTP_HOST", "")
+        return host
+
+
+def is_multipart(request: HttpRequest) -> bool:
+    """Return whether the body has fields and files to compare. Django does not parse a body without a length."""
+    return request.content_type == "multipart/form-data" and request.META.get("CONTENT_LENGTH") not in (None, "", "0")
+
+
+def _content(request: HttpRequest, body: bytes | None, version: int) -> tuple[bytes, bytes]:
+    if is_multipart(request):
+        return b"multipart", _multipart(request, body, version)
+    body = body or b""
+    content_type = request.content_type or ""
+    if content_type == "application/json" or content_type.endswith("+json"):
+        try:
+            return b"json", _canonical_json(body, version)
+        except (ValueError, ArithmeticError, RecursionError):
+            pass
+    if version > 1 and content_type == "application/x-www-form-urlencoded":
+        body = _CSRF_PAIR.sub(b"", body)
+    return b"bytes", body
+
+
+def _canonical_json(body: bytes, version: int) -> bytes:
+    integer, number = (int, _number_of_version_1) if version == 1 else (_integer, _number)
+    value = json.loads(body, parse_int=integer, parse_float=number, parse_constant=_refuse_constant, object_pairs_hook=_object)
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _number_of_version_1(text: str) -> int | float:
+    exact = Decimal(text)
+    if exact.adjusted() < _DOUBLE_DIGITS and exact == exact.to_integral_value():
+        return int(exact)
+    return _double(text, exact)
+
+
+def _integer(text: str) -> int | float:
+    return int(text) if len(text) <= _SHORT_DIGITS else _number(text)
+
+
+def _number(text: str) -> int | float:
+    """Return the number without expanding its text: ``1e309`` must not become 310 digits."""
+    exact = Decimal(text)
+    digits = exact.adjusted() + 1
+    integral = digits <= _DOUBLE_DIGITS and exact == exact.to_integral_value()
+    if integral and digits <= _SHORT_DIGITS:
+        return int(exact)
+    try:
+        return _double(text, exact)
+    except _NotByValue:
+        if not integral or digits > len(text):
+            raise
+    return int(exact)
+
+
+def _double(text: str, exact: Decimal) -> float:
+    number = float(text)
+    if Decimal(repr(number)) != exact:
+        raise _NotByValue
+    return number
+
+
+def _refuse_constant(name: str) -> None:
+    raise _NotByValue(name)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise _NotByValue
+    return members
+
+
+def _multipart(request: HttpRequest, body: bytes | None, version: int) -> bytes:
+    """Return the sorted fields and files, each file by its hash. The files are rewound."""
+    fields, files = _parts(request, body)
+    counting = [pair for pair in fields.lists() if version == 1 or pair[0] != _CSRF_FIELD]
+    named = sorted(files.lists(), key=itemgetter(0))
+    return json.dumps(
+        [
+            sorted(counting, key=itemgetter(0)),
+            [[name, [_file(file) for file in of_name]] for name, of_name in named],
+        ]
+    ).encode()
+
+
+def _parts(request: HttpRequest, body: bytes | None) -> tuple[QueryDict, "MultiValueDict[str, UploadedFile[Any]]"]:
+    if request.method == "POST":
+        return request.POST, request.FILES
+    # Django does not parse other methods. Parse a copy, because the view may parse the body itself.
+    handlers = [load_handler(path, request) for path in settings.FILE_UPLOAD_HANDLERS]
+    encoding = request.encoding or settings.DEFAULT_CHARSET
+    return readable(MultiPartParser(request.META, BytesIO(body or b""), handlers, encoding).parse)
+
+
+def readable(read: Callable[[], Parsed]) -> Parsed:
+    """Return the result of ``read``, which parses a multipart body. Raises BadRequest for an unreadable charset."""
+    try:
+        return read()
+    except (LookupError, ValueError) as error:
+        raise BadRequest(
+            "A charset of the multipart body is unknown, or a part of the body is not valid in its charset."
+        ) from error
+
+
+def _file(file: "UploadedFile[Any]") -> list[str | None]:
+    # Django returns the charset as bytes, despite its annotation.
+    charset = force_str(file.charset, "latin-1", strings_only=True)
+    return [file.name, file.content_type, charset, _digest(file)]
+
+
+def _digest(file: "UploadedFile[Any]") -> str:
+    digest = hashlib.sha256()
+    for chunk in file.chunks():
+        digest.update(chunk)
+    file.seek(0)
+    return digest.hexdigest()

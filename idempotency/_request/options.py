@@ -1,0 +1,96 @@
+"""The options of a protected view: the arguments of ``@idempotent(...)``."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from inspect import iscoroutinefunction
+from typing import get_args
+
+from django.db import router
+from django.http import HttpRequest, HttpResponseBase
+
+from idempotency import conf
+from idempotency._request.key_header import KeyFrom, refuse_key_from
+from idempotency.conf import ChosenIsolation, Isolation
+from idempotency.models import FINISHED, STARTED, IdempotencyKey
+
+OnAbandon = Callable[[IdempotencyKey], HttpResponseBase | Awaitable[HttpResponseBase]]
+#: Called with the request and the key, and with arguments of the view for parameters of the same name.
+ReplayCheck = Callable[..., HttpResponseBase | Awaitable[HttpResponseBase | None] | None]
+
+_FUNCTIONS = {
+    "validate": "a function of the request",
+    "scope": "a function of the request, such as idempotency.scopes.user",
+    "using": "a database alias or a function of the request",
+    "on_abandon": "a function of the key",
+    "replay_check": "a function of the request and the key",
+}
+_MAY_BE_ASYNC = ("on_abandon", "replay_check")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options with types and defaults; ``idempotency.decorators.idempotent`` documents them. Raises ValueError for an
+    invalid value."""
+
+    recovery_points: Sequence[str] | None = None
+    required: bool = True
+    validate: Callable[[HttpRequest], HttpResponseBase | None] | None = None
+    scope: Callable[[HttpRequest], str] | None = None
+    key_from: KeyFrom | None = None
+    wait_seconds: float = 0
+    isolation: ChosenIsolation = "from settings"
+    using: str | Callable[[HttpRequest], str] | None = None
+    redact: Sequence[str] = ()
+    store_body: bool = True
+    on_abandon: OnAbandon | None = None
+    replay_check: ReplayCheck | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.redact, str):
+            raise ValueError(f"The option redact must be a list of dotted paths: [{self.redact!r}].")
+        if self.key_from is not None:
+            refuse_key_from(self.key_from)
+        if self.isolation not in (None, "from settings", *get_args(Isolation)):
+            levels = ", ".join(map(repr, get_args(Isolation)))
+            raise ValueError(f"The option isolation must be None or one of {levels}, not {self.isolation!r}.")
+        self._refuse_points()
+        for name, expected in _FUNCTIONS.items():
+            value = getattr(self, name)
+            right = value is None or callable(value) or (name == "using" and isinstance(value, str))
+            if not right or (iscoroutinefunction(value) and name not in _MAY_BE_ASYNC):
+                raise ValueError(f"The option {name} must be {expected}, not {value!r}.")
+        if not isinstance(self.wait_seconds, int | float) or self.wait_seconds < 0:
+            raise ValueError(f"The option wait_seconds must be a number, 0 or more, not {self.wait_seconds!r}.")
+        object.__setattr__(self, "redact", tuple(self.redact))
+        if self.recovery_points is not None:
+            object.__setattr__(self, "recovery_points", tuple(self.recovery_points))
+
+    def _refuse_points(self) -> None:
+        points = self.recovery_points
+        if isinstance(points, str):
+            raise ValueError(f"The option recovery_points must be a list of names: [{points!r}].")
+        if points is None:
+            return
+        if not all(0 < len(point) <= 50 for point in points) or len({STARTED, FINISHED, *points}) != len(points) + 2:
+            raise ValueError(
+                f"The option recovery_points must have different names of 1 to 50 characters, without {STARTED!r} and "
+                f"{FINISHED!r}."
+            )
+        if not self.required:
+            raise ValueError("A phased view requires a key for each request: remove required=False or recovery_points.")
+
+    def every_point(self) -> tuple[str, ...]:
+        """Return all recovery points in order, with the first and the last; empty for a plain view."""
+        return (STARTED, *self.recovery_points, FINISHED) if self.recovery_points is not None else ()
+
+    @property
+    def withholds(self) -> bool:
+        return bool(self.redact) or not self.store_body
+
+    def alias(self, request: HttpRequest) -> str:
+        if callable(self.using):
+            return self.using(request)
+        return self.using or router.db_for_write(IdempotencyKey)
+
+    def level(self) -> Isolation | None:
+        return conf.get().PLAIN_ISOLATION if self.isolation == "from settings" else self.isolation

@@ -1,0 +1,167 @@
+"""A phased view: claim its key, then run the view from the recovery point of the key."""
+
+import logging
+
+from django.db import connections
+from django.db.utils import Error
+from django.http import HttpResponseBase
+
+from idempotency import signals
+from idempotency._request import problems, responses
+from idempotency._request.options import Options
+from idempotency._request.phased_run import Completion, PhasedRun
+from idempotency._request.retry import Attempts, RequestState
+from idempotency._request.view_call import Call
+from idempotency._request.wait import Patience
+from idempotency._store import claims, events, fence, rows
+from idempotency._store.claims import ClaimedRequest, Outcome
+from idempotency._store.late_releases import release_later
+from idempotency._store.transactions import drop_connection, refuse_outer_transaction
+from idempotency._text import error_text, first_line
+from idempotency.exceptions import KeyStuck, LockLost, ResponseNotCommitted, StuckCode
+from idempotency.models import IdempotencyKey
+
+logger = logging.getLogger("idempotency")
+
+
+class _UnknownPoint(KeyStuck):
+    code = StuckCode.UNKNOWN_RECOVERY_POINT
+
+
+def run_phased(call: Call, options: Options, captured: ClaimedRequest, *, using: str) -> HttpResponseBase:
+    refuse_outer_transaction(using)
+    patience = Patience(options.wait_seconds, using=using)
+    points = options.every_point()[:-1]
+    while (claim := claims.claim_phased(captured, points, using=using)).outcome is Outcome.IN_PROGRESS and patience.waited():
+        pass
+    if claim.outcome is not Outcome.CLAIMED:
+        return responses.answer_without_running(claim, call, options, using=using)
+    if claim.key.attempts > 1:
+        logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point, extra=events.about(claim.key))
+    events.emit(signals.key_claimed, claim.key, call.request)
+    return run_claimed(call, options, claim.key)
+
+
+def run_claimed(call: Call, options: Options, key: IdempotencyKey, *, completion: Completion | None = None) -> HttpResponseBase:
+    """Run the view with a claimed key. On return or exception the key is finished, stuck or released."""
+    using = key._state.db or options.alias(call.request)
+    sender = call.request if completion is None else None
+    run = PhasedRun(key, call, options.every_point(), sender, using=using)
+    try:
+        return _in_attempts(call, run, options)
+    except LockLost:
+        # The new lock holder continues from the last commit of this run.
+        _release(run.key, "This run lost its lock, or the result of its COMMIT.", using=using)
+        other = rows.read(key.pk, using=using)
+        if completion is not None:
+            completion.note(other)
+        return responses.answer_of_other_run(other, call, options, sender)
+    except KeyStuck as stuck:
+        if run.finished:
+            raise  # The response is stored, and retries get it.
+        _mark_stuck(run, stuck)
+        raise problems.key_stuck(stuck.code) from stuck
+    except BaseException as error:
+        # After an HTTP exception _in_attempts() has released the key.
+        if not run.finished and not isinstance(error, responses.HTTP_EXCEPTIONS):
+            _release(run.key, error_text(error, withheld=options.withholds), using=using)
+        raise
+    finally:
+        if completion is not None and completion.outcome is None:
+            completion.note(run.key)
+
+
+def _in_attempts(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
+    """Run the view, and again after a serialization failure. An HTTP exception releases or refuses the key."""
+    if run.key.recovery_point not in run.order:
+        raise _UnknownPoint(responses.unknown_point(run.key))
+    try:
+        for attempt in Attempts(RequestState(call), lambda: run.level):
+            with attempt:
+                run.begin_attempt()
+                with call.bound(run.key):
+                    return _respond(call, run)
+        raise problems.conflict()
+    except responses.HTTP_EXCEPTIONS as error:
+        # Outside the attempt, because a further attempt would need the lock.
+        if run.finished:
+            raise _not_committed(type(error).__name__) from error
+        _let_go(run, error_text(error, withheld=options.withholds), refusal=True)
+        raise
+
+
+def _respond(call: Call, run: PhasedRun) -> HttpResponseBase:
+    """Call the view once. Its response is stored, or releases the key, or raises, since a retry could not get it."""
+    cause: Exception | None = None
+    try:
+        response = call.response()
+    except Exception as error:
+        answer = responses.answer_to(error, call)
+        if answer is None or (answer.status_code >= 500 and not run.key.untouched):
+            raise
+        response, cause = answer, error
+    if run.has_stored(response):
+        return response
+    early = response.status_code >= 400 and run.key.untouched
+    definitive = responses.is_stored(response) and (response.status_code < 500 or early)
+    # Do not store an early response to the rebuilt request: the client might get another one.
+    if not run.finished and (not definitive or (early and run.sender is None)):
+        refusal = 400 <= response.status_code < 500
+        _let_go(run, f"The view responded with status {response.status_code}.", refusal=refusal)
+        return response
+    if early:
+        fence.finish(run.key, *responses.stored_parts(response), using=run.using, untouched=True)
+        run.has_finished(response)
+        events.emit(signals.key_finished, run.key, run.sender)
+        return response
+    run.refuse_beside_doubt()
+    raise _not_committed(f"A response with status {response.status_code}") from cause
+
+
+def _not_committed(what: str) -> ResponseNotCommitted:
+    return ResponseNotCommitted(
+        f"{what} is not the response that a phase stored. Store it with phase.set_response(response) and return key.response()."
+    )
+
+
+def _let_go(run: PhasedRun, error: str, *, refusal: bool) -> None:
+    """Release the key of a run that stores no response. After a ``refusal`` the completer must not run the request. Raises
+    LockLost, and errors of the database, because the mark of a refusal must not be lost."""
+    if refusal and run.sender is not None:
+        fence.refuse(run.key, error, using=run.using)
+    else:
+        _release(run.key, error, using=run.using)
+
+
+def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
+    """Release the key; after a database error retry on a new connection, then in a thread until the lock expires."""
+    try:
+        fence.release(key, error, using=using)
+    except Error:
+        drop_connection(connections[using])
+        try:
+            fence.release(key, error, using=using)
+        except Error as again:
+            logger.warning(
+                "key %s could not be released, retrying until its lock expires: %s",
+                key.key_hash,
+                first_line(again),
+                extra=events.about(key),
+            )
+            drop_connection(connections[using])
+            release_later(key, error, using=using)
+
+
+def _mark_stuck(run: PhasedRun, stuck: KeyStuck) -> None:
+    """Mark the key as stuck; retry once on a new connection. Announce it unless its code is unchanged."""
+    key, before = run.key, run.key.stuck_code
+    try:
+        try:
+            fence.mark_stuck(key, stuck.code, stuck.reason, using=run.using)
+        except Error:
+            drop_connection(connections[run.using])
+            fence.mark_stuck(key, stuck.code, stuck.reason, using=run.using)
+    except LockLost:
+        return  # Another claim holds the key now.
+    if before != key.stuck_code:
+        events.announce_stuck(key.pk, run.sender, using=run.using)

@@ -1,0 +1,221 @@
+"""The state of one run of a phased view: its recovery point, its calls and its response."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal
+
+from django.http import HttpRequest, HttpResponseBase
+
+from idempotency import conf
+from idempotency._request import responses
+from idempotency._request.view_call import Call
+from idempotency._store import fence, rows
+from idempotency._store.transactions import refuse_outer_transaction
+from idempotency.conf import ChosenIsolation, Isolation
+from idempotency.exceptions import CallInDoubt, IdempotencyError, PhaseDidNotAdvance
+from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
+
+
+@dataclass(slots=True)
+class Completion:
+    """A run by the completer: its claimed key and its outcome."""
+
+    key: IdempotencyKey
+    #: The rebuilt request. A view uses the key only if it is called with this object.
+    request: HttpRequest | None = None
+    #: None until @idempotent has settled or released the key.
+    outcome: Literal["finished", "stuck", "released"] | None = None
+
+    def note(self, key: IdempotencyKey | None) -> None:
+        """Record the key at the end of its run; None means that it was finished and deleted."""
+        done = key is None or key.recovery_point == FINISHED
+        self.key = key or self.key
+        self.outcome = "finished" if done else "stuck" if self.key.stuck_code else "released"
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Make this completion visible to ``completion_of`` in the block."""
+        token = _completion.set(self)
+        try:
+            yield
+        finally:
+            _completion.reset(token)
+
+
+_completion: ContextVar[Completion | None] = ContextVar("idempotency_completion", default=None)
+
+
+def completion_of(request: HttpRequest) -> Completion | None:
+    """Return the completer's run of this request; None for a request of a client."""
+    completion = _completion.get()
+    return completion if completion is not None and completion.request is request else None
+
+
+class PhasedRun:
+    """One run of a phased view with a claimed key, called by ``key.phases()`` and ``key.response()``."""
+
+    def __init__(
+        self, key: IdempotencyKey, call: Call, order: tuple[str, ...], sender: HttpRequest | None, *, using: str
+    ) -> None:
+        self.call = call
+        #: All recovery points in order, with the first and the last.
+        self.order = order
+        #: The request for signals; None if the completer runs the view.
+        self.sender = sender
+        self.using = using
+        self._started = False
+        self._take(key)
+
+    def _take(self, key: IdempotencyKey) -> None:
+        self.key = key
+        self.in_phase = False
+        self.level = conf.get().PHASE_ISOLATION
+        self._called: set[str] = set()
+        self._open_calls: set[str] = set()
+        #: Foreign calls without a recorded result, with the error that a later phase raises.
+        self._unsettled: dict[str, IdempotencyError] = {}
+        self._moved = False
+        self._response: HttpResponseBase | None = None
+        key.run, key.begin_call = self, self._begin_call
+
+    def begin_attempt(self) -> None:
+        """Begin an attempt. A second one reads the key again, and raises LockLost if it was taken over."""
+        resumed = self._started or self.key.attempts > 1
+        if self._started:
+            self._take(rows.read_own(self.key, using=self.using))
+        self._started = True
+        if resumed:
+            # An earlier attempt may have begun a call that this one does not reach.
+            begun = ForeignCall.objects.using(self.using).filter(key_id=self.key.pk, recorded_at=None)
+            self._unsettled = {name: CallInDoubt(call_in_doubt(name)) for name in begun.values_list("name", flat=True)}
+
+    @property
+    def finished(self) -> bool:
+        return self.key.recovery_point == FINISHED
+
+    def phases(self) -> Iterator[str]:
+        """Yield the current recovery point until the key is finished. Raises PhaseDidNotAdvance after a pass without
+        progress, which would be repeated forever."""
+        while not self.finished:
+            self._moved = False
+            yield self.key.recovery_point
+            if not self._moved:
+                raise PhaseDidNotAdvance(
+                    f"A pass through the phases at {self.key.recovery_point!r} committed no progress, and would be repeated "
+                    f"forever. Handle this recovery point in the view, and end its phase with set_recovery_point() or "
+                    f"set_response()."
+                )
+
+    def response(self) -> HttpResponseBase:
+        """Return the response that a phase stored: the object of this run, or one built from the row."""
+        if self._response is not None:
+            return self._response
+        if not self.finished:
+            raise RuntimeError(
+                "The view called key.response() before a phase stored a response: end a phase with set_response()."
+            )
+        self._response = responses.stored_response(self.key)
+        return self._response
+
+    def has_stored(self, response: HttpResponseBase) -> bool:
+        return response is self._response
+
+    @contextmanager
+    def phase(self, isolation: ChosenIsolation) -> Iterator[Isolation | None]:
+        """Enter a phase; yield the isolation of its transaction. Raises RuntimeError inside a foreign call."""
+        if self._open_calls:
+            raise RuntimeError(
+                "A phase cannot begin inside a foreign_call block: end the block first, so that its result is stored."
+            )
+        self.in_phase = True
+        self.level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation
+        try:
+            yield self.level
+        finally:
+            self.in_phase = False
+
+    def has_begun(self) -> None:
+        """Record a commit that outlives this attempt: the key is not untouched any more."""
+        self.key.untouched_attempts = 0
+
+    def has_moved(self, recovery_point: str) -> None:
+        self.has_begun()
+        self._moved = self._moved or recovery_point != self.key.recovery_point
+        self.key.recovery_point = recovery_point
+
+    def has_finished(self, response: HttpResponseBase) -> None:
+        self._response = response
+        self.has_moved(FINISHED)
+
+    # Calls
+
+    def _begin_call(self, name: str) -> None:
+        """Commit that a call with a derived key begins; see ``IdempotencyKey.call``."""
+        run_of(self.key)
+        refuse_outer_transaction(self.using)
+        self.refuse_beside_doubt()
+        fence.begin_call(self.key, name, using=self.using)
+        self.has_begun()
+
+    def refuse_repeated_call(self, name: str) -> None:
+        """Check whether a foreign call may begin.
+        Raises RuntimeError for a second call with this name.
+        Raises CallInDoubt if another call is in doubt.
+        """
+        if name in self._called:
+            raise RuntimeError(f"This run has already made the call {name!r}, and would reuse its result. Use another name.")
+        self.refuse_beside_doubt(name)
+
+    def refuse_beside_doubt(self, name: str | None = None) -> None:
+        """Raise CallInDoubt if a call other than ``name`` is in doubt. Another call could repeat its work, and a response
+        that no phase stored would ignore it."""
+        for other, obstacle in self._unsettled.items():
+            if isinstance(obstacle, CallInDoubt) and other != name and other not in self._open_calls:
+                raise obstacle
+
+    def refuse_unsettled_calls(self) -> None:
+        for obstacle in self._unsettled.values():
+            raise obstacle
+
+    def call_is_due(self, name: str) -> CallInDoubt:
+        """Record that a call begins. Return the error that later phases raise until it is settled."""
+        doubt = self._unsettled[name] = CallInDoubt(call_in_doubt(name))
+        return doubt
+
+    def call_is_settled(self, name: str, obstacle: IdempotencyError | None = None) -> None:
+        """Record that a call has its result, or with ``obstacle`` that it took no effect."""
+        self._unsettled.pop(name, None)
+        if obstacle is not None:
+            self._unsettled[name] = obstacle
+
+    @contextmanager
+    def call_open(self, name: str) -> Iterator[None]:
+        self._open_calls.add(name)
+        try:
+            yield
+        finally:
+            self._open_calls.discard(name)
+
+    def call_was_made(self, name: str) -> None:
+        self._called.add(name)
+
+
+def call_in_doubt(name: str) -> str:
+    return (
+        f"The call {name!r} was begun, and its result was never recorded. It may have taken effect, and another call could "
+        f"repeat the work. Check that service for the result, then answer the key in the admin."
+    )
+
+
+def run_of(key: IdempotencyKey) -> PhasedRun:
+    """Return the run of the key. Raises RuntimeError if there is none, in a phase, and if the key is finished."""
+    run = key.run
+    if not isinstance(run, PhasedRun):
+        raise RuntimeError("This function needs the request.idempotency_key of a view with @idempotent(recovery_points=[...]).")
+    if run.in_phase:
+        raise RuntimeError("Phases and foreign calls cannot be nested in an atomic_phase. End its block first.")
+    if run.finished:
+        raise RuntimeError("This key is finished: no phase or call can follow the stored response.")
+    return run

@@ -1,0 +1,107 @@
+"""A plain view: one transaction contains the claim, the writes of the view and the stored response."""
+
+import logging
+from collections.abc import Callable
+
+from django.db import transaction
+from django.db.utils import Error
+from django.http import HttpResponseBase
+
+from idempotency import signals
+from idempotency._request import problems, responses
+from idempotency._request.options import Options
+from idempotency._request.retry import Attempts, RequestState
+from idempotency._request.view_call import Call
+from idempotency._request.wait import Patience
+from idempotency._store import claims, events, fence
+from idempotency._store.claims import Claim, ClaimedRequest, Outcome
+from idempotency._store.transactions import atomic_request, durable_transaction, prepare_commits
+from idempotency._text import first_line
+
+logger = logging.getLogger("idempotency")
+
+Respond = Callable[[], HttpResponseBase]
+
+
+def run_plain(call: Call, options: Options, captured: ClaimedRequest, *, using: str) -> HttpResponseBase:
+    """Claim the key and run the view. A rollback also restores the request, its session and its messages."""
+    run = _PlainRun(call, options, captured, using)
+    try:
+        claim, response = run.attempt(call.response)
+    except Exception as error:
+        answer = responses.answer_to(error, call)
+        if run.before.kept and (answer is not None or isinstance(error, responses.HTTP_EXCEPTIONS)):
+            raise RuntimeError(
+                "A hook of transaction.on_commit() raised this exception after the response was stored."
+            ) from error
+        if answer is None:
+            raise
+        if not responses.is_stored(answer):
+            return answer
+        # The writes of a view that raised are rolled back, as under ATOMIC_REQUESTS; its response is stored.
+        claim, response = run.attempt(lambda: answer)
+    if response is None:
+        return responses.answer_without_running(claim, call, options, using=using)
+    if responses.is_stored(response):
+        events.emit(signals.key_claimed, claim.key, call.request)
+        events.emit(signals.key_finished, claim.key, call.request)
+    return response
+
+
+class _PlainRun:
+    def __init__(self, call: Call, options: Options, captured: ClaimedRequest, using: str) -> None:
+        self._call, self._options, self._captured, self._using = call, options, captured, using
+        self._patience = Patience(options.wait_seconds, using=using)
+        self.before = RequestState(call)
+
+    def attempt(self, respond: Respond) -> tuple[Claim, HttpResponseBase | None]:
+        """Claim the key and respond; repeat after a serialization failure, and wait while another request holds the key. The
+        response is None if the key could not be claimed."""
+        try:
+            for attempt in Attempts(self.before, self._options.level):
+                with attempt:
+                    while True:
+                        claim, response = self._in_transaction(respond)
+                        if claim.outcome is not Outcome.IN_PROGRESS or not self._patience.waited():
+                            return claim, response
+            raise problems.conflict()
+        except BaseException:
+            self.before.put_back()
+            raise
+
+    def _in_transaction(self, respond: Respond) -> tuple[Claim, HttpResponseBase | None]:
+        """Claim the key and respond in one transaction.
+
+        Other databases with ATOMIC_REQUESTS commit before the key, so that no response is stored if another COMMIT fails.
+        Raises Problem ``database_unavailable`` if the COMMIT of the key fails after another COMMIT. A retry in the process
+        would repeat the other writes unnoticed.
+        """
+        call, using, before = self._call, self._using, self.before
+        committed: list[str] = []
+        try:
+            with durable_transaction(self._options.level(), using=using):
+                claim = claims.claim_plain(self._captured, using=using)
+                if claim.outcome is not Outcome.CLAIMED:
+                    return claim, None
+                # Registered first: an exception in a hook of the view must not skip it.
+                transaction.on_commit(before.keep, using=using)
+                with atomic_request(call.view, besides=using) as others:
+                    with call.bound(claim.key):
+                        response = respond()
+                    if stored := responses.is_stored(response):
+                        fence.finish(claim.key, *responses.stored_parts(response), using=using)
+                        if others:
+                            prepare_commits(others, committed, last=using)
+                    else:
+                        for alias in (using, *others):
+                            transaction.set_rollback(True, using=alias)
+        except Error as error:
+            if not committed or before.kept:
+                raise
+            logger.error("%r has committed, and the database of the key %r has not: %s", committed, using, first_line(error))
+            raise problems.database_unavailable() from None  # Attempts would retry an error with a cause.
+        if stored:
+            before.keep()  # in a TestCase, which never commits
+        else:
+            before.put_back()
+        return claim, response

@@ -1,0 +1,116 @@
+"""The error responses of this app, one function each. Source: RFC 9457 and draft-07 of the header's specification."""
+
+import math
+
+from django.http import HttpResponseBase, JsonResponse
+
+from idempotency import conf
+from idempotency.exceptions import StuckCode
+from idempotency.http import not_stored
+
+#: The maximum of Retry-After for a key in use, in seconds: most requests end long before their lock expires.
+LOOK_AGAIN_SECONDS = 2
+
+_TITLES = {
+    "key_missing": "The idempotency key is missing",
+    "key_invalid": "The idempotency key is not valid",
+    "body_incomplete": "The body of the request is incomplete",
+    "scope_missing": "The scope of the idempotency key is missing",
+    "key_reused": "The idempotency key was used for another request",
+    "key_in_use": "A request with this idempotency key is in progress",
+    "key_stuck": "The request with this idempotency key requires manual intervention",
+    "conflict": "The request conflicts with concurrent requests",
+    "database_unavailable": "The database cannot be reached",
+    "unknown_recovery_point": "This version of the service cannot continue the request",
+}
+
+
+class Problem(Exception):
+    """An error response of this app; ``entry.answer`` catches it and returns its response."""
+
+    def __init__(
+        self, status: int, code: str, detail: str, *, retryable: bool = False, retry_after: float | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.status, self.code, self.detail, self.retryable = status, code, detail, retryable
+        self.headers = {"Cache-Control": "no-store"}
+        if retry_after is not None:
+            # Whole seconds, at least one, rounded down so as not to exceed the time of the lock.
+            self.headers["Retry-After"] = str(max(1, math.floor(retry_after)))
+
+    def response(self) -> HttpResponseBase:
+        """Return the response, made by ERROR_RENDERER if it is set. An outer protected view does not store it."""
+        return not_stored(self._rendered())
+
+    def _rendered(self) -> HttpResponseBase:
+        limits = conf.get()
+        members = {
+            "title": _TITLES[self.code],
+            "status": self.status,
+            "detail": self.detail,
+            "code": self.code,
+            "retryable": self.retryable,
+        }
+        if limits.ERROR_RENDERER is not None:
+            rendered: HttpResponseBase = conf.named(limits.ERROR_RENDERER)(**members, headers=self.headers)
+            return rendered
+        content = {"type": limits.PROBLEM_TYPE_BASE + self.code, **members}
+        return JsonResponse(content, status=self.status, headers=self.headers, content_type="application/problem+json")
+
+
+def key_missing() -> Problem:
+    name = conf.get().HEADER_NAMES[0]
+    return Problem(400, "key_missing", f"Send a unique key in the header {name}. Send the same key with each retry.")
+
+
+def key_invalid(detail: str) -> Problem:
+    return Problem(400, "key_invalid", detail)
+
+
+def body_incomplete() -> Problem:
+    """The connection closed before the whole body arrived. No key was claimed."""
+    return Problem(400, "body_incomplete", "Send the whole request again, with the same key.", retryable=True)
+
+
+def scope_missing() -> Problem:
+    """The request has neither a user nor a session that could own the key."""
+    return Problem(400, "scope_missing", "Sign in, or send the session cookie: a key is valid for one user or session only.")
+
+
+def key_reused() -> Problem:
+    """The key was used for a different request, of which the response reveals nothing."""
+    detail = "This key was used for a different request. Use a new key for each new request."
+    return Problem(conf.get().MISMATCH_STATUS, "key_reused", detail)
+
+
+def key_in_use(lock_seconds: float = LOOK_AGAIN_SECONDS) -> Problem:
+    """Another run holds the key, for at most ``lock_seconds``."""
+    detail = "Retry after the time in Retry-After, with the same key."
+    return Problem(409, "key_in_use", detail, retryable=True, retry_after=min(lock_seconds, LOOK_AGAIN_SECONDS))
+
+
+def key_stuck(stuck_code: str) -> Problem:
+    """The key is stuck, or the running code does not know its recovery point."""
+    if stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
+        detail = "Retry later, with the same key."
+        return Problem(503, stuck_code, detail, retryable=True, retry_after=LOOK_AGAIN_SECONDS)
+    if stuck_code == StuckCode.REFUSED_WHEN_REBUILT:
+        return key_in_use()
+    return Problem(409, "key_stuck", "Do not retry. This request requires manual intervention.")
+
+
+def conflict() -> Problem:
+    """Each attempt in the process had a serialization failure."""
+    return Problem(
+        409,
+        "conflict",
+        "Retry with the same key. The request continues from its last recovery point.",
+        retryable=True,
+        retry_after=1,
+    )
+
+
+def database_unavailable() -> Problem:
+    """The database was lost before or during the view. A retry finds the work that was committed."""
+    detail = "Send the request again, with the same key."
+    return Problem(503, "database_unavailable", detail, retryable=True, retry_after=1)

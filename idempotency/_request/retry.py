@@ -1,0 +1,219 @@
+"""Repeat a request in the process after a serialization failure, with its original state."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from copy import copy, deepcopy
+from functools import cached_property as cached_property_of_python
+from io import BytesIO
+from types import TracebackType
+from typing import Any
+
+from django.core.exceptions import ObjectDoesNotExist
+from django.db import models
+from django.http import QueryDict
+from django.utils.datastructures import MultiValueDict
+from django.utils.functional import SimpleLazyObject, cached_property
+
+from idempotency import conf
+from idempotency._request.view_call import Call
+from idempotency._store.events import about
+from idempotency._store.transactions import backoff_seconds, retryable_failure
+from idempotency.conf import Isolation
+
+logger = logging.getLogger("idempotency")
+
+#: A unique violation above READ COMMITTED may be a race; after this number of retries it counts as a bug of the view.
+_UNIQUE_RETRIES = 2
+_USERS = ("user", "_cached_user", "_acached_user")
+_MULTI_VALUED = frozenset({QueryDict, MultiValueDict})
+_MUTABLE = (dict, list, set)
+#: Exactly these types; subclasses may be shared or expensive to copy.
+_CONTAINERS = frozenset(_MUTABLE) | _MULTI_VALUED
+
+
+class Attempts:
+    """The attempts at a request: ``for attempt in attempts: with attempt: return ...``. The block suppresses a serialization
+    failure, whose transaction was rolled back. The loop then restores the request and continues. Effects outside the database
+    are repeated. The loop ends after SERIALIZATION_RETRIES, or if the request cannot be restored; the caller then responds
+    with a conflict."""
+
+    def __init__(self, before: "RequestState", isolation: Callable[[], Isolation | None]) -> None:
+        self._before, self._isolation = before, isolation
+        self._unique_violations = 0
+
+    def __iter__(self) -> "Iterator[Attempts]":
+        for count in range(conf.get().SERIALIZATION_RETRIES + 1):
+            if count:
+                time.sleep(backoff_seconds(count))
+                if not self._before.restore():
+                    return
+            yield self
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        failure = retryable_failure(error, self._isolation()) if isinstance(error, Exception) else None
+        self._unique_violations += failure == "unique"
+        if failure is None or self._unique_violations > _UNIQUE_RETRIES:
+            return False
+        key = getattr(self._before.request, "idempotency_key", None)
+        logger.info(
+            "a request%s is run again inside the process: %s",
+            f" of key {key.key_hash}" if key is not None else "",
+            f"{failure} failure ({type(error).__name__})",  # Its message may quote redacted values.
+            extra=about(key) if key is not None else None,
+        )
+        return True
+
+
+class RequestState:
+    """The state of a request before its first attempt, which a view may change and a second attempt must find unchanged. It
+    contains the attributes of the request, the view and rows. It also contains the lists, dicts and sets in the first two and
+    in the arguments, but neither nested lists nor attributes of other objects."""
+
+    def __init__(self, call: Call) -> None:
+        self.request = call.request
+        self.kept = False
+        self._attributes = dict(vars(call.request))
+        self._seen = None if call.seen_request is call.request else call.seen_request
+        holders: list[tuple[Any, tuple[str, ...]]] = [
+            (self._attributes.get("session"), ("_session_cache",)),
+            (self._attributes.get("_messages"), ("_queued_messages",)),
+            (_loaded(self._attributes.get("user")), ()),
+            # The attributes of a class-based view, and below those of a framework's request.
+            (call.owner, ()),
+        ]
+        if self._seen is not None:
+            parsed = ("_data", "_full_data")
+            holders.append((self._seen, tuple(name for name in parsed if type(vars(self._seen).get(name)) in (dict, list))))
+        self._contents: list[tuple[Any, Any]] = []
+        rows: list[models.Model] = []
+        owned, seen = ({} if holder is None else vars(holder) for holder in (call.owner, self._seen))
+        for value in (*self._attributes.values(), *call.args, *call.kwargs.values(), *owned.values(), *seen.values()):
+            # Check the exact type, because isinstance() would load a lazy object.
+            kind = type(value)
+            if kind in _CONTAINERS:
+                self._contents.append((value, _shallow(value)))
+                if kind is QueryDict:
+                    holders.append((value, ()))  # ``_mutable``
+            elif kind is SimpleLazyObject:
+                holders.append((value, ()))
+                value = _loaded(value)
+            if issubclass(type(value), models.Model):
+                rows.append(value)
+        self._rows = tuple(rows)
+        for row in _with_their_rows(rows):
+            mutable = tuple(name for name, value in vars(row).items() if isinstance(value, _MUTABLE))
+            holders += [(row, mutable), (row._state, ("fields_cache",))]
+        self._held = [
+            (holder, dict(vars(holder)), {name: _copy(vars(holder)[name]) for name in names if name in vars(holder)})
+            for holder, names in holders
+            if hasattr(holder, "__dict__")
+        ]
+
+    def keep(self) -> None:
+        """Record that the work is committed: later calls of ``put_back`` do nothing."""
+        self.kept = True
+
+    def put_back(self) -> None:
+        """Restore the state in memory, unless ``keep`` was called. No database is queried."""
+        if self.kept:
+            return
+        _refill(vars(self.request), self._attributes)
+        for container, contents in self._contents:
+            _refill(container, contents)
+        for holder, state, copied in self._held:
+            _refill(vars(holder), state | {name: _copy(value) for name, value in copied.items()})
+
+    def restore(self) -> bool:
+        """Restore the state, rewind body and files, and reload the user. Return False if that is not possible: an upload is
+        closed, or another transaction has changed a row that the request holds. A view that computes with such a row would
+        overwrite that change."""
+        self.put_back()
+        attributes = self._attributes
+        if "_body" in attributes:
+            vars(self.request)["_stream"] = BytesIO(attributes["_body"])
+        for _, uploads in attributes["_files"].lists() if "_files" in attributes else ():
+            for upload in uploads:
+                if upload.closed:
+                    return False
+                upload.seek(0)
+        loaded = (_loaded(attributes.get(name)) for name in _USERS)
+        users = {id(user): user for user in loaded if issubclass(type(user), models.Model)}
+        for user in users.values():
+            _fetch_anew(user)
+        # Do not reload other rows: a middleware may have changed a field in memory.
+        others = _with_their_rows([row for row in self._rows if id(row) not in users])
+        return all(_is_as_stored(row) for row in others if id(row) not in users)
+
+
+def _loaded(value: Any) -> Any:
+    """Return the object behind a lazy one without loading it; any other value unchanged."""
+    return vars(value).get("_wrapped") if type(value) is SimpleLazyObject else value
+
+
+def _with_their_rows(rows: list[models.Model]) -> list[models.Model]:
+    """Return the rows, each once, and the rows loaded through them, such as ``account.owner``."""
+    found: dict[int, models.Model] = {}
+    while rows:
+        row = rows.pop()
+        if id(row) not in found:
+            found[id(row)] = row
+            held = (*vars(row).values(), *row._state.fields_cache.values())
+            rows += [value for value in held if issubclass(type(value), models.Model)]
+    return list(found.values())
+
+
+def _fetch_anew(user: models.Model) -> None:
+    """Reload the fields of a user and drop its cached properties; other attributes stay. A user that came from no database,
+    or whose row is deleted, is not changed."""
+    if user._state.db is None:
+        return
+    try:
+        user.refresh_from_db(using=user._state.db)
+    except ObjectDoesNotExist:
+        return
+    for name in list(vars(user)):
+        if isinstance(getattr(type(user), name, None), cached_property | cached_property_of_python):
+            del vars(user)[name]
+
+
+def _is_as_stored(row: models.Model) -> bool:
+    """Return whether the row equals the database; True for a row that came from no database."""
+    if row._state.db is None:
+        return True
+    fields = {field.attname: vars(row)[field.attname] for field in row._meta.concrete_fields if field.attname in vars(row)}
+    stored = type(row)._base_manager.using(row._state.db).filter(pk=row.pk).values(*fields)
+    return fields in stored
+
+
+def _shallow(container: Any) -> Any:
+    if type(container) in _MULTI_VALUED:
+        return {name: values[:] for name, values in dict.items(container)}
+    return container.copy()
+
+
+def _refill(container: Any, contents: Any) -> None:
+    """Restore the contents of a container in place, because a middleware may hold the same object. An unchanged container is
+    never empty in between, because other threads may read it."""
+    if type(container) is list:
+        container[:] = contents
+    elif type(container) is set:
+        container.intersection_update(contents)
+        container.update(contents)
+    else:
+        if list(container) != list(contents):
+            dict.clear(container)
+        multi_valued = type(container) in _MULTI_VALUED
+        dict.update(container, {name: values[:] for name, values in contents.items()} if multi_valued else contents)
+
+
+def _copy(value: Any) -> Any:
+    """Return an independent copy of ``value``; rows in it are not copied."""
+    return deepcopy(value) if value and not _holds_rows(value) else copy(value)
+
+
+def _holds_rows(value: Any) -> bool:
+    return isinstance(value, dict) and any(issubclass(type(item), models.Model) for item in value.values())

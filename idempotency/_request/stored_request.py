@@ -1,0 +1,203 @@
+"""The stored request: capture it for a claim, and rebuild it for the completer.
+
+Only this module knows the format. The column ``request_headers`` contains headers of the client and marks; marks have
+lower-case names, which no stored header has.
+"""
+
+import secrets
+from functools import partial
+from io import BytesIO
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlencode
+
+from asgiref.sync import sync_to_async
+from django.conf import settings
+from django.contrib.auth import get_user_model
+from django.contrib.auth.models import AnonymousUser
+from django.core.handlers.wsgi import WSGIRequest
+from django.http import HttpRequest, RawPostDataException
+
+from idempotency import conf
+from idempotency._request import problems
+from idempotency._request.fingerprint import (
+    chosen_urlconf,
+    fingerprint,
+    host_of,
+    is_multipart,
+    made_alike,
+    readable,
+    target,
+)
+from idempotency._request.key_header import header
+from idempotency._request.options import Options
+from idempotency._request.redaction import redacted_body, redacted_target
+from idempotency._store.claims import ClaimedRequest
+from idempotency._text import printable
+from idempotency.exceptions import KeyStuck, StuckCode
+from idempotency.models import IdempotencyKey
+from idempotency.scopes import is_no_user, user_of
+
+#: Stored for the rebuilt request, with host, scheme and mount point.
+_KEPT_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "Stripe-Version")
+#: The mark of redacted parts: the request cannot be rebuilt.
+_REDACTED = "redacted"
+#: The mark with the mount point of the site, unless it is the root.
+_SCRIPT_NAME = "script_name"
+#: The mark of a multipart request, whose fields are stored as a form.
+_MULTIPART = "multipart"
+#: The mark of an authenticated sender that is not a Django user.
+_NO_USER = "no_user"
+#: The mark with the URLconf that a middleware chose, for instance by host.
+_URLCONF = "urlconf"
+
+
+class CannotRun(KeyStuck):
+    """The stored request cannot be run."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def capture(request: HttpRequest, scope: str, key: str, options: Options) -> ClaimedRequest:
+    """Return the parts of the request that a claim stores. The body is read. Raises Problem ``body_incomplete`` for a
+    truncated body, and the exceptions of Django for a body that is too large or invalid."""
+    body, content_type = _body(request)
+    marks = _marks(request)
+    user = user_of(request)
+    headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
+    headers |= {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
+    if script_name := request.META.get("SCRIPT_NAME"):
+        headers[_SCRIPT_NAME] = printable(script_name)
+    if urlconf := chosen_urlconf(request):
+        headers[_URLCONF] = urlconf
+    # An empty body contains no secret, and the completer can run it.
+    kept, path, taken = (body if options.store_body or not body else None), target(request), False
+    if options.redact:
+        path, from_query = redacted_target(path, options.redact)
+        kept, from_body = redacted_body(kept, content_type, options.redact) if kept is not None else (None, False)
+        taken = from_query or from_body
+    # With a secret, parts that are not stored cannot be guessed from the fingerprint.
+    secret = settings.SECRET_KEY if options.withholds else None
+    return ClaimedRequest(
+        scope=scope,
+        idempotency_key=key,
+        user_id=user.pk if user is not None else None,
+        method=(request.method or "")[:20],
+        path=path,
+        body=kept,
+        content_type=printable(content_type),
+        headers=headers | marks | ({_REDACTED: "true"} if taken else {}),
+        remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
+        fingerprint=fingerprint(request, body, secret, by_host=conf.get().FINGERPRINT_HOST),
+        made_alike=partial(
+            made_alike, request=request, body=body, secrets=[settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
+        ),
+    )
+
+
+def _body(request: HttpRequest) -> tuple[bytes | None, str]:
+    """Return the body to store and its content type. Of a multipart request the fields are stored; with files, nothing."""
+    content_type: str = request.META.get("CONTENT_TYPE", "")
+    if not is_multipart(request) or request.method != "POST":
+        _refuse_cut_body(request, len(request.body))
+        return request.body, content_type
+    if request._read_started and not (hasattr(request, "_post") or hasattr(request, "_body")):  # type: ignore[attr-defined]
+        raise RawPostDataException("The body was read before @idempotent could compare it. Read request.body, or request.POST.")
+    # Parse before reading the bytes, because reading applies a lower size limit to uploads.
+    fields = readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode())
+    whole = getattr(request, "_body", None)
+    _refuse_cut_body(request, len(whole) if whole is not None else getattr(request._stream, "_pos", None))
+    return (None, content_type) if request.FILES else (fields, "application/x-www-form-urlencoded")
+
+
+def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
+    """Raise Problem for a truncated body, which would use the key for another request."""
+    announced = request.META.get("CONTENT_LENGTH") or "0"
+    if arrived is not None and announced.isdecimal() and arrived < int(announced):
+        raise problems.body_incomplete()
+
+
+def _marks(request: HttpRequest) -> dict[str, str]:
+    marks = {_NO_USER: is_no_user(request), _MULTIPART: is_multipart(request) and request.method == "POST"}
+    return {name: "true" for name, holds in marks.items() if holds}
+
+
+def urlconf_of(key: IdempotencyKey) -> str | None:
+    urlconf: str | None = key.request_headers.get(_URLCONF)
+    return urlconf
+
+
+def sender_is_no_user(key: IdempotencyKey) -> bool:
+    return _NO_USER in key.request_headers
+
+
+def is_withheld(key: IdempotencyKey) -> bool:
+    return key.request_body is None or _REDACTED in key.request_headers
+
+
+def rebuild(key: IdempotencyKey) -> HttpRequest:
+    """Return the request of a key. Raises CannotRun if that is not possible."""
+    if _REDACTED in key.request_headers:
+        reason = "Parts of the request were redacted, so only its client can send it again."
+        raise CannotRun(StuckCode.BODY_REDACTED, reason)
+    if key.request_body is None:
+        reason = "The body of the request was not stored, so only its client can send it again."
+        raise CannotRun(StuckCode.BODY_NOT_KEPT, reason)
+    body, content_type = bytes(key.request_body), key.request_content_type
+    if _MULTIPART in key.request_headers:
+        body, content_type = _multipart(body)
+    request = WSGIRequest(_environ(key, body, content_type))
+    # The body counts as read, because a stream could not serve a second attempt.
+    request._body = body
+    # The original request passed the CSRF check; otherwise there would be no key.
+    request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
+    request.user = _user(key)
+    request.auser = sync_to_async(lambda: request.user)
+    if urlconf := urlconf_of(key):
+        request.urlconf = urlconf
+    return request
+
+
+def _environ(key: IdempotencyKey, body: bytes, content_type: str) -> dict[str, Any]:
+    path, _, query = key.request_path.partition("?")
+    kept = key.request_headers
+    host, scheme = kept.get("Host", ""), kept.get("scheme", "http")
+    environ = {f"HTTP_{name.upper().replace('-', '_')}": kept[name] for name in _KEPT_HEADERS if name in kept}
+    return environ | {
+        "REQUEST_METHOD": key.request_method,
+        "SCRIPT_NAME": kept.get(_SCRIPT_NAME, "").encode().decode("latin-1"),  # as WSGI has it
+        "PATH_INFO": unquote(path, "latin-1"),
+        "QUERY_STRING": query,
+        "CONTENT_TYPE": content_type,
+        "CONTENT_LENGTH": str(len(body)),
+        "REMOTE_ADDR": key.remote_addr,
+        "SERVER_NAME": host.rpartition(":")[0] or host or "localhost",
+        "SERVER_PORT": "443" if scheme == "https" else "80",
+        "SERVER_PROTOCOL": "HTTP/1.1",
+        "wsgi.url_scheme": scheme,
+        "wsgi.input": BytesIO(body),
+        **({"HTTP_HOST": host} if host else {}),
+    }
+
+
+def _multipart(fields: bytes) -> tuple[bytes, str]:
+    """Return the stored fields as a multipart body, and its content type. The boundary is random, so no value contains it."""
+    boundary, parts = secrets.token_hex(16), []
+    for name, value in parse_qsl(fields.decode(), keep_blank_values=True):
+        # RFC 2231 encodes any name, but may triple its length, and the header of a part is limited to 1,024 bytes.
+        quoted = name.isprintable() and not {'"', "\\"} & set(name)
+        named = f'name="{name}"' if quoted else f"name*=UTF-8''{quote(name, safe='')}"
+        parts.append(f"--{boundary}\r\nContent-Disposition: form-data; {named}\r\n\r\n{value}\r\n")
+    return f"{''.join(parts)}--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}; charset=utf-8"
+
+
+def _user(key: IdempotencyKey) -> Any:
+    if key.user_id is None:
+        return AnonymousUser()
+    user = get_user_model()._default_manager.filter(pk=key.user_id).first()
+    if user is None or not getattr(user, "is_active", True):
+        raise CannotRun(
+            StuckCode.USER_MISSING, f"The sender of the request, the user {key.user_id}, is deleted or not active any more."
+        )
+    return user

@@ -1,0 +1,134 @@
+"""The call of a view: a function, a method or a coroutine function, of Django or of Django REST framework."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any
+
+from django.contrib.auth.mixins import AccessMixin
+from django.db import connections, transaction
+from django.http import HttpRequest, HttpResponseBase
+from django.views import View as BaseView
+
+from idempotency._async import awaited
+from idempotency.models import IdempotencyKey
+
+View = Callable[..., Any]
+
+#: The key of the running view, to which staged jobs refer.
+current_key: ContextVar[IdempotencyKey | None] = ContextVar("idempotency_key", default=None)
+
+OUTSIDE = (
+    " is decorated with @idempotent outside authentication and permissions, so anybody could get a stored response. Apply it "
+    "inside them: on the function itself, or on the handler of the class (post(), create(), ...)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    view: View
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    request: HttpRequest
+    #: The request that the view gets: Django REST framework wraps the request of Django.
+    seen_request: Any
+    #: The instance of a class-based view, which serves only this request, or None.
+    owner: Any
+
+    @classmethod
+    def of(cls, view: View, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call":
+        """Find the request: the first argument of a function, the second of a method."""
+        for seen in args[:2]:
+            if isinstance(seen, HttpRequest):
+                method = getattr(view, "func", view)  # method_decorator binds a method with partial()
+                owner = args[0] if args[0] is not seen else getattr(method, "__self__", None)
+                if not isinstance(owner, BaseView):
+                    owner = None  # another object may serve other requests too
+                if hasattr(owner, "initialize_request"):
+                    raise RuntimeError("dispatch() of a Django REST framework view" + OUTSIDE)
+                if owner is not None and getattr(view, "__name__", "") == "dispatch" and access_is_checked_inside(type(owner)):
+                    raise RuntimeError(f"dispatch() of {type(owner).__name__}, which checks access there" + OUTSIDE)
+                return cls(view, args, kwargs, seen, seen, owner)
+            if hasattr(seen, "parser_context") and isinstance(inner := getattr(seen, "_request", None), HttpRequest):
+                return cls(view, args, kwargs, inner, seen, seen.parser_context["view"])
+        raise TypeError(
+            "The decorator @idempotent protects views: the request is the first argument of a function, the second of a method."
+        )
+
+    def __call__(self) -> Any:
+        """Call the view. A coroutine runs on the event loop; its database calls run in this thread and transaction."""
+        return awaited(self.view(*self.args, **self.kwargs))
+
+    def response(self) -> HttpResponseBase:
+        return self.rendered(self())
+
+    @contextmanager
+    def bound(self, key: IdempotencyKey) -> Iterator[None]:
+        self.request.idempotency_key = key  # type: ignore[attr-defined]
+        token = current_key.set(key)
+        try:
+            yield
+        finally:
+            current_key.reset(token)
+
+    def named_by(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """Return the keyword arguments of the view that are parameters of ``function``."""
+        parameters = signature(function).parameters.values()
+        names = {parameter.name for parameter in parameters}
+        every = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+        return {name: value for name, value in self.kwargs.items() if every or name in names}
+
+    def answer_to(self, error: Exception) -> HttpResponseBase | None:
+        """Return the response of the view's framework to an exception, or None if Django handles it. Django REST framework
+        handles it in the view; other frameworks set ``answer_to(request, error)`` on the decorated view."""
+        try:
+            if (own := getattr(self.view, "answer_to", None)) is not None:
+                return self.rendered(own(self.request, error))
+            if self.seen_request is self.request:
+                return None
+            with _kept_from_rollback():
+                return self.rendered(self.owner.handle_exception(error))
+        except Exception:
+            return None  # It raises exceptions that it does not handle.
+
+    def rendered(self, response: Any) -> HttpResponseBase:
+        """Return the rendered response, so that rendering errors occur before COMMIT."""
+        if self.seen_request is not self.request:
+            response = self.owner.finalize_response(self.seen_request, response, *self.owner.args, **self.owner.kwargs)
+        if not isinstance(response, HttpResponseBase):
+            raise TypeError(
+                f"The view returned {type(response).__name__}, not a response. Apply @idempotent to the async view itself, or "
+                f"make the decorators between them coroutine functions."
+            )
+        return rendered(response)
+
+
+@contextmanager
+def _kept_from_rollback() -> Iterator[None]:
+    """Open savepoints, so that DRF's exception handler does not mark the transaction of a ``TestCase`` for rollback."""
+    with ExitStack() as savepoints:
+        for alias in connections:
+            if connections[alias].in_atomic_block:
+                savepoints.enter_context(transaction.atomic(using=alias))
+        yield
+
+
+def access_is_checked_inside(view_class: type) -> bool:
+    """Return whether a decorated dispatch() of this class is outside a mixin that checks access."""
+    decorated = False
+    for base in view_class.__mro__:
+        dispatch = vars(base).get("dispatch")
+        if decorated and dispatch is not None and issubclass(base, AccessMixin):
+            return True
+        decorated = decorated or hasattr(dispatch, "idempotency")
+    return False
+
+
+def rendered(response: HttpResponseBase) -> HttpResponseBase:
+    """Return the response, rendered if it is a template response or one of DRF."""
+    if callable(make := getattr(response, "render", None)) and not getattr(response, "is_rendered", True):
+        made: HttpResponseBase = make()
+        return made
+    return response

@@ -1,0 +1,139 @@
+"""The states of a key: each is defined here, once, by the clock of the database."""
+
+from datetime import timedelta
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from django.db import models
+from django.db.models import Case, F, Q, Value, When
+from django.db.models.functions import Coalesce, Greatest, Now
+from django.db.models.lookups import LessThanOrEqual
+
+from idempotency import conf
+from idempotency.exceptions import StuckCode
+
+if TYPE_CHECKING:
+    from idempotency.models import IdempotencyKey  # noqa: F401  # named in a string
+
+
+class KeyState(StrEnum):
+    """The state of a key, in the order of lists: states that need manual review come first."""
+
+    STUCK = "stuck"
+    ACKNOWLEDGED = "acknowledged"
+    ABANDONED = "abandoned"
+    WAITING = "waiting for a retry"
+    IN_FLIGHT = "in flight"
+    REFUSED = "refused"
+    FINISHED = "finished"
+
+
+#: The condition of the partial index. It is part of each state but these two.
+UNFINISHED = Q(finished_at__isnull=True, refused=False)
+_OVER = {KeyState.FINISHED: Q(finished_at__isnull=False), KeyState.REFUSED: Q(finished_at__isnull=True, refused=True)}
+#: The completer may run the key. A key that is stuck because of a deploy is among them: new code may know its recovery point.
+NOT_GIVEN_UP = Q(stuck_at__isnull=True) | Q(stuck_code=StuckCode.UNKNOWN_RECOVERY_POINT)
+
+
+def ago(seconds: int) -> Any:
+    """Return the time of the database, ``seconds`` before now."""
+    return Now() - timedelta(seconds=seconds)
+
+
+def held() -> Q:
+    """Return the condition that a run holds the key: it is locked, and the lock has not expired."""
+    return Q(locked_at__gte=ago(conf.get().LOCK_TIMEOUT_SECONDS))
+
+
+def due_at() -> Greatest:
+    """Return when the completer takes an unlocked key: old enough, idle for long enough, and its delay is over."""
+    limits = conf.get()
+    return Greatest(
+        F("created_at") + timedelta(seconds=limits.COMPLETER_MIN_AGE_SECONDS),
+        F("last_run_at") + timedelta(seconds=limits.COMPLETER_IDLE_SECONDS),
+        Coalesce("next_run_at", "created_at"),
+    )
+
+
+def _due() -> Q:
+    # The second condition is implied, and has an index.
+    return Q(LessThanOrEqual(due_at(), Now()), created_at__lte=ago(conf.get().COMPLETER_MIN_AGE_SECONDS))
+
+
+def _unfinished_states() -> dict[KeyState, Q]:
+    """Return the condition of each state of an unfinished key in order of precedence: the first that holds is its state."""
+    return {
+        KeyState.IN_FLIGHT: held(),
+        KeyState.ACKNOWLEDGED: Q(acknowledged_at__gte=F("stuck_at")),
+        KeyState.STUCK: Q(stuck_at__isnull=False),
+        KeyState.ABANDONED: _due(),
+        KeyState.WAITING: UNFINISHED,
+    }
+
+
+class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
+    """The states of a key, by name; the completer, the reaper, the admin and the measurements read these."""
+
+    def with_state(self) -> "IdempotencyKeyQuerySet":
+        """Annotate each key with its ``state``, a value of ``KeyState``."""
+        whens = [When(condition, then=Value(state.value)) for state, condition in (_OVER | _unfinished_states()).items()]
+        return self.annotate(state=Case(*whens, output_field=models.CharField()))
+
+    def in_state(self, state: KeyState) -> "IdempotencyKeyQuerySet":
+        """Keys in this state, through the partial index if they are unfinished."""
+        if state in _OVER:
+            return self.filter(_OVER[state])
+        keys = self.unfinished()
+        for name, condition in _unfinished_states().items():
+            if name == state:
+                break
+            keys = keys.exclude(condition)
+        return keys.filter(condition)
+
+    def finished(self) -> "IdempotencyKeyQuerySet":
+        """Keys with a stored response."""
+        return self.in_state(KeyState.FINISHED)
+
+    def unfinished(self) -> "IdempotencyKeyQuerySet":
+        """Keys without a stored response, stuck ones included, refused ones not."""
+        return self.filter(UNFINISHED)
+
+    def refused(self) -> "IdempotencyKeyQuerySet":
+        """Keys whose client was refused before anything was begun: only a retry of the client runs them."""
+        return self.in_state(KeyState.REFUSED)
+
+    def stuck(self) -> "IdempotencyKeyQuerySet":
+        """Keys that wait for a person: marked as stuck, not acknowledged since, and held by no run."""
+        return self.in_state(KeyState.STUCK)
+
+    def acknowledged(self) -> "IdempotencyKeyQuerySet":
+        """Stuck keys that a person has taken off the list without finishing them."""
+        return self.in_state(KeyState.ACKNOWLEDGED)
+
+    def in_flight(self) -> "IdempotencyKeyQuerySet":
+        """Keys that a run holds at the moment."""
+        return self.in_state(KeyState.IN_FLIGHT)
+
+    def unlocked(self) -> "IdempotencyKeyQuerySet":
+        """Unfinished keys that no run holds: the lock is free or expired."""
+        return self.unfinished().exclude(held())
+
+    def abandoned(self) -> "IdempotencyKeyQuerySet":
+        """Keys that the completer takes: those in the state abandoned, and due ones that are stuck because of a deploy."""
+        return self.unlocked().filter(NOT_GIVEN_UP, _due())
+
+    def expired(self, retention: timedelta | None = None) -> "IdempotencyKeyQuerySet":
+        """Keys past their retention, counted from ``finished_at`` or ``refused_at``. Finished ones are new again on read."""
+        cutoff = Now() - (timedelta(hours=conf.get().RETENTION_HOURS) if retention is None else retention)
+        refused = Q(finished_at__isnull=True, refused=True, refused_at__lt=cutoff)
+        # A key is created before it is finished or refused: the first condition is implied, and has an index.
+        return self.filter(Q(finished_at__lt=cutoff) | refused, created_at__lt=cutoff)
+
+    def overdue(self) -> "IdempotencyKeyQuerySet":
+        """Unfinished keys past the retention that are not marked as stuck.
+
+        The retention counts from ``created_at``, or from ``handed_back_at`` if a person gave the key back to the completer.
+        """
+        cutoff = ago(conf.get().RETENTION_HOURS * 3600)
+        handed_back_before = Q(handed_back_at__isnull=True) | Q(handed_back_at__lt=cutoff)
+        return self.unlocked().filter(handed_back_before, stuck_at__isnull=True, created_at__lt=cutoff)

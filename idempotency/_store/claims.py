@@ -1,0 +1,259 @@
+"""Claims: take the lock of a key, or find out why that is not possible.
+
+On PostgreSQL a claim is one statement. Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", whose
+SELECT and INSERT under SERIALIZABLE are one upsert here.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from django.db import Error, connections
+
+from idempotency._store import statements
+from idempotency._store.advisory_locks import HOLDER, lock_parameters, way_of
+from idempotency._store.rows import execute, fetch, key_as_read, key_of_row, statements_for, token_parameter, vendor
+from idempotency._store.transactions import refuse_second_wait, retryable_failure
+from idempotency.exceptions import OPEN_TO_RETRIES
+from idempotency.models import IdempotencyKey, random_seed
+
+#: The number of attempts if other runs change the row concurrently. Each time another run has progressed.
+_CLAIM_TRIES = 10
+
+
+class Outcome(Enum):
+    CLAIMED = "claimed"
+    FINISHED = "finished"
+    MISMATCH = "mismatch"
+    IN_PROGRESS = "in progress"
+    STUCK = "stuck"
+    UNKNOWN_POINT = "unknown recovery point"
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedRequest:
+    """The parts of a request that a claim stores, to compare a retry with it and to run it again."""
+
+    scope: str
+    idempotency_key: str
+    user_id: Any
+    method: str
+    path: str
+    body: bytes | None
+    content_type: str
+    headers: dict[str, str]
+    remote_addr: str
+    fingerprint: str
+    #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
+    made_alike: Callable[[str], str | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The result of a claim. While another run holds the key, ``lock_seconds`` is the remaining time of its lock."""
+
+    outcome: Outcome
+    key: Any = None
+    lock_seconds: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    key: IdempotencyKey
+    expired: bool
+    lock_seconds: float
+
+
+def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, using: str) -> Claim:
+    """Claim the key of a phased view, in autocommit. On CLAIMED the row is locked with the token of this claim. Otherwise
+    nothing was written, except that an expired key may have been retired. The argument ``recovery_points`` has all from which
+    the view can continue: the first and those it declares."""
+    postgresql = vendor(using) == "postgresql"
+    text = statements_for(using)
+    token, parameters = _parameters(request, using)
+    parameters["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
+    for _ in range(_CLAIM_TRIES):
+        try:
+            look = _look(text.claim_phased if postgresql else text.read, parameters, request, using)
+        except Error as error:
+            if retryable_failure(error, None) is None or connections[using].in_atomic_block:
+                raise
+            continue  # Another claim won under a high level of isolation.
+        row = look.row
+        if row is not None and row.expired:
+            execute(text.retire, {"id": row.key.pk, "scope": request.scope}, using)
+            continue
+        if not postgresql and (row is None or _refusal(row, request, recovery_points) is None):
+            look = _look(text.upsert, parameters, request, using)
+        if look.claimed is not None:
+            # A claim clears the mark of a stuck key, and an unfinished key has no response.
+            return Claim(Outcome.CLAIMED, _key_of_claim(look.claimed, request, token, using, finished_at=None))
+        if row is None:
+            if postgresql and (refusal := _refusal_by_holder(parameters, using)):
+                return refusal
+            continue  # Another claim inserted the key; the next attempt reads it.
+        if (comparable := _comparable(row, request)) is None:
+            return Claim(Outcome.IN_PROGRESS, row.key, lock_seconds=1)
+        if comparable is not request:
+            return claim_phased(comparable, recovery_points, using=using)
+        if refusal := _refusal(row, request, recovery_points):
+            return refusal
+    return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
+
+
+def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
+    """Claim the key of a plain view inside its transaction. On CLAIMED the row is inserted, and visible only after COMMIT;
+    until then advisory locks refuse duplicates at once. On SQLite a duplicate waits for the writer. On other outcomes nothing
+    was written."""
+    postgresql = vendor(using) == "postgresql"
+    text = statements_for(using)
+    token, parameters = _parameters(request, using)
+    for _ in range(_CLAIM_TRIES):
+        look = _look(text.claim_plain if postgresql else text.insert_plain, parameters, request, using)
+        if look.claimed is not None:
+            key = _key_of_claim(look.claimed, request, token, using)
+            key.born_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.
+            return Claim(Outcome.CLAIMED, key)
+        if look.verdict == "same":
+            return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
+        if look.verdict == "other":
+            return _refusal_by_holder(parameters, using) or Claim(Outcome.IN_PROGRESS, lock_seconds=1)
+        row = look.row if postgresql else _look(text.read, parameters, request, using).row
+        if row is None:
+            continue  # The row was inserted or deleted concurrently.
+        if not row.expired:
+            if (comparable := _comparable(row, request)) is None:
+                return Claim(Outcome.IN_PROGRESS, row.key, lock_seconds=1)
+            if comparable is not request:
+                return claim_plain(comparable, using=using)
+            # A plain view leaves no unfinished row: the view was phased before a deploy.
+            return _refusal(row, request, ()) or Claim(Outcome.UNKNOWN_POINT, row.key)
+        execute(text.retire, {"id": row.key.pk, "scope": request.scope}, using)
+    return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
+
+
+def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = False) -> IdempotencyKey | None:
+    """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next run is due. If this run
+    fails too, the key is due again after ``delay_seconds``. Return None if the key is not due, locked, finished, stuck or
+    refused."""
+    parameters = {
+        "id": pk,
+        "claim_token": token_parameter(uuid.uuid4(), using),
+        "delay": delay_seconds,
+        "early": early,
+        "event": "claimed",
+        "detail": "reaper" if early else "completer",
+    }
+    try:
+        return key_as_read(fetch(statements_for(using).claim_by_id, parameters, using), using)
+    except Error as error:
+        if retryable_failure(error, None) is None or connections[using].in_atomic_block:
+            raise
+        return None  # Another claim won under a high level of isolation.
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The row of a claim statement: the columns of the claimed key, or the existing row."""
+
+    claimed: tuple[Any, ...] | None = None
+    row: _Row | None = None
+    verdict: str = ""
+
+
+def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using: str) -> _Look:
+    try:
+        values = fetch(text, parameters, using)
+    except Error as error:
+        refuse_second_wait(error)
+        raise
+    if values is None:
+        return _Look()
+    claimed, (*columns, expired, lock_seconds), verdict = statements.parts(values)
+    if claimed is not None:
+        return _Look(claimed)
+    if columns[0] is None:
+        return _Look(verdict=verdict)
+    known = {"scope": request.scope, "idempotency_key": request.idempotency_key}
+    return _Look(row=_Row(key_of_row(statements.MET, columns, using, **known), bool(expired), lock_seconds), verdict=verdict)
+
+
+def _key_of_claim(row: tuple[Any, ...], request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:
+    *columns, age_seconds, place = row
+    key = key_of_row(
+        statements.CLAIMED,
+        columns,
+        using,
+        scope=request.scope,
+        idempotency_key=request.idempotency_key,
+        request_method=request.method,
+        request_path=request.path,
+        request_fingerprint=request.fingerprint,
+        claim_token=token,
+        stuck_at=None,
+        stuck_code="",
+        stuck_reason="",
+        response_code=None,
+        response_headers=None,
+        response_body=None,
+        **known,
+    )
+    key.born_monotonic = time.monotonic() - age_seconds
+    key.fence, key.place = token, place
+    return key
+
+
+def _comparable(row: _Row, request: ClaimedRequest) -> ClaimedRequest | None:
+    """Return the request with a fingerprint made in the way of the key's; None if that way is unknown here."""
+    stored = row.key.request_fingerprint
+    if request.made_alike is None or way_of(stored) == way_of(request.fingerprint):
+        return request
+    made = request.made_alike(stored)
+    return replace(request, fingerprint=made) if made is not None else None
+
+
+def _refusal(row: _Row, request: ClaimedRequest, recovery_points: tuple[str, ...]) -> Claim | None:
+    """Return why this key cannot be claimed, or None. A mismatch is first: another request must learn nothing else."""
+    key = row.key
+    if key.request_fingerprint != request.fingerprint:
+        return Claim(Outcome.MISMATCH, key)
+    if key.finished_at is not None:
+        return None if row.expired else Claim(Outcome.FINISHED, key)
+    if row.lock_seconds > 0:
+        return Claim(Outcome.IN_PROGRESS, key, lock_seconds=row.lock_seconds)
+    if key.stuck_at is not None and key.stuck_code not in OPEN_TO_RETRIES:
+        return Claim(Outcome.STUCK, key)
+    if key.recovery_point not in recovery_points:
+        return Claim(Outcome.UNKNOWN_POINT, key)
+    return None
+
+
+def _refusal_by_holder(parameters: dict[str, Any], using: str) -> Claim | None:
+    held, another_request = fetch(HOLDER, parameters, using) or (False, False)
+    if not held:
+        return None
+    return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS, lock_seconds=1)
+
+
+def _parameters(request: ClaimedRequest, using: str) -> tuple[uuid.UUID, dict[str, Any]]:
+    token = uuid.uuid4()
+    return token, lock_parameters(request.scope, request.idempotency_key, request.fingerprint) | {
+        "scope": request.scope,
+        "idempotency_key": request.idempotency_key,
+        "user_id": IdempotencyKey._meta.get_field("user").get_db_prep_save(request.user_id, connections[using]),
+        "claim_token": token_parameter(token, using),
+        "request_method": request.method,
+        "request_path": request.path,
+        "request_body": request.body,
+        "request_content_type": request.content_type,
+        "request_headers": json.dumps(request.headers),
+        "remote_addr": request.remote_addr,
+        "request_fingerprint": request.fingerprint,
+        "seed": random_seed(),
+        "event": "claimed",
+        "detail": "client",
+    }

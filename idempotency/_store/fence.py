@@ -1,0 +1,124 @@
+"""The fence: conditional updates of a claimed key.
+
+The WHERE clause of each UPDATE contains the random token of the claim. If another claim has taken over the key, the UPDATE
+changes no row, LockLost is raised, and the transaction is rolled back.
+Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", whose lock has no token.
+"""
+
+import json
+import logging
+from typing import Any
+
+from idempotency._store import statements
+from idempotency._store.events import about
+from idempotency._store.rows import execute, fetch, statements_for, token_parameter
+from idempotency._text import storable, summary
+from idempotency.exceptions import KeyStuck, LockLost, StuckCode
+from idempotency.models import IdempotencyKey
+
+logger = logging.getLogger("idempotency")
+
+#: The event in the history at the begin of a ``key.call()`` block; its detail is the name of the call.
+CALL_BEGUN = "call begun"
+
+_MAX_CODE_LENGTH = 50
+
+
+def advance(key: IdempotencyKey, recovery_point: str, *, using: str) -> None:
+    """Set the recovery point and renew the lock. Raises LockLost if another claim has taken over the key."""
+    _fenced(
+        "advance",
+        key,
+        using,
+        reached=key.recovery_point,
+        recovery_point=recovery_point,
+        event="recovery point",
+        detail=recovery_point,
+    )
+
+
+def renew(key: IdempotencyKey, *, using: str) -> None:
+    """Renew the lock, and mark that the request has begun something. Raises LockLost if another claim has taken over the key,
+    or the key is stuck."""
+    _fenced("renew", key, using, reached=key.recovery_point)
+
+
+def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = "") -> None:
+    """Renew the lock before a call with a derived key, and write the call into the history. Raises LockLost if another claim
+    has taken over the key, or it is stuck with another code than ``stuck_code``."""
+    called = {"event": CALL_BEGUN, "detail": summary(name)}
+    _fenced("begin_call", key, using, reached=key.recovery_point, stuck_code=stuck_code, **called)
+
+
+def finish(
+    key: IdempotencyKey, code: int, headers: dict[str, str], body: bytes | None, *, using: str, untouched: bool = False
+) -> None:
+    """Store the response; None as ``body`` means that it was not stored. Raises LockLost if another claim has taken over the
+    key. With ``untouched``, raises LockLost also if something was begun: if the response to a COMMIT was lost, the run may
+    not know of it."""
+    _fenced(
+        "finish_untouched" if untouched else "finish",
+        key,
+        using,
+        reached=key.recovery_point,
+        code=code,
+        headers=json.dumps(headers),
+        body=body,
+        event="finished",
+        detail=f"status {code}",
+    )
+
+
+def release(key: IdempotencyKey, error: str, *, using: str) -> None:
+    """Unlock an unfinished key and store ``error``; do nothing if another claim has taken it over."""
+    try:
+        _fenced("release", key, using, error=storable(error), event="error", detail=summary(error))
+    except LockLost:
+        logger.info("key %s was taken over by another run before it was released", key.key_hash, extra=about(key))
+
+
+def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:
+    """Unlock a key whose client gets a refusal, and store ``error``.
+
+    If nothing was begun, only a retry of the client runs the key from now on.
+    Raises LockLost if another claim has taken over the key, because its response may be another one.
+    """
+    described = {"error": storable(error), "detail": summary(error)}
+    if key.untouched:
+        _fenced("refuse", key, using, reached=key.recovery_point, event="refused", **described)
+    else:
+        _fenced("release", key, using, event="error", **described)
+
+
+def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> None:
+    """Mark a claimed key as stuck. Raises LockLost if another claim has taken it over."""
+    parameters = stuck_parameters(code, reason)
+    _fenced("mark_stuck", key, using, **parameters)
+    key.stuck_code = parameters["code"]
+
+
+def _fenced(statement: str, key: IdempotencyKey, using: str, **parameters: Any) -> None:
+    text: str = getattr(statements_for(using), statement)
+    parameters |= {"id": key.pk, "token": token_parameter(key.fence, using), "place": key.place}
+    if key.place is not None:
+        # The row is at another place after a rollback or an update.
+        row = fetch(text + statements.AT_PLACE, parameters, using) or fetch(text + statements.ANYWHERE, parameters, using)
+        if row is None:
+            raise LockLost
+        (key.place,) = row
+    elif execute(text, parameters, using) != 1:
+        raise LockLost
+
+
+def stuck_parameters(code: str, reason: str) -> dict[str, Any]:
+    # A subclass of KeyStuck sets both. Text that the columns reject must not prevent the mark.
+    code = "".join(filter(str.isprintable, str(code or "")))[:_MAX_CODE_LENGTH].strip() or KeyStuck.code
+    reason = str(reason)
+    return {
+        "code": code,
+        "reason": storable(reason),
+        # Reset the attempts, because the next deploy may declare the recovery point.
+        "counting": 0 if code == StuckCode.UNKNOWN_RECOVERY_POINT else 1,
+        "event": "stuck",
+        "detail": summary(reason),
+    }

@@ -1,0 +1,87 @@
+"""Run statements, and make keys of the rows that they return."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from django.db import connections
+from django.db.models import DEFERRED
+
+from idempotency._store import statements
+from idempotency._store.transactions import own_cursor
+from idempotency.exceptions import LockLost
+from idempotency.models import IdempotencyKey
+
+_ATTRIBUTES = [field.attname for field in IdempotencyKey._meta.concrete_fields]
+
+
+@lru_cache(maxsize=64)
+def vendor(using: str) -> str:
+    return connections[using].vendor
+
+
+def statements_for(using: str) -> statements.Statements:
+    return statements.statements(vendor(using))
+
+
+def execute(text: str, parameters: dict[str, Any], using: str) -> int:
+    with own_cursor(using) as cursor:
+        cursor.execute(text, parameters)
+        return int(cursor.rowcount)
+
+
+def fetch(text: str, parameters: dict[str, Any], using: str) -> tuple[Any, ...] | None:
+    with own_cursor(using) as cursor:
+        cursor.execute(text, parameters)
+        row: tuple[Any, ...] | None = cursor.fetchone()
+        return row
+
+
+def read(pk: int, *, using: str) -> IdempotencyKey | None:
+    return key_as_read(fetch(statements_for(using).read_by_id, {"id": pk}, using), using)
+
+
+def key_as_read(row: tuple[Any, ...] | None, using: str) -> IdempotencyKey | None:
+    """Return the key of a row with ``statements.READ`` and its age. Its fence is the token of the current claim."""
+    if row is None:
+        return None
+    *columns, age_seconds, place = row
+    key = key_of_row(statements.READ, columns, using)
+    # Later ages add this process's monotonic clock to the database's age.
+    key.born_monotonic = time.monotonic() - age_seconds
+    key.fence, key.place = key.claim_token, place
+    return key
+
+
+def read_own(key: IdempotencyKey, *, using: str) -> IdempotencyKey:
+    """Return a fresh copy of a key that this run holds. Raises LockLost if another claim has taken it over."""
+    fresh = read(key.pk, using=using)
+    if fresh is None or fresh.fence != key.fence:
+        raise LockLost
+    return fresh
+
+
+def key_of_row(names: tuple[str, ...], values: Sequence[Any], using: str, **known: Any) -> IdempotencyKey:
+    """Return a key with the columns ``names`` and the attributes ``known``; other fields are deferred."""
+    columns = list(values)
+    for position, converters, expression in _converters(names, using):
+        for converter in converters:
+            columns[position] = converter(columns[position], expression, connections[using])
+    known.update(zip(names, columns, strict=True))
+    key = IdempotencyKey(*[known.get(name, DEFERRED) for name in _ATTRIBUTES])
+    key._state.adding, key._state.db = False, using
+    return key
+
+
+def token_parameter(token: uuid.UUID | None, using: str) -> Any:
+    return token if token is None or vendor(using) == "postgresql" else token.hex
+
+
+@lru_cache(maxsize=64)
+def _converters(names: tuple[str, ...], using: str) -> list[tuple[int, list[Any], Any]]:
+    compiler = IdempotencyKey.objects.using(using).all().query.get_compiler(using)
+    fields = {field.attname: field for field in IdempotencyKey._meta.concrete_fields}
+    converters = compiler.get_converters([fields[name].get_col(statements.TABLE) for name in names])
+    return [(position, *of_column) for position, of_column in converters.items()]

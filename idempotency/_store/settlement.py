@@ -1,0 +1,120 @@
+"""Changes of a key that no run holds: it becomes stuck, or an operator decides about it.
+
+Each change is one conditional UPDATE in autocommit. A decision names the claim token, and optionally the recovery point, that
+the operator saw. If a run has claimed or moved the key since, nothing changes. A decision that moves the key also writes a
+new token: of two operators who act at once one succeeds, and a late run is fenced off.
+"""
+# ruff: noqa: S608 - only names and conditions of this module are formatted into statements; values are parameters
+
+import json
+import logging
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from idempotency._store.events import about
+from idempotency._store.fence import stuck_parameters
+from idempotency._store.rows import execute, fetch, statements_for, token_parameter
+from idempotency._store.statements import CLEAR_STUCK, TABLE
+from idempotency._text import summary
+from idempotency.exceptions import StuckCode
+from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
+
+logger = logging.getLogger("idempotency")
+
+#: A text that changes with each foreign call that is begun, recorded or deleted, and with each ``key.call()``.
+_CALLS = (
+    "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above
+    "|| '/' || COALESCE(CAST(k.call_begun_at AS text), '') "
+    f"FROM {ForeignCall._meta.db_table} AS c WHERE c.key_id = k.id)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The decision of an operator about a key, and the state that the operator saw. If ``at`` is None it is not compared."""
+
+    pk: int
+    seen: uuid.UUID | None
+    at: str | None
+    by: str
+    using: str
+
+
+def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
+    """Mark a key as stuck if no run holds it; return whether this call did it."""
+    return execute(statements_for(using).give_up, {"id": pk, **stuck_parameters(code, reason)}, using) == 1
+
+
+def release_lock(decision: Decision) -> bool:
+    return _change(decision, "locked_at = NULL", "k.locked_at IS NOT NULL", event="lock released", detail=f"by {decision.by}")
+
+
+def hand_back(decision: Decision) -> bool:
+    text = statements_for(decision.using)
+    return _change(
+        decision,
+        f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, handed_back_at = {text.now}, {CLEAR_STUCK}",
+        f"{text.unlocked} AND NOT k.refused AND k.stuck_code <> '{StuckCode.ON_ABANDON}'",
+        event="handed back",
+        detail=f"to the completer, by {decision.by}",
+    )
+
+
+def answer(decision: Decision, code: int, headers: dict[str, str], body: bytes | None, *, calls: str | None) -> bool:
+    text = statements_for(decision.using)
+    return _change(
+        decision,
+        f"recovery_point = '{FINISHED}', finished_at = {text.now}, locked_at = NULL, refused_at = NULL, "
+        f"{CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
+        text.unlocked + (f" AND {_CALLS} = %(calls)s" if calls is not None else ""),
+        event="answered",
+        detail=f"status {code}, by {decision.by}",
+        calls=calls,
+        code=code,
+        headers=json.dumps(headers),
+        body=body,
+    )
+
+
+def acknowledge(decision: Decision, note: str) -> bool:
+    return _change(
+        decision,
+        f"acknowledged_at = {statements_for(decision.using).now}",
+        "k.stuck_at IS NOT NULL AND (k.acknowledged_at IS NULL OR k.acknowledged_at < k.stuck_at)",
+        event="acknowledged",
+        detail=f"by {decision.by}{': ' if note else ''}{note}",
+        moves=False,
+    )
+
+
+def calls_of(pk: int, *, using: str) -> str:
+    """Return a text that changes with each call of the key; empty if there is no such key."""
+    row = fetch(f"SELECT {_CALLS} FROM {TABLE} AS k WHERE k.id = %(id)s", {"id": pk}, using)  # nosec B608  # see the noqa above
+    return row[0] if row else ""
+
+
+def _change(decision: Decision, changes: str, condition: str, *, moves: bool = True, **parameters: Any) -> bool:
+    """Change an unfinished key if it was not claimed since the operator saw it, and write the history."""
+    using = decision.using
+    same = "k.claim_token = %(seen)s" if decision.seen else "k.claim_token IS NULL"
+    if decision.at is not None:
+        same += " AND k.recovery_point = %(at)s"
+    if moves:
+        changes = f"claim_token = %(token)s, {changes}"
+    statement = (
+        f"UPDATE {TABLE} AS k SET {changes}, history = {statements_for(using).dialect.append_event} "  # nosec B608  # see the noqa above
+        f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition} RETURNING scope, idempotency_key"
+    )
+    parameters |= {
+        "id": decision.pk,
+        "at": decision.at,
+        "seen": token_parameter(decision.seen, using),
+        "token": token_parameter(uuid.uuid4(), using),
+        "detail": summary(parameters["detail"]),
+    }
+    if (row := fetch(statement, parameters, using)) is None:
+        return False
+    changed = IdempotencyKey(scope=row[0], idempotency_key=row[1])
+    logger.warning("key %s: %s %s", changed.key_hash, parameters["event"], parameters["detail"], extra=about(changed))
+    return True

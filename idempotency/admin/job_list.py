@@ -1,0 +1,161 @@
+"""Staged jobs, foreign calls, and messages of the inbox."""
+
+from typing import Any, cast
+
+from django.contrib import admin, messages
+from django.contrib.admin.models import DELETION, LogEntry
+from django.db.models import QuerySet
+from django.db.models.functions import Now
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.html import format_html
+from django.utils.timesince import timesince
+
+from idempotency.admin.filters import AgeFilter, ChosenFilter
+from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, preformatted, pretty
+from idempotency.interventions import discard_jobs, retry_jobs
+from idempotency.models import ForeignCall, ProcessedMessage, StagedJob
+
+
+class JobStateFilter(admin.SimpleListFilter):
+    """Jobs that wait for the enqueuer, and those that it gave up on."""
+
+    title = "state"
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("waiting", "waiting"), ("failed", "failed"), ("later", "not due yet")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        match self.value():
+            case "waiting":
+                return queryset.filter(failed_at__isnull=True)
+            case "failed":
+                return queryset.filter(failed_at__isnull=False)
+            case "later":
+                return queryset.filter(failed_at__isnull=True, run_at__gt=Now())
+        return queryset
+
+
+class DueFilter(AgeFilter):
+    """For how long jobs have been due."""
+
+    title = "due for"
+    column = "run_at"
+
+
+class JobNameFilter(ChosenFilter):
+    """The function or task of a job."""
+
+    title = "job name"
+    parameter_name = "job_name"
+
+
+@admin.register(StagedJob)
+class StagedJobAdmin(ReadOnlyAdmin):
+    """Jobs that the broker has not got yet."""
+
+    list_display = ("job_name", "state", "hand_overs", "refusals", "last_error_line", "queue", "key")
+    list_filter = (JobStateFilter, DueFilter, JobNameFilter)
+    actions = ("retry", "discard")
+    ordering = ("-id",)
+    fields = (
+        "job_name",
+        "arguments",
+        "queue",
+        "state",
+        "hand_overs",
+        "refusals",
+        "error",
+        "created_at",
+        "run_at",
+        "failed_at",
+        "key",
+    )
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Return the jobs with the time of the database."""
+        jobs: QuerySet[Any] = super().get_queryset(request)
+        annotated: QuerySet[Any] = jobs.annotate(read_at=Now())
+        return annotated
+
+    @admin.display(description="state")
+    def state(self, job: Any) -> str:
+        """Return since when it has waited or been given up."""
+        if job.failed_at is not None:
+            return f"failed {timesince(job.failed_at, job.read_at, depth=1)} ago"
+        if job.run_at > job.read_at:
+            return f"due in {timesince(job.read_at, job.run_at, depth=1)}"
+        return f"waiting for {timesince(job.run_at, job.read_at, depth=1)}"
+
+    @admin.display(description="key")
+    def key(self, job: StagedJob) -> str:
+        """Return the key that staged it, as a link."""
+        if job.idempotency_key_id is None:
+            return ""
+        page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_change", args=(job.idempotency_key_id,))
+        return format_html('<a href="{}">{}</a>', page, job.idempotency_key_id)
+
+    @admin.display(description="arguments")
+    def arguments(self, job: StagedJob) -> str:
+        return preformatted(pretty(job.job_args))
+
+    @admin.display(description="last error")
+    def error(self, job: StagedJob) -> str:
+        return preformatted(job.last_error)
+
+    def has_retry_permission(self, request: HttpRequest) -> bool:
+        """Tell whether the person may have failed jobs handed over again."""
+        return self.holds(request, "retry_stagedjob")
+
+    def has_discard_permission(self, request: HttpRequest) -> bool:
+        """Tell whether the person may discard failed jobs."""
+        return self.holds(request, "discard_stagedjob")
+
+    @admin.action(description="Retry: hand failed jobs over again", permissions=["retry"])
+    def retry(self, request: HttpRequest, chosen: QuerySet[Any]) -> None:
+        """Make each chosen job that has failed due again."""
+        done = 0
+        jobs = list(chosen[:MAX_CHOSEN])
+        for job in jobs:
+            if retry_jobs([job.pk], using=job._state.db):
+                self.log_change(request, job, "Made due again.")
+                done += 1
+        self._report(request, done, len(jobs), "made due again")
+
+    @admin.action(description="Discard failed jobs for good", permissions=["discard"])
+    def discard(self, request: HttpRequest, chosen: QuerySet[Any]) -> HttpResponse | None:
+        """Ask, then delete each chosen job that has failed."""
+        jobs = list(chosen[:MAX_CHOSEN])
+        if not request.POST.get("confirmed"):
+            context = {"title": "Discard failed jobs", "opts": self.opts, "jobs": jobs, "media": self.media}
+            template = "admin/idempotency/stagedjob/discard.html"
+            return TemplateResponse(request, template, self.admin_site.each_context(request) | context)
+        done, person = 0, cast(int, request.user.pk)
+        for job in jobs:
+            if discard_jobs([job.pk], using=job._state.db):
+                LogEntry.objects.log_actions(person, [job], DELETION, "Discarded.")
+                done += 1
+        self._report(request, done, len(jobs), "discarded")
+        return None
+
+    def _report(self, request: HttpRequest, done: int, chosen: int, what: str) -> None:
+        left = "" if done == chosen else f" {chosen - done} had not failed, or not any more, or run now, and were left alone."
+        self.message_user(request, f"{done} {what}.{left}", messages.WARNING if left else messages.SUCCESS)
+
+
+@admin.register(ForeignCall)
+class ForeignCallAdmin(ReadOnlyAdmin):
+    """Calls to services that are not idempotent."""
+
+    list_display = ("id", "name", "key_id", "started_at", "recorded_at", "result")
+    ordering = ("-id",)
+
+
+@admin.register(ProcessedMessage)
+class ProcessedMessageAdmin(ReadOnlyAdmin):
+    """Messages that took effect."""
+
+    list_display = ("id", "source", "message_id", "processed_at")
+    ordering = ("-id",)

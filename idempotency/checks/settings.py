@@ -1,0 +1,225 @@
+"""System checks of settings and databases. The ids are listed in docs/reference.md. No check queries a database."""
+
+from collections.abc import Callable
+from typing import Any
+
+from django.apps import apps
+from django.conf import settings
+from django.contrib.sessions.backends.signed_cookies import SessionStore as SignedCookies
+from django.core.checks import CheckMessage, Error, Info, Warning, register
+from django.db import connections, router
+from django.db.models import DO_NOTHING, PROTECT, RESTRICT, ForeignObjectRel
+from django.utils.module_loading import import_string
+
+from idempotency import conf, scopes
+from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.policy import protected_views
+
+
+@register
+def check_settings(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """E001: an invalid setting. W001, W002: settings that contradict each other."""
+    values = getattr(settings, "IDEMPOTENCY", {})
+    if problems := conf.mistakes(values):
+        return [Error(problem, id="idempotency.E001") for problem in problems]
+    limits = conf.get()
+    found: list[CheckMessage] = []
+    if limits.COMPLETER_MIN_AGE_SECONDS <= limits.LOCK_TIMEOUT_SECONDS:
+        found.append(
+            Warning(
+                "The setting COMPLETER_MIN_AGE_SECONDS of IDEMPOTENCY is not above LOCK_TIMEOUT_SECONDS: the completer may run "
+                "a request that its client is about to retry.",
+                hint="Work is not repeated, but the client gets 409 meanwhile. The defaults are 300 and 90.",
+                id="idempotency.W001",
+            )
+        )
+    if limits.COMPLETER_MIN_AGE_SECONDS >= limits.RETENTION_HOURS * 3600:
+        found.append(
+            Warning(
+                "The setting COMPLETER_MIN_AGE_SECONDS of IDEMPOTENCY is not below RETENTION_HOURS: the reaper marks each "
+                "abandoned request as stuck before the completer has run it.",
+                hint="The defaults are 300 seconds and 72 hours.",
+                id="idempotency.W002",
+            )
+        )
+    return found
+
+
+@register
+def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """E012: a setting whose dotted path cannot be imported or called."""
+    values = getattr(settings, "IDEMPOTENCY", {})
+    if conf.mistakes(values):
+        return []  # reported by E001
+    return [
+        Error(
+            f"The setting IDEMPOTENCY[{name!r}] is {path!r}, which cannot be called: {problem}.",
+            hint="Name a function as 'package.module.function', or omit the setting.",
+            id="idempotency.E012",
+        )
+        for name in conf.CALLABLES
+        if isinstance(path := values.get(name), str)
+        and (problem := _problem(path, _no_validator if name == "KEY_VALIDATOR" else _not_callable))
+    ]
+
+
+@register
+def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """E002, E006, E009: an unsupported database, autocommit that is off, or models in different databases."""
+    alias = _alias()
+    vendor = connections[alias].vendor
+    found: list[CheckMessage] = []
+    if vendor not in ("postgresql", "sqlite"):
+        found.append(
+            Error(
+                f"The database {alias!r}, which stores the idempotency keys, is {vendor}.",
+                hint="Route the models of the app 'idempotency' to PostgreSQL, or to SQLite for development.",
+                id="idempotency.E002",
+            )
+        )
+    if not connections[alias].settings_dict.get("AUTOCOMMIT", True):
+        found.append(
+            Error(
+                f"The database {alias!r}, which stores the idempotency keys, has AUTOCOMMIT off: nothing would commit them.",
+                hint="Turn AUTOCOMMIT on: @idempotent and atomic_phase open their own transactions.",
+                id="idempotency.E006",
+            )
+        )
+    places = {
+        model.__name__: router.db_for_write(model) for model in (IdempotencyKey, ForeignCall, StagedJob, ProcessedMessage)
+    }
+    if len(set(places.values())) > 1:
+        found.append(
+            Error(
+                f"The router sends models that must share a transaction to different databases: {places}.",
+                hint="Route all models of the app 'idempotency' to one database; using= chooses another one for a request.",
+                id="idempotency.E009",
+            )
+        )
+    return found
+
+
+@register
+def check_references(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """E010: a foreign key that prevents the deletion of a staged job, so that the job would be handed over without end."""
+    return [
+        Error(
+            f"The foreign key {relation.field} prevents the deletion of staged jobs, which are deleted after their hand-over.",
+            hint="Set on_delete=SET_NULL or CASCADE, or store the id of the job in a UUIDField.",
+            id="idempotency.E010",
+        )
+        for relation in StagedJob._meta.get_fields(include_hidden=True)
+        if isinstance(relation, ForeignObjectRel) and relation.on_delete in (PROTECT, RESTRICT, DO_NOTHING)
+    ]
+
+
+@register
+def check_sessions(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """E011: a view whose scope is the session, with sessions in signed cookies."""
+    if not getattr(settings, "ROOT_URLCONF", None) or conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
+        return []
+    if not issubclass(import_string(f"{settings.SESSION_ENGINE}.SessionStore"), SignedCookies):
+        return []
+    return [
+        Error(
+            f"The scope of the view {view.path} is the session. With signed_cookies equal sessions cannot be distinguished, so "
+            "each request is refused.",
+            hint="Set SESSION_ENGINE to one that stores sessions in a database or a cache, or give the view another scope=.",
+            id="idempotency.E011",
+        )
+        for view in protected_views()
+        if view.options.scope is scopes.session
+    ]
+
+
+@register(deploy=True)
+def check_deployed_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """W007: SQLite in production. I001: statements that are not prepared."""
+    alias = _alias()
+    if connections[alias].vendor == "sqlite":
+        return [
+            Warning(
+                f"The database {alias!r}, which stores the idempotency keys, is SQLite: one request writes at a time.",
+                hint="SQLite is for development. The guarantees hold on PostgreSQL.",
+                id="idempotency.W007",
+            )
+        ]
+    if connections[alias].vendor == "postgresql" and "prepare_threshold" not in connections[alias].settings_dict["OPTIONS"]:
+        return [
+            Info(
+                f"The option prepare_threshold is not set in DATABASES[{alias!r}]['OPTIONS']: each claim and each replay is "
+                "parsed and planned again.",
+                hint="Set it to 5. Set it to None behind a pooler in transaction mode without prepared statements (PgBouncer "
+                "before 1.21).",
+                id="idempotency.I001",
+            )
+        ]
+    return []
+
+
+@register
+def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """E003: an invalid backend of staged jobs. E004, W003: a backend whose app is not installed.
+
+    The default is not checked, because a project without staged jobs does not need its queue library.
+    """
+    values = getattr(settings, "IDEMPOTENCY", {})
+    if conf.mistakes(values):
+        return []  # reported by E001
+    found: list[CheckMessage] = []
+    for queue, path in values.get("ENQUEUERS", {}).items():
+        if problem := _problem(path, _no_backend):
+            found.append(
+                Error(
+                    f"The setting IDEMPOTENCY['ENQUEUERS'][{queue!r}] is {path!r}, which is not a backend: {problem}.",
+                    hint="Name a function, or a class with hand_over(queue, jobs) such as 'idempotency.contrib.rq.RQBackend'.",
+                    id="idempotency.E003",
+                )
+            )
+    paths = set(values.get("ENQUEUERS", {}).values())
+    if "idempotency.contrib.rq.RQBackend" in paths and not apps.is_installed("django_rq"):
+        found.append(
+            Warning(
+                "The setting IDEMPOTENCY['ENQUEUERS'] hands jobs to RQ, but 'django_rq' is not in INSTALLED_APPS: the command "
+                "rqworker is missing.",
+                hint="Add 'django_rq' to INSTALLED_APPS.",
+                id="idempotency.W003",
+            )
+        )
+    kept_in_database = any(
+        str(tasks.get("BACKEND", "")).startswith("django_tasks_db.") for tasks in getattr(settings, "TASKS", {}).values()
+    )
+    if "idempotency.contrib.tasks.TasksBackend" in paths and kept_in_database and not apps.is_installed("django_tasks_db"):
+        found.append(
+            Error(
+                "The setting IDEMPOTENCY['ENQUEUERS'] hands jobs to Django Tasks, and TASKS stores them in the database. But "
+                "'django_tasks_db' is not in INSTALLED_APPS, so each hand-over fails.",
+                hint="Add 'django_tasks_db' to INSTALLED_APPS, and migrate.",
+                id="idempotency.E004",
+            )
+        )
+    return found
+
+
+def _problem(path: str, problem_of: Callable[[Any], str]) -> str:
+    try:
+        return problem_of(import_string(path))
+    except Exception as error:  # A module may raise anything on import.
+        return f"{type(error).__name__}: {error}"
+
+
+def _not_callable(named: Any) -> str:
+    return "" if callable(named) else f"it is of type {type(named).__name__}"
+
+
+def _no_validator(named: Any) -> str:
+    return "it is a validator class, not a validator" if isinstance(named, type) else _not_callable(named)
+
+
+def _no_backend(named: Any) -> str:
+    right = hasattr(named, "hand_over") if isinstance(named, type) else callable(named)
+    return "" if right else "it is neither a class with a method hand_over() nor a function"
+
+
+def _alias() -> str:
+    return router.db_for_write(IdempotencyKey)

@@ -1,0 +1,195 @@
+"""System checks of protected views that do not work as they seem to.
+
+A check reports only certain mistakes: an opaque decorator or middleware silences it. The decorator itself raises at import if
+it can.
+"""
+
+from collections.abc import Iterable, Iterator
+from inspect import getclosurevars, isfunction
+from typing import Any
+
+from django.conf import settings
+from django.contrib.auth import get_user_model
+from django.core.checks import CheckMessage, Error, Warning, register
+from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
+
+from idempotency import conf, scopes
+from idempotency._request.lookup import class_of, options_of
+from idempotency._request.view_call import access_is_checked_inside
+from idempotency.models import IdempotencyKey
+from idempotency.policy import Protected, View, allowed_methods, protected_views, wrapped
+
+#: Scopes with these attributes are meant for senders that are not Django users; Django users have ``scopes.user``.
+_IDS_OF_USER = ("user.pk", "user.id")
+
+
+@register
+def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """E005, E007, E008, W004, W005, W006, W008, W009, W010, W011: protected views that do not work as they seem to."""
+    if not getattr(settings, "ROOT_URLCONF", None) or conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
+        return []
+    views = list(protected_views())
+    each = [
+        message for view in views for message in (*_mistakes(view), *_doubts(view), *_strangers(view), *_losses(view, views))
+    ]
+    return [*each, *_several_databases(views)]
+
+
+def _mistakes(view: Protected) -> Iterator[CheckMessage]:
+    using = view.options.using
+    if isinstance(using, str) and using not in connections.settings:
+        yield Error(
+            f"The view {view.path} has @idempotent(using={using!r}), which is not a database.",
+            hint=f"The databases are: {', '.join(connections.settings)}.",
+            id="idempotency.E005",
+        )
+    owner = class_of(view.callback)
+    if owner is not None and (
+        access_is_checked_inside(owner) or (hasattr(owner, "initialize_request") and hasattr(owner.dispatch, "idempotency"))
+    ):
+        yield Error(
+            f"The view {view.path} has @idempotent on dispatch() of {owner.__qualname__}, outside its access check, so each "
+            "request is refused.",
+            hint="Apply it to the method: post(), create(), ...",
+            id="idempotency.E007",
+        )
+    alias = router.db_for_write(IdempotencyKey) if using is None else using
+    if any((block.using or DEFAULT_DB_ALIAS) == alias for block in _atomic_blocks(_handlers(view.callback, *view.methods))):
+        yield Error(
+            f"The view {view.path} has @transaction.atomic around @idempotent. A rollback there would undo committed work, so "
+            "each request is refused.",
+            hint="Remove it: @idempotent opens the transaction of a plain view, atomic_phase those of a phased one.",
+            id="idempotency.E008",
+        )
+
+
+def _doubts(view: Protected) -> Iterator[CheckMessage]:
+    """Warnings for views that are protected less than they seem to be."""
+    from django.contrib.auth.views import LoginView  # needs the models
+
+    owner = class_of(view.callback)
+    if not view.methods:
+        yield Warning(
+            f"The view {view.path} has @idempotent, but only safe methods, which are not protected.",
+            hint="Remove it, or let the view accept POST, PUT, PATCH or DELETE.",
+            id="idempotency.W004",
+        )
+    if owner is not None and issubclass(owner, LoginView) and view.options.scope is None:
+        yield Warning(
+            f"The view {view.path} ({owner.__qualname__}) changes the user, and with it the default scope. A retry has another "
+            "scope and runs again.",
+            hint="Give it a scope that does not change: scope=idempotency.scopes.session survives a login.",
+            id="idempotency.W005",
+        )
+    by_session = view.options.scope in (None, scopes.session, scopes.user, scopes.user_or_session)
+    if owner is None and by_session and _nobody_says_who(view.callback):
+        yield Warning(
+            f"The view {view.path} has no middleware that sets a user or a session. Each request has no scope and is refused.",
+            hint="Add SessionMiddleware and AuthenticationMiddleware to MIDDLEWARE, or give the view a scope=.",
+            id="idempotency.W006",
+        )
+    reads = [path for path in scopes.reads_of(view.options.scope) if path in _IDS_OF_USER or not path.startswith("user.")]
+    if view.options.recovery_points is not None and reads and conf.get().PREPARE_REQUEST is None:
+        yield Warning(
+            f"The scope of the view {view.path} reads request.{', request.'.join(reads)}, which the completer's request does "
+            "not have. The key of a sender that is not a Django user becomes stuck (user_missing).",
+            hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that sets it, request.user or request.auth, from the key.",
+            id="idempotency.W009",
+        )
+
+
+def _strangers(view: Protected) -> Iterator[CheckMessage]:
+    """A warning if two users may have one scope: primary keys of users are unique only within a database."""
+    using = view.options.using or router.db_for_write(IdempotencyKey)
+    users = router.db_for_write(get_user_model())
+    by_user = view.options.scope in (None, scopes.user, scopes.user_or_session)
+    if by_user and not callable(using) and using in connections.settings and using != users:
+        yield Warning(
+            f"The view {view.path} stores its keys in the database {using!r}, and users are in {users!r}. If users are in "
+            "several databases, two of them may have the same primary key, and so the same scope.",
+            hint="Give the view a scope that includes the database: scope=joined(attribute('tenant.pk'), user) of "
+            "idempotency.scopes. If all users are in one database, silence this check.",
+            id="idempotency.W011",
+        )
+
+
+def _losses(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
+    """A warning for unprotected methods of the view: Django excludes a whole view from ATOMIC_REQUESTS."""
+    atomic_requests = any(values.get("ATOMIC_REQUESTS") for values in connections.settings.values())
+    if not atomic_requests or not view.methods or class_of(view.callback) is None:
+        return
+    if view is not next(other for other in every if other.callback is view.callback):
+        return  # reported for its first policy
+    unprotected = sorted(
+        method
+        for method in allowed_methods(view.callback) - {"GET"}
+        if options_of(view.callback, method) is None and not any(_atomic_blocks(_handlers(view.callback, method)))
+    )
+    if unprotected:
+        yield Warning(
+            f"The view {view.path} runs {', '.join(unprotected)} outside ATOMIC_REQUESTS, because another of its methods is "
+            "protected.",
+            hint="Apply @transaction.atomic to those methods, or protect them too.",
+            id="idempotency.W008",
+        )
+
+
+def _several_databases(views: list[Protected]) -> Iterator[CheckMessage]:
+    """One warning for all plain views that have a transaction in a database besides the key's."""
+    found: dict[str, set[str]] = {}
+    for view in views:
+        if view.options.recovery_points is None and view.methods and (others := _other_databases(view)):
+            found[view.path] = others
+    if found:
+        aliases = ", ".join(sorted(set.union(*found.values())))
+        yield Warning(
+            f"The databases {aliases} have ATOMIC_REQUESTS, and plain views have their keys elsewhere: {', '.join(found)}. "
+            "A write to a second database takes effect at least once per key, not exactly once.",
+            hint="Apply @transaction.non_atomic_requests(using=...) inside @idempotent to views that do not write there. In "
+            "the other views, guard each write there with a row that is unique by scope and key.",
+            id="idempotency.W010",
+        )
+
+
+def _other_databases(view: Protected) -> set[str]:
+    """Return the databases besides the key's that have a transaction of ATOMIC_REQUESTS in this view."""
+    layers = [layer for handler in _handlers(view.callback, *view.methods) for layer in wrapped(handler)]
+    protected = next((layer.__wrapped__ for layer in reversed(layers) if hasattr(layer, "idempotency")), None)  # type: ignore[attr-defined]
+    left_out = getattr(protected, "_non_atomic_requests", ())
+    aliases = {name for name, of in connections.settings.items() if of.get("ATOMIC_REQUESTS") and name not in left_out}
+    using = view.options.using
+    if callable(using):
+        return aliases if len(aliases) > 1 else set()  # One of them may contain the key.
+    return aliases - {using or router.db_for_write(IdempotencyKey)}
+
+
+def _handlers(callback: View, *methods: str) -> Iterator[View]:
+    yield callback
+    actions = getattr(callback, "actions", None) or {}
+    for method in methods:
+        if handler := getattr(class_of(callback), actions.get(method.lower(), method.lower()), None):
+            yield handler
+
+
+def _outside(view: View) -> Iterator[View]:
+    """Yield the decorators outside ``@idempotent``, or all decorators of an unprotected view, the outermost first."""
+    for layer in wrapped(view):
+        inner = getattr(layer, "__wrapped__", None)
+        if inner is None or (hasattr(layer, "idempotency") and not hasattr(inner, "idempotency")):
+            return
+        yield layer
+
+
+def _atomic_blocks(views: Iterable[View]) -> Iterator[transaction.Atomic]:
+    for layer in (layer for view in views for layer in _outside(view)):
+        if isfunction(layer) and layer.__globals__["__name__"] == "contextlib":
+            block = getclosurevars(layer).nonlocals.get("self")
+            if isinstance(block, transaction.Atomic):
+                yield block
+
+
+def _nobody_says_who(callback: View) -> bool:
+    """Return whether all decorators and middleware are of Django or this app, and none sets users or sessions."""
+    modules = [layer.__globals__["__name__"] if isfunction(layer) else "" for layer in (callback, *_outside(callback))]
+    known = all(name.partition(".")[0] in ("django", "idempotency") for name in [*modules, *settings.MIDDLEWARE])
+    return known and not any("sessions" in path or "auth" in path for path in settings.MIDDLEWARE)

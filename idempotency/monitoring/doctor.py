@@ -1,0 +1,199 @@
+"""What ails the tables and the processes, each finding with its cure. Nothing is written.
+
+Each question is answered from the statistics of PostgreSQL or by ``measures``, which reads a bounded number of rows: a look
+costs the same however large the tables are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.db import connections, router
+
+from idempotency._states import KeyState
+from idempotency.models import IdempotencyKey
+from idempotency.monitoring import measures
+from idempotency.monitoring.heartbeats import LOOPS
+from idempotency.monitoring.measures import COUNT_LIMIT
+
+#: The share of updates that touch no index is told only after so many of them.
+ENOUGH_UPDATES = 1_000
+LOWEST_HOT_RATIO = 0.9
+#: Autovacuum comes at a fifth of the table by default; at twice that it does not keep up.
+DEAD_SHARE, FEW_DEAD = 0.4, 10_000
+OLDEST_TRANSACTION_SECONDS = 600.0
+#: The enqueuer makes a pass each second, the completer every 5 seconds. Work that waits longer has no process.
+LATE_SECONDS = 120.0
+#: The reaper makes a pass each minute, and may have many keys to delete.
+REAPER_LATE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem: a short stable code, the observation and the cure."""
+
+    code: str
+    seen: str
+    cure: str
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """The measurements, the findings, and the questions that this database cannot answer."""
+
+    database: str
+    vendor: str
+    measured: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    cannot_tell: list[str] = field(default_factory=list)
+
+
+def diagnose(*, using: str | None = None) -> Diagnosis:
+    """Check the database of the keys. Raises OperationalError when it cannot be reached."""
+    alias = using or router.db_for_write(IdempotencyKey)
+    found = Diagnosis(alias, connections[alias].vendor)
+    found.findings += [*_keys(found), *_jobs(found), *_processes(found)]
+    if found.vendor == "postgresql":
+        found.findings += [*_table(found), *_transactions(found), *_durability(found)]
+    else:
+        found.cannot_tell += [
+            f"{found.vendor} has no statistics of updates and dead rows, none of open transactions, and one writer at a time."
+        ]
+    return found
+
+
+def _keys(found: Diagnosis) -> Iterator[Finding]:
+    keys = measures.unfinished_keys(found.database)
+    lag = round(keys.completer_lag, 1)
+    found.measured |= {
+        "keys_unfinished": keys.count,
+        "keys_stuck": keys.by_state[KeyState.STUCK],
+        "keys_acknowledged": keys.by_state[KeyState.ACKNOWLEDGED],
+        "completer_lag_seconds": lag,
+    }
+    if keys.need_a_person:
+        yield Finding(
+            "stuck_keys",
+            f"{_at_most(keys.need_a_person)} need manual review.",
+            "Open the admin's list of keys with the filter 'stuck': each says why, and offers what can be done.",
+        )
+    if lag > LATE_SECONDS:
+        yield Finding(
+            "completer_late",
+            f"An abandoned request has waited {lag:.0f} s for the completer.",
+            "Start manage.py complete_keys --loop; if it runs, give it --concurrency, and look for errors in its log.",
+        )
+    found.measured["keys_to_reap"] = to_reap = measures.keys_to_reap(found.database, REAPER_LATE_SECONDS)
+    if to_reap:
+        yield Finding(
+            "reaper_late",
+            f"{_at_most(to_reap)} should have been deleted more than {REAPER_LATE_SECONDS:.0f} s ago.",
+            "Start manage.py reap_keys --loop. If it counts them as 'protected', rows of yours hold them: on_delete=PROTECT.",
+        )
+
+
+def _jobs(found: Diagnosis) -> Iterator[Finding]:
+    jobs = measures.staged_jobs(found.database)
+    due, failed, oldest = jobs.due, jobs.failed_by_name.total(), round(jobs.oldest, 1)
+    found.measured |= {"jobs_due": due, "jobs_failed": failed, "oldest_job_seconds": oldest}
+    if oldest > LATE_SECONDS:
+        yield Finding(
+            "jobs_late",
+            f"{due} staged jobs are due, the oldest for {oldest:.0f} s.",
+            "Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it cannot reach.",
+        )
+    if failed:
+        yield Finding(
+            "jobs_failed",
+            f"{failed} staged jobs have failed.",
+            "manage.py staged_jobs list --failed says why. Correct the cause, then staged_jobs retry, or purge.",
+        )
+
+
+def _processes(found: Diagnosis) -> Iterator[Finding]:
+    processes = measures.processes(found.database)
+    found.measured["processes"] = [
+        {"name": process.name, "process": f"{process.host}/{process.pid}", "lag_seconds": round(process.age, 1)}
+        for process in processes
+    ]
+    lags, silent = measures.lags(processes), {process.name for process in processes if process.silent}
+    for name, otherwise in LOOPS.items():
+        if name not in lags:
+            found.cannot_tell.append(f"No loop of {name} has a heartbeat. If cron does not run it, {otherwise}.")
+        elif name in silent:
+            yield Finding(
+                "process_silent",
+                f"No loop of {name} has written a heartbeat for {lags[name]:.0f} s: {otherwise}.",
+                "Start it again; see docs/how-to/run-the-processes.md. If it runs, its log has the error.",
+            )
+
+
+def _table(found: Diagnosis) -> Iterator[Finding]:
+    table = IdempotencyKey._meta.db_table
+    row = _fetch(
+        found,
+        "SELECT n_tup_upd, n_tup_hot_upd, n_live_tup, n_dead_tup, pg_total_relation_size(relid) FROM pg_stat_user_tables "
+        "WHERE relid = to_regclass(%s)",
+        [connections[found.database].ops.quote_name(table)],
+    )
+    updates, hot, live, dead, size = row or (0, 0, 0, 0, 0)
+    ratio = hot / updates if updates else None
+    found.measured |= {"hot_ratio": ratio and round(ratio, 3), "dead_rows": dead, "live_rows": live, "total_bytes": size}
+    if ratio is None or updates < ENOUGH_UPDATES:
+        found.cannot_tell.append(f"The share of HOT updates: there were {updates}, too few to say.")
+    elif ratio < LOWEST_HOT_RATIO:
+        yield Finding(
+            "hot_ratio",
+            f"{ratio:.0%} of the updates of {table} touched no index; it should be {LOWEST_HOT_RATIO:.0%} or more.",
+            "Drop indexes of your own on columns that change (recovery_point, locked_at, last_run_at); if there are none, end "
+            "long transactions, or lower the table's fillfactor.",
+        )
+    if dead > FEW_DEAD and dead > DEAD_SHARE * live:
+        yield Finding(
+            "dead_rows",
+            f"{dead} rows of {table} are dead, beside {live} live ones: vacuum does not keep up.",
+            f"End long transactions, then VACUUM {table}; let autovacuum come earlier: ALTER TABLE {table} SET "
+            "(autovacuum_vacuum_scale_factor = 0.05).",
+        )
+
+
+def _transactions(found: Diagnosis) -> Iterator[Finding]:
+    hidden, pid, oldest = _fetch(
+        found,
+        "SELECT count(*) FILTER (WHERE query = '<insufficient privilege>'), "
+        "(array_agg(pid ORDER BY xact_start) FILTER (WHERE xact_start IS NOT NULL))[1], "
+        "COALESCE(extract(epoch FROM clock_timestamp() - min(xact_start)), 0)::double precision "
+        "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()",
+    )
+    found.measured["oldest_transaction_seconds"] = round(oldest, 1)
+    if hidden:
+        found.cannot_tell.append(f"The transactions of {hidden} sessions of other roles: GRANT pg_read_all_stats to see them.")
+    if oldest > OLDEST_TRANSACTION_SECONDS:
+        yield Finding(
+            "old_transaction",
+            f"A transaction has been open for {oldest:.0f} s (process {pid} of the database). VACUUM cannot remove rows that "
+            "were deleted or updated since.",
+            f"See what it does in pg_stat_activity, then SELECT pg_terminate_backend({pid}). "
+            "idle_in_transaction_session_timeout ends forgotten ones.",
+        )
+
+
+def _durability(found: Diagnosis) -> Iterator[Finding]:
+    fsync, synchronous_commit = _fetch(found, "SELECT current_setting('fsync'), current_setting('synchronous_commit')")
+    found.measured |= {"fsync": fsync, "synchronous_commit": synchronous_commit}
+    if "off" in (fsync, synchronous_commit):
+        yield Finding(
+            "not_durable",
+            f"fsync is {fsync}, synchronous_commit {synchronous_commit}: a crash of the database loses committed transactions.",
+            "Turn both on: the request of a lost key runs again, with its foreign calls.",
+        )
+
+
+def _at_most(count: int) -> str:
+    return f"{count} keys or more" if count == COUNT_LIMIT else f"{count} keys"
+
+
+def _fetch(found: Diagnosis, text: str, parameters: list[Any] | None = None) -> Any:
+    with connections[found.database].cursor() as cursor:
+        cursor.execute(text, parameters or [])
+        return cursor.fetchone()

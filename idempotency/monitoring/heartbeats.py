@@ -1,0 +1,73 @@
+"""Signs of life of the loops, in the database: the one place that the admin can see, whichever machine a loop runs on."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+from django.db import Error, connections
+from django.db.models import QuerySet
+from django.db.models.functions import Now
+
+from idempotency.models import ProcessHeartbeat
+
+ENQUEUER, COMPLETER, REAPER = "enqueue_jobs", "complete_keys", "reap_keys"
+#: The loops that a site needs, each at least once, and what happens without it.
+LOOPS = {ENQUEUER: "staged jobs wait", COMPLETER: "abandoned requests wait", REAPER: "old keys stay"}
+#: How often one is written, at most: a row, in a transaction of its own.
+WRITE_SECONDS = 10.0
+#: A loop without one for so long is silent. A single run of a key may last as long as the default of LOCK_TIMEOUT_SECONDS.
+SILENT_SECONDS = 180.0
+#: What a killed process left is kept for so long, to be seen, and removed by the next one of its name.
+KEPT_DAYS = 1
+
+
+def silent_here(names: Iterable[str], *, using: str) -> list[str]:
+    """Return which of the loops ``names`` have no heartbeat of this host that is younger than SILENT_SECONDS."""
+    young = ProcessHeartbeat.objects.using(using).filter(beat_at__gt=Now() - timedelta(seconds=SILENT_SECONDS))
+    alive = set(young.filter(host=_this_host()).values_list("name", flat=True))
+    return [name for name in names if name not in alive]
+
+
+def _this_host() -> str:
+    return socket.gethostname()[:100]
+
+
+class Heartbeat:
+    """The heartbeat of one loop of this process. That it cannot be written is no reason to stop: the pass will say why."""
+
+    def __init__(self, name: str, *, using: str) -> None:
+        self._using = using
+        self._row = {"name": name, "host": _this_host(), "pid": os.getpid()}
+        self._due, self._one_at_a_time = 0.0, threading.Lock()
+
+    def beat(self) -> None:
+        """Write it, if the last one is WRITE_SECONDS old. Called by several threads, and never in a transaction."""
+        with self._one_at_a_time:
+            if time.monotonic() < self._due:
+                return
+            first, self._due = self._due == 0, time.monotonic() + WRITE_SECONDS
+        try:
+            rows = self._rows()
+            if first:
+                rows.filter(name=self._row["name"], beat_at__lt=Now() - timedelta(days=KEPT_DAYS)).delete()
+            if not rows.filter(**self._row).update(beat_at=Now()):
+                rows.bulk_create([ProcessHeartbeat(**self._row)], ignore_conflicts=True)
+        except Error:
+            self._give_up()
+
+    def remove(self) -> None:
+        """Take it away: the loop was told to stop."""
+        try:
+            self._rows().filter(**self._row).delete()
+        except Error:
+            self._give_up()
+
+    def _rows(self) -> QuerySet[ProcessHeartbeat]:
+        return ProcessHeartbeat.objects.using(self._using)
+
+    def _give_up(self) -> None:
+        if not connections[self._using].in_atomic_block:
+            connections[self._using].close()

@@ -1,0 +1,119 @@
+"""The measurements that the dashboard, the doctor and the metrics share. Nothing is written.
+
+Each one reads a bounded number of rows through a partial index, the oldest first: it costs the same however large a table is.
+A count that equals the limit means "at least so many". Ages and lags are seconds.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from django.db.models import BooleanField, ExpressionWrapper, F
+from django.db.models.functions import Now
+
+from idempotency import conf
+from idempotency._states import NOT_GIVEN_UP, KeyState, due_at
+from idempotency.exceptions import StuckCode
+from idempotency.models import IdempotencyKey, ProcessHeartbeat, StagedJob
+from idempotency.monitoring.heartbeats import SILENT_SECONDS
+
+#: How many rows of a kind are read at most. That there are more does not change what is to be done.
+COUNT_LIMIT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedKeys:
+    """The unfinished keys. ``oldest`` and ``completer_lag`` regard those that the completer may still run."""
+
+    count: int
+    by_state: Counter[str]
+    stuck_by_code: Counter[str]
+    ages_by_point: dict[str, list[float]]
+    oldest: float
+    completer_lag: float
+
+    @property
+    def need_a_person(self) -> int:
+        """The number of stuck keys for which somebody is paged. Keys with ``refused_when_rebuilt`` wait for their clients."""
+        return self.stuck_by_code.total() - self.stuck_by_code[StuckCode.REFUSED_WHEN_REBUILT]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedJobs:
+    """The jobs that wait, by the time since each is due, negative before; those that are due; and the failed ones."""
+
+    waiting: list[float]
+    due: int
+    oldest: float
+    failed_by_name: Counter[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A loop of a process and the age of its heartbeat. Only the youngest heartbeat of a loop tells whether it is silent."""
+
+    name: str
+    host: str
+    pid: int
+    age: float
+    silent: bool
+
+
+def unfinished_keys(using: str, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
+    """Measure the unfinished keys in one query; in a second one too if there are more than ``limit``."""
+    keys: Any = IdempotencyKey.objects.using(using).unfinished().with_state().order_by("created_at")
+    open_to_completer = ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField())
+    keys = keys.annotate(age=Now() - F("created_at"), lag=Now() - due_at(), open=open_to_completer)
+    keys = keys.values_list("state", "stuck_code", "recovery_point", "age", "lag", "open", named=True)
+    rows = list(keys[:limit])
+    if len(rows) == limit:  # Nobody deletes acknowledged keys: they must not hide the younger ones.
+        rows = [row for row in rows if row.state == KeyState.ACKNOWLEDGED]
+        rows += keys.exclude(state=KeyState.ACKNOWLEDGED)[:limit]
+    ages: dict[str, list[float]] = {}
+    for row in rows:
+        ages.setdefault(row.recovery_point, []).append(_seconds(row.age))
+    return UnfinishedKeys(
+        min(len(rows), limit),
+        Counter(row.state for row in rows),
+        Counter(row.stuck_code for row in rows if row.state == KeyState.STUCK),
+        ages,
+        max((_seconds(row.age) for row in rows if row.open), default=0.0),
+        max((_seconds(row.lag) for row in rows if row.open and row.state != KeyState.IN_FLIGHT), default=0.0),
+    )
+
+
+def keys_to_reap(using: str, late_seconds: float) -> int:
+    """Count the finished and refused keys that should have been deleted ``late_seconds`` ago."""
+    late = timedelta(hours=conf.get().RETENTION_HOURS, seconds=late_seconds)
+    keys: Any = IdempotencyKey.objects.using(using).expired(late).order_by("created_at")
+    return int(keys[:COUNT_LIMIT].count())
+
+
+def staged_jobs(using: str, limit: int = COUNT_LIMIT) -> StagedJobs:
+    """Measure the staged jobs in two queries."""
+    jobs = StagedJob.objects.using(using)
+    ages = jobs.filter(failed_at__isnull=True).order_by("run_at").values_list(Now() - F("run_at"), flat=True)
+    failed = jobs.filter(failed_at__isnull=False).order_by("failed_at").values_list("job_name", flat=True)
+    waiting = [age.total_seconds() for age in ages[:limit]]
+    return StagedJobs(waiting, sum(age >= 0 for age in waiting), max([0.0, *waiting]), Counter(failed[:limit]))
+
+
+def processes(using: str) -> list[Process]:
+    """Read the heartbeats, the youngest first."""
+    beats = ProcessHeartbeat.objects.using(using).order_by("-beat_at").annotate(age=Now() - F("beat_at"))[:COUNT_LIMIT]
+    youngest: dict[str, float] = {}
+    return [
+        Process(beat.name, beat.host, beat.pid, age, youngest.setdefault(beat.name, age) > SILENT_SECONDS)
+        for beat in beats
+        for age in [_seconds(beat.age)]
+    ]
+
+
+def lags(found: list[Process]) -> dict[str, float]:
+    """Return the age of the youngest heartbeat of each loop."""
+    return {process.name: process.age for process in reversed(found)}
+
+
+def _seconds(age: timedelta) -> float:
+    return max(0.0, age.total_seconds())

@@ -1,0 +1,153 @@
+"""What went wrong, whose line it is, and the cure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from django.apps import apps
+from django.db import IntegrityError
+
+from idempotency.models import IdempotencyKey
+from idempotency.testing.comparing import GONE, Answer, Difference
+from idempotency.testing.downstream import living
+from idempotency.testing.observing import Run
+from idempotency.testing.places import Place, line_of_error
+
+_WRITES = ("INSERT", "UPDATE", "DELETE")
+_SHOWN = 4
+
+OUTSIDE = (
+    "Move it into the atomic_phase that ends with the next recovery point (in a plain view: drop what commits it early): "
+    "then both are committed, or neither is."
+)
+NO_RECOVERY_POINT = "End that phase with phase.set_recovery_point(NAME), declared in @idempotent(recovery_points=[...])."
+WRITTEN_AGAIN = (
+    "Let the phase that writes it end with phase.set_recovery_point(NAME), and let a run that begins at a later point pass "
+    "it over."
+)
+UNSAFE_CALL = (
+    "If that system honours idempotency keys, pass it the key of request.idempotency_key.call(NAME); else make the call in "
+    "`with foreign_call(key, NAME) as call:`, which never makes it twice. Both need a phased view: "
+    "@idempotent(recovery_points=[...])."
+)
+RANDOM_KEY = (
+    "Pass the key of request.idempotency_key.call(NAME): it is the same in each run of this request, and nobody else's."
+)
+LOST = (
+    "What is done after the last COMMIT, or in on_commit, is lost with the process. Do it before the phase that stores the "
+    "response, or stage_job() it inside that phase."
+)
+GONE_WITH_THE_RUN = (
+    "Variables of an earlier run are gone. Let each recovery point read what it needs from the database, where the phase "
+    "before it left it: Model.objects.get(idempotency_key=key)."
+)
+OTHER_ANSWER = (
+    "Build the response from rows that the phases committed, read at the last recovery point; not from variables, counts or "
+    "random values of the run that happens to answer."
+)
+FOR_A_PERSON = "Make the view come to its end, or to the same refusal, in each run that follows."
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A course of events after which something is not as it should be."""
+
+    course: str
+    cause: str
+    cure: str
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        shown = [f"   {difference}" for difference in self.differences[:_SHOWN]]
+        if len(self.differences) > _SHOWN:
+            shown.append(f"   and {len(self.differences) - _SHOWN} more differences")
+        return "\n".join([self.course, *shown, f"   Cause: {self.cause}", f"   Cure: {self.cure}"])
+
+
+def explained(
+    course: str, differences: Sequence[Difference], answer: Answer, undisturbed: Run, derived: set[str], effects: Sequence[str]
+) -> Failure:
+    """Return the likeliest cause of the differences. ``effects`` says where the undisturbed run did something elsewhere."""
+    cause, cure = (
+        _of_effects(differences, derived, effects)
+        or _of_rows(differences, answer, undisturbed)
+        or _of_failure(answer, differences)
+        or (f"The answer depends on the run that gives it; it is stored at {_storing(undisturbed)}.", OTHER_ANSWER)
+    )
+    return Failure(course, cause, cure, tuple(differences))
+
+
+def _of_effects(differences: Sequence[Difference], derived: set[str], effects: Sequence[str]) -> tuple[str, str] | None:
+    here = [difference for difference in differences if difference.path[0] == "effects"]
+    if not here:
+        return None
+    if not any(difference.expected == GONE for difference in here):
+        return f"What should have taken effect elsewhere is missing or changed: {_joined(effects)}.", LOST
+    for fake in living():
+        keys = [key for key, _ in fake.origins]
+        if len(keys) < 2 or not any(difference.path[1] == fake.name for difference in here):
+            continue
+        lines = _joined(sorted({line for _, line in fake.origins}))
+        if None in keys:
+            return f"{fake.name} was called {len(keys)} times without an idempotency key, at {lines}.", UNSAFE_CALL
+        if not derived.issuperset(map(str, keys)):
+            return f"{fake.name} got a different key from each run, none of key.derive(), at {lines}.", RANDOM_KEY
+        return f"{fake.name} was called under several derived keys, at {lines}.", RANDOM_KEY
+    return f"A call to another system was made again: {_joined(effects)}.", UNSAFE_CALL
+
+
+def _of_rows(differences: Sequence[Difference], answer: Answer, undisturbed: Run) -> tuple[str, str] | None:
+    rows = [difference for difference in differences if difference.path[0].startswith("rows of ")]
+    labels = {difference.path[0].removeprefix("rows of ") for difference in rows} - {IdempotencyKey._meta.label}
+    again = isinstance(answer.error, IntegrityError)
+    if not labels and not again:
+        return None
+    tables = {apps.get_model(label)._meta.db_table for label in labels}
+    writes = [place for place in undisturbed.places if _is_write(place) and (again or any(t in place.detail for t in tables))]
+    for place in writes:
+        if not place.in_transaction and not _is_own(place):
+            return f"{place.line} writes outside of any phase: {place.detail}", OUTSIDE
+    for end in undisturbed.no_ops:
+        begin = max((p.number for p in undisturbed.places[: end - 1] if p.when == "before" and p.what == "COMMIT"), default=0)
+        begin = max((p.number for p in undisturbed.places[: begin - 1] if p.what == "COMMIT"), default=0)
+        for place in writes:
+            if begin < place.number <= end and not _is_own(place):
+                return f"{place.line} writes in a phase that moves nothing, so each run writes it again: {place.detail}", (
+                    NO_RECOVERY_POINT
+                )
+    if answer.error is not None and not again:
+        return None
+    lines = _joined(sorted({place.line for place in writes if not _is_own(place)}))
+    if rows and all(difference.found == GONE for difference in rows):
+        return f"What should have been written is missing: {lines}.", LOST
+    return f"It was written by more than one run, or by each in its own way: {lines}.", WRITTEN_AGAIN
+
+
+def _of_failure(answer: Answer, differences: Sequence[Difference]) -> tuple[str, str] | None:
+    if answer.error is not None:
+        return (
+            f"The retry raised {type(answer.error).__name__} at {line_of_error(answer.error)}: {answer.error}",
+            GONE_WITH_THE_RUN,
+        )
+    if any(difference.path == ("answer", "status") for difference in differences):
+        return (
+            f"The retries never came to the end: the last answer was {answer.status} {str(answer.body())[:300]}",
+            FOR_A_PERSON,
+        )
+    return None
+
+
+def _is_write(place: Place) -> bool:
+    return place.when == "before" and place.what == "statement" and place.detail.lstrip("( ").startswith(_WRITES)
+
+
+def _is_own(place: Place) -> bool:
+    return "idempotency_" in place.detail.split(" SET ")[0].split("(")[0] or "django_session" in place.detail
+
+
+def _storing(run: Run) -> str:
+    stored = [place.line for place in run.places if place.what == "statement" and "recovery_point = 'finished'" in place.detail]
+    return stored[-1] if stored else "the end of the view"
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return ", ".join(lines) or "no line of yours is known"

@@ -1,0 +1,1 @@
+"""The processes of the demo: supervisor, worker, and embedded PostgreSQL and Redis."""

@@ -1,0 +1,382 @@
+"""The buttons of the admin: who may press them, what the person is told, and what the admin log keeps."""
+
+import re
+from functools import partial
+from html import unescape
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.conf import settings
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Permission
+from django.db import connection
+from django.db.models.functions import Now
+from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from django.test import Client
+from django.urls import path, resolve
+
+from idempotency import interventions
+from idempotency.admin import keys
+from idempotency.admin.actions import BUTTONS as ALL_BUTTONS
+from idempotency.admin.actions import TOO_LATE, looked_at
+from idempotency.admin.stuck_codes import STUCK_CODES
+from idempotency.exceptions import StuckCode
+from idempotency.interventions import acknowledge
+from idempotency.models import IdempotencyKey, StagedJob
+from rides_demo.urls import urlpatterns
+from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
+from tests.kit.ageing import make_older
+from tests.kit.claims import hand_back_and_meet_another_run
+from tests.kit.serving import Sender
+from tests.kit.threads import all_at_once
+from tests.kit.views import two_phases
+from tests.models import Entry
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+KEYS, JOBS = "/admin/idempotency/idempotencykey/", "/admin/idempotency/stagedjob/"
+BUTTONS = ("complete", "answer", "acknowledge", "release")
+
+
+def person(*permissions: str, superuser: bool = False) -> Client:
+    """Return a client signed in as staff with these permissions; everybody may view."""
+    user = UserFactory(is_staff=True, is_superuser=superuser)
+    wanted = ("view_idempotencykey", "view_stagedjob", *permissions)
+    user.user_permissions.add(*Permission.objects.filter(content_type__app_label="idempotency", codename__in=wanted))
+    client = Client()
+    client.force_login(user)
+    client.user = user
+    return client
+
+
+def stuck_key(**changes: Any) -> IdempotencyKey:
+    state = {"stuck_at": Now(), "stuck_code": "attempts_exhausted", "stuck_reason": "Look."} | changes
+    return IdempotencyKeyFactory(claim_token=uuid4(), **state)
+
+
+def held_key() -> IdempotencyKey:
+    return IdempotencyKeyFactory(claim_token=uuid4(), locked_at=Now())
+
+
+def url(key: IdempotencyKey, button: str) -> str:
+    return f"{KEYS}{key.pk}/press/{button}/"
+
+
+def press(client: Client, key: IdempotencyKey, button: str, **sent: Any) -> Any:
+    """Press a button on the page as it was when ``key`` was read, and follow to the page of the key."""
+    return client.post(url(key, button), looked_at(key, "default") | sent, follow=True)
+
+
+def told(response: Any) -> str:
+    return " ".join(str(message) for message in response.context["messages"])
+
+
+def columns() -> list[dict[str, Any]]:
+    return list(IdempotencyKey.objects.order_by("pk").values())
+
+
+def test_who_may_only_view_sees_no_button_and_can_press_none() -> None:
+    client = person()
+    stuck, held = stuck_key(), held_key()
+    before = columns()
+    for key in (stuck, held):
+        assert "/press/" not in client.get(f"{KEYS}{key.pk}/change/").text
+        for button in BUTTONS:
+            assert client.get(url(key, button)).status_code == 403
+            assert press(client, key, button, status=410, body="").status_code == 403
+    page = client.get(KEYS)
+    assert 'name="action"' not in page.text
+    for action in ("hand_back", "acknowledge", "delete_selected"):
+        client.post(KEYS, {"action": action, "_selected_action": [stuck.pk]})
+    assert columns() == before
+    assert not LogEntry.objects.exists()
+
+
+def test_who_may_not_view_can_press_nothing() -> None:
+    client = person()
+    client.user.user_permissions.set(Permission.objects.filter(codename="acknowledge_idempotencykey"))
+    assert press(client, stuck_key(), "acknowledge", note="").status_code == 403
+    assert IdempotencyKey.objects.stuck().exists()
+
+
+@pytest.mark.parametrize("button", BUTTONS)
+def test_a_permission_gives_its_own_button_and_no_other(button: str) -> None:
+    client = person(f"{button}_idempotencykey")
+    key = held_key() if button == "release" else stuck_key()
+    page = client.get(f"{KEYS}{key.pk}/change/").text
+    assert re.findall(r"/press/(\w+)/\?seen", page) == [button]
+    for other in set(BUTTONS) - {button}:
+        assert press(client, key, other, status=410).status_code == 403
+    answer = press(client, key, button, status=410, body="")
+    assert answer.redirect_chain
+    assert LogEntry.objects.get().user == client.user
+    assert [event["detail"] for event in IdempotencyKey.objects.get().history if client.user.username in event["detail"]]
+
+
+def test_a_superuser_is_offered_what_makes_sense_in_each_state() -> None:
+    client = person(superuser=True)
+    offered = {
+        stuck_key(): ["complete", "answer", "acknowledge"],
+        stuck_key(stuck_code="on_abandon"): ["answer", "acknowledge"],
+        held_key(): ["release"],
+        IdempotencyKeyFactory(claim_token=uuid4()): ["complete", "answer"],
+        IdempotencyKeyFactory(finished=True): [],
+    }
+    for key, buttons in offered.items():
+        assert re.findall(r"/press/(\w+)/", client.get(f"{KEYS}{key.pk}/change/").text) == buttons
+        for button in buttons:
+            assert client.get(url(key, button), looked_at(key, "default")).status_code == 200
+
+
+def test_looking_at_a_button_does_nothing() -> None:
+    client = person(superuser=True)
+    key = stuck_key()
+    before = columns()
+    for button in BUTTONS:
+        assert client.get(url(key, button), looked_at(key, "default")).status_code == 200
+    assert columns() == before
+
+
+def test_a_button_is_pressed_from_the_page_of_the_key_and_from_nowhere_else() -> None:
+    client, key = person(superuser=True), stuck_key()
+    assert TOO_LATE in told(client.get(url(key, "answer"), follow=True))
+
+
+def test_a_button_that_is_none_and_a_key_that_is_gone_are_not_found() -> None:
+    client = person(superuser=True)
+    assert client.get(url(stuck_key(), "delete")).status_code == 404
+    assert client.get(f"{KEYS}987654/press/complete/").status_code == 404
+
+
+@pytest.mark.parametrize("atomic_requests", [False, True])
+def test_a_stuck_key_is_completed_and_its_client_gets_the_answer(sender: Sender, settings: Any, atomic_requests: bool) -> None:
+    broken = True
+
+    def call() -> None:
+        if broken:
+            raise OSError("down")
+
+    def work(request: HttpRequest) -> HttpResponseBase:
+        return JsonResponse({"user": request.user.pk}, status=201)
+
+    def write(request: HttpRequest) -> None:
+        Entry.objects.create(name="ordered", idempotency_key=request.idempotency_key)
+
+    view = two_phases(write, work, call=call)
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", view), *urlpatterns]})
+    connection.settings_dict["ATOMIC_REQUESTS"] = atomic_requests
+    try:
+        sender.send()
+        IdempotencyKey.objects.update(stuck_at=Now(), stuck_code="attempts_exhausted", stuck_reason="Look.")
+        key = IdempotencyKey.objects.get()
+        page = person(superuser=True).get(f"{KEYS}{key.pk}/change/").text
+        for shown in ("between", "1 error", "OSError: down", "entry: "):
+            assert shown in page
+        broken = False
+        press(person("complete_idempotencykey"), key, "complete")
+    finally:
+        connection.settings_dict["ATOMIC_REQUESTS"] = False
+    answer = sender.send()
+    assert (answer.status_code, answer.json(), answer["Idempotent-Replayed"]) == (201, {"user": sender.user.pk}, "true")
+    assert Entry.objects.count() == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [('{"sorry": true}', "application/json"), ("sorry", "text/plain; charset=utf-8"), ("", "text/plain")],
+)
+def test_the_answer_is_stored_as_it_was_written(body: str, content_type: str) -> None:
+    key = stuck_key()
+    done = press(person("answer_idempotencykey"), key, "answer", status=410, body=body)
+    assert "Answered with status 410" in told(done)
+    key.refresh_from_db()
+    assert (key.response_code, bytes(key.response_body).decode()) == (410, body)
+    assert key.response_headers["Content-Type"].startswith(content_type)
+    assert LogEntry.objects.get().change_message == "Answered with status 410."
+
+
+@pytest.mark.parametrize(
+    "sent", [{"status": 500}, {"status": 401}, {"status": 7}, {"status": ""}, {"status": 204, "body": "x"}]
+)
+def test_an_answer_that_ends_nothing_is_asked_for_again(sent: dict[str, Any]) -> None:
+    key = stuck_key()
+    page = press(person("answer_idempotencykey"), key, "answer", **sent)
+    assert "errorlist" in page.text
+    assert IdempotencyKey.objects.stuck().exists()
+
+
+def test_a_page_that_is_out_of_date_changes_nothing_and_says_so() -> None:
+    client = person(superuser=True)
+    key = stuck_key()
+    IdempotencyKey.objects.update(claim_token=uuid4())
+    for button in BUTTONS:
+        assert TOO_LATE in told(press(client, key, button, status=410))
+    assert IdempotencyKey.objects.stuck().exists()
+    assert not LogEntry.objects.exists()
+
+
+def test_a_key_that_moved_on_under_the_claim_that_was_seen_is_left_alone() -> None:
+    client, key = person(superuser=True), stuck_key()
+    asked = client.get(url(key, "answer"), looked_at(key, "default")).text
+    hidden = dict(re.findall(r'<input type="hidden" name="(seen|at|calls)" value="([^"]*)"', asked))
+    assert hidden == {"seen": str(key.claim_token), "at": "started", "calls": "0/0/0/"}
+    IdempotencyKey.objects.update(recovery_point="charged")
+    for button in BUTTONS:
+        assert TOO_LATE in told(client.post(url(key, button), hidden | {"status": 409}, follow=True))
+    assert IdempotencyKey.objects.stuck().exists()
+
+
+def test_keys_that_are_chosen_in_the_list_are_taken_at_the_point_where_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck_key()
+
+    def late(*seen: Any, **more: Any) -> bool:
+        IdempotencyKey.objects.update(recovery_point="charged")
+        return acknowledge(*seen, **more)
+
+    monkeypatch.setattr(keys.interventions, "acknowledge", late)
+    chosen = [key.pk for key in IdempotencyKey.objects.all()]
+    response = person(superuser=True).post(KEYS, {"action": "acknowledge", "_selected_action": chosen}, follow=True)
+    assert told(response).startswith("0 done")
+    assert IdempotencyKey.objects.stuck().exists()
+
+
+@pytest.mark.postgres
+def test_of_two_people_who_answer_at_once_one_is_told_to_look_again() -> None:
+    people, key = [person(superuser=True), person(superuser=True)], stuck_key()
+    answers = all_at_once(lambda number: press(people[number], key, "answer", status=410 + number).text, 2)
+    assert sum("Answered" in answer for answer in answers) == 1
+    assert sum(TOO_LATE in answer for answer in answers) == 1
+    assert LogEntry.objects.count() == 1
+
+
+def test_many_keys_are_handed_back_at_once_and_those_that_run_are_left_alone() -> None:
+    client = person("complete_idempotencykey")
+    stuck, held = [stuck_key(), stuck_key()], held_key()
+    chosen = [key.pk for key in (*stuck, held)]
+    response = client.post(KEYS, {"action": "hand_back", "_selected_action": chosen}, follow=True)
+    assert told(response).startswith("2 done; the others were running")
+    assert not IdempotencyKey.objects.stuck().exists()
+    assert IdempotencyKey.objects.in_flight().get() == held
+    assert LogEntry.objects.count() == 2
+
+
+def test_acknowledged_keys_leave_the_list_of_stuck_ones() -> None:
+    client, key = person("acknowledge_idempotencykey"), stuck_key()
+    press(client, key, "acknowledge", note="ticket 7")
+    other = stuck_key()
+    client.post(KEYS, {"action": "acknowledge", "_selected_action": [other.pk]})
+    assert not client.get(KEYS, {"state": "stuck"}).context["cl"].result_list
+    assert {row.pk for row in client.get(KEYS, {"state": "acknowledged"}).context["cl"].result_list} == {key.pk, other.pk}
+    page = client.get(f"{KEYS}{key.pk}/change/").text
+    assert "ticket 7" in page
+
+
+def test_failed_jobs_are_retried_and_discarded_and_waiting_ones_left_alone() -> None:
+    waiting, again, gone = StagedJobFactory(), StagedJobFactory(failed_at=Now(), refusals=10), StagedJobFactory(failed_at=Now())
+    client = person("retry_stagedjob", "discard_stagedjob")
+    response = client.post(JOBS, {"action": "retry", "_selected_action": [waiting.pk, again.pk]}, follow=True)
+    assert re.findall(r"\d+", told(response)) == ["1", "1"]
+    chosen = {"action": "discard", "_selected_action": [waiting.pk, gone.pk]}
+    assert 'name="confirmed"' in client.post(JOBS, chosen).text
+    assert StagedJob.objects.count() == 3
+    response = client.post(JOBS, chosen | {"confirmed": "yes"}, follow=True)
+    assert re.findall(r"\d+", told(response)) == ["1", "1"]
+    assert {job.pk for job in StagedJob.objects.filter(failed_at=None)} == {waiting.pk, again.pk}
+    assert [entry.change_message for entry in LogEntry.objects.order_by("pk")] == ["Made due again.", "Discarded."]
+
+
+def test_who_may_only_view_jobs_settles_none() -> None:
+    StagedJobFactory(failed_at=Now())
+    client, before = person(), list(StagedJob.objects.values())
+    assert 'name="action"' not in client.get(JOBS).text
+    for action in ("retry", "discard", "delete_selected"):
+        client.post(JOBS, {"action": action, "_selected_action": [before[0]["id"]], "confirmed": "yes", "post": "yes"})
+    assert list(StagedJob.objects.values()) == before
+
+
+def test_the_page_says_what_happens_next() -> None:
+    client = person()
+    key = IdempotencyKeyFactory(request_path="/rides", claim_token=uuid4())
+    expected = {
+        "waiting": ({}, "Without one the completer takes it at"),
+        "abandoned": ({}, "The completer takes it in its next pass (run 1 of 25)"),
+        "in flight": ({"locked_at": Now()}, "its lock expires at"),
+        "stuck": ({"locked_at": None, "stuck_at": Now(), "stuck_code": "x", "stuck_reason": "y"}, "it waits for a person"),
+    }
+    for name, (state, sentence) in expected.items():
+        if state:
+            IdempotencyKey.objects.update(**state)
+        if name == "abandoned":
+            make_older(3600, "created_at", "last_run_at")
+        assert sentence in client.get(f"{KEYS}{key.pk}/change/").text, name
+
+
+def test_the_page_of_a_finished_key_says_when_its_retention_is_over() -> None:
+    key = IdempotencyKeyFactory(finished=True)
+    assert "reaper" not in person().get(f"{KEYS}{key.pk}/change/").text
+    make_older(73 * 3600, "finished_at")
+    assert "reaper" in person().get(f"{KEYS}{key.pk}/change/").text
+
+
+def test_completing_a_request_that_no_view_answers_says_that_it_is_stuck_again() -> None:
+    key = stuck_key(request_path="/nowhere")
+    press(person("complete_idempotencykey"), key, "complete")
+    key.refresh_from_db()
+    assert key.stuck_code == "view_missing"
+
+
+def test_completing_says_and_keeps_that_another_run_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interventions, "hand_back", partial(hand_back_and_meet_another_run, interventions.hand_back))
+    done = press(person("complete_idempotencykey"), stuck_key(), "complete")
+    assert "handed back" in told(done)
+    assert "anded back" in LogEntry.objects.get().get_change_message()
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("/rides", "on_abandon"),
+        ("/rides/7/texts", "its 25 runs"),
+    ],
+)
+def test_after_the_last_run_the_page_says_who_settles_the_key(path: str, sentence: str) -> None:
+    key = IdempotencyKeyFactory(request_path=path, completer_attempts=25)
+    make_older(3600, "created_at", "last_run_at")
+    assert sentence in person().get(f"{KEYS}{key.pk}/change/").text
+
+
+def test_a_button_runs_in_no_transaction_whatever_database_has_atomic_requests() -> None:
+    press = resolve(f"{KEYS}1/press/complete/", urlconf="rides_demo.urls").func
+    assert "any alias" in press._non_atomic_requests
+
+
+DOCS = (settings.BASE_DIR / "docs/how-to/a-key-is-stuck.md").read_text()
+
+
+def test_every_stuck_code_of_the_app_is_explained_on_the_page_and_in_the_docs() -> None:
+    assert set(STUCK_CODES) == set(StuckCode)
+    documented = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", DOCS, re.M)
+    assert documented == [(code, found.cause, found.cure) for code, found in STUCK_CODES.items()]
+    key = stuck_key(stuck_code="call_in_doubt")
+    assert STUCK_CODES["call_in_doubt"].cure in unescape(person().get(f"{KEYS}{key.pk}/change/").text)
+
+
+def test_the_docs_name_each_button_with_its_permission() -> None:
+    documented = re.findall(r"^\| ([A-Z][\w ]+) \| `(\w+)` \|", DOCS, re.M)
+    assert documented == [(button.label, button.permission) for button in ALL_BUTTONS.values()]
+
+
+def test_another_site_cannot_press_a_button() -> None:
+    client, key = person(superuser=True), stuck_key()
+    client.handler.enforce_csrf_checks = True
+    assert press(client, key, "answer", status=410).status_code == 403
+    assert IdempotencyKey.objects.stuck().exists()
+
+
+def test_no_more_than_a_limit_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "MAX_CHOSEN", 2)
+    client, chosen = person(superuser=True), [stuck_key().pk for _ in range(3)]
+    response = client.post(KEYS, {"action": "acknowledge", "_selected_action": chosen}, follow=True)
+    assert re.findall(r"\d+", told(response))[0] == "2"
+    assert IdempotencyKey.objects.acknowledged().count() == 2

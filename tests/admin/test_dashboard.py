@@ -1,0 +1,157 @@
+"""The dashboard, the lists behind its numbers, and what all of them cost on large tables."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+
+from idempotency.admin import dashboard
+from idempotency.models import ForeignCall, IdempotencyKey, StagedJob
+from idempotency.monitoring.heartbeats import LOOPS
+from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
+from tests.kit.ageing import ago
+
+KEYS, JOBS = "/admin/idempotency/idempotencykey/", "/admin/idempotency/stagedjob/"
+DASHBOARD = f"{KEYS}dashboard/"
+
+
+def staff(**changes: Any) -> Client:
+    client = Client()
+    client.force_login(UserFactory(is_staff=True, **{"is_superuser": True, **changes}))
+    return client
+
+
+def stuck(code: str) -> dict[str, Any]:
+    return {"stuck_at": timezone.now(), "stuck_code": code, "stuck_reason": "Look.", "created_at": ago(days=2)}
+
+
+def bars(context: Any) -> Iterator[dashboard.Bar]:
+    for name in ("by_state", "by_code", "jobs_by_age", "jobs_failed"):
+        yield from context[name]
+    for _, of_point in context["by_point"]:
+        yield from of_point
+
+
+@pytest.mark.django_db
+def test_each_number_leads_to_the_list_that_it_counts() -> None:
+    for code in ("call_in_doubt", "call_in_doubt", "my_own_code"):
+        IdempotencyKeyFactory(recovery_point="ride_created", **stuck(code))
+    IdempotencyKeyFactory(**stuck("view_gave_up"), acknowledged_at=timezone.now() + timedelta(seconds=1))
+    IdempotencyKeyFactory(created_at=ago(minutes=10))
+    IdempotencyKeyFactory(locked_at=timezone.now(), claim_token=uuid4())
+    IdempotencyKeyFactory(finished=True)
+    for since in ({"seconds": 1}, {"minutes": 7}, {"hours": -1}):
+        StagedJobFactory(run_at=ago(**since))
+    for name in ("a.first", "a.first", "a.second"):
+        StagedJobFactory(failed_at=timezone.now(), job_name=name)
+    client = staff()
+    context = client.get(DASHBOARD).context
+    assert context["unfinished"] == 6
+    assert {bar.label: bar.count for bar in context["by_code"]} == {"call_in_doubt": 2, "my_own_code": 1}
+    assert {bar.label: bar.count for bar in context["by_state"]} == {
+        "stuck": 3, "acknowledged": 1, "abandoned": 0, "waiting for a retry": 1, "in flight": 1,
+    }  # fmt: skip
+    assert sum(bar.count for bar in context["jobs_by_age"]) == 3
+    for bar in bars(context):
+        behind = client.get(bar.url).context["cl"].result_count
+        assert behind == bar.count, bar.url
+
+
+@pytest.mark.django_db
+def test_an_empty_site_and_one_without_processes_are_shown() -> None:
+    page = staff().get(DASHBOARD)
+    assert (page.context["processes"], page.context["absent"]) == ([], [*LOOPS])
+    assert DASHBOARD in staff().get("/admin/idempotency/").text
+    assert DASHBOARD in staff().get(KEYS).text
+
+
+@pytest.mark.django_db
+def test_who_may_not_view_keys_sees_no_dashboard() -> None:
+    assert staff(is_superuser=False).get(DASHBOARD).status_code == 403
+
+
+@pytest.mark.django_db
+def test_more_rows_than_are_read_are_said_to_be_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "MAX_READ", 2)
+    IdempotencyKeyFactory.create_batch(3)
+    StagedJobFactory.create_batch(3)
+    page = staff().get(DASHBOARD)
+    assert (page.context["unfinished"], page.text.count("oldest")) == (2, 2)
+
+
+PAGES = [
+    KEYS, f"{KEYS}?state=stuck", f"{KEYS}?state=abandoned", f"{KEYS}?state=waiting_for_a_retry", f"{KEYS}?state=finished",
+    f"{KEYS}?state=stuck&stuck_code=view_gave_up", f"{KEYS}?state=unfinished&recovery_point=started&age=older",
+    f"{KEYS}?q=user:1", JOBS, f"{JOBS}?state=failed", f"{JOBS}?state=waiting&age=hour", DASHBOARD,
+]  # fmt: skip
+
+
+def fill(count: int) -> None:
+    """Let there be ``count`` finished keys more, as many staged jobs, and fresh statistics."""
+    last = IdempotencyKey.objects.order_by("-pk").values_list("pk", flat=True)[0]
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "INSERT INTO idempotency_idempotencykey (scope, idempotency_key, attempts, completer_attempts, request_method, "
+            "request_path, request_content_type, request_headers, remote_addr, request_fingerprint, seed, recovery_point, "
+            "finished_at, response_code, response_headers, stuck_code, stuck_reason, last_error, history, created_at) "
+            "SELECT 'user:' || n %% 1000, n::text, 1, 0, 'POST', '/rides', '', '{}', '', 'v1:0', '', 'finished', now(), 201, "
+            "'{}', '', '', '', '[]', now() - n * interval '1 second' FROM generate_series(%s, %s) AS n",
+            [last + 1, last + count],
+        )
+        cursor.execute(
+            "INSERT INTO idempotency_stagedjob (id, job_name, job_args, queue, run_at, hand_overs, refusals, last_error) "
+            "SELECT gen_random_uuid(), 'a.b', '{}', 'default', now() - n * interval '1 second', 0, 0, '' "
+            "FROM generate_series(1, %s) AS n",
+            [count],
+        )
+        cursor.execute("ANALYZE idempotency_idempotencykey, idempotency_stagedjob")
+
+
+def costs(client: Client) -> dict[str, list[str]]:
+    """Return the statements of each page."""
+    found = {}
+    for page in [*PAGES, f"{KEYS}{IdempotencyKey.objects.stuck().latest('pk').pk}/change/"]:
+        with CaptureQueriesContext(connection) as queries:
+            assert client.get(page).status_code == 200
+        found[page] = [query["sql"] for query in queries.captured_queries if query["sql"].startswith("SELECT")]
+    return found
+
+
+def scans_whole_table(sql: str) -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute(f"EXPLAIN (GENERIC_PLAN) {sql}")
+        plan = "\n".join(row[0] for row in cursor.fetchall())
+    # The other tables have few rows here, for which the planner may choose either.
+    large = ("Seq Scan on idempotency_idempotencykey", "Seq Scan on idempotency_stagedjob")
+    lines = [line for line in plan.splitlines() if any(scan in line for scan in large)]
+    # A count that stops at its limit may go through the table in any order.
+    return bool(lines) and not ("COUNT" in sql and "LIMIT" in sql)
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db
+@pytest.mark.processes
+def test_no_page_costs_more_at_two_hundred_thousand_keys_than_at_one_thousand() -> None:
+    client = staff()
+    for _ in range(60):
+        key = IdempotencyKeyFactory(user=UserFactory(), **stuck("view_gave_up"))
+        RideFactory(idempotency_key=key)
+        StagedJobFactory(idempotency_key=key)
+        StagedJobFactory(failed_at=timezone.now())
+        ForeignCall.objects.create(key=key, name="sms", token=uuid4())
+    fill(1_000)
+    costs(client)  # What is read once for a process is read.
+    few = {page: len(statements) for page, statements in costs(client).items()}
+    fill(199_000)
+    many = costs(client)
+    assert {page: len(statements) for page, statements in many.items()} == few
+    assert max(few.values()) <= 12, few
+    scanning = [sql for statements in many.values() for sql in statements if scans_whole_table(sql)]
+    assert not scanning
+    assert StagedJob.objects.count() > 200_000

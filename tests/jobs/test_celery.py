@@ -1,0 +1,126 @@
+"""``OnceTask`` in real workers of Celery: each task takes effect once, whatever it calls, returns or runs into."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import chord
+from celery.result import AsyncResult
+
+from idempotency.contrib.celery import CeleryBackend
+from idempotency.models import ProcessedMessage, StagedJob
+from rides_demo.models import AuditRecord
+from tests.factories import StagedJobFactory, UserFactory
+from tests.jobs.celery_tasks import app, asynchronous, book, charge, does_nothing, refund, slow, tree, whole
+from tests.kit.brokers import Celery
+from tests.kit.waiting import eventually
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True), pytest.mark.processes]
+
+
+class Worker(Celery):
+    """A worker of the app with the tasks of these tests."""
+
+    worker = Celery.worker.replace("tests.kit.celery_app", "tests.jobs.celery_tasks")
+
+    def finish(self, *results: AsyncResult, pool: str = "prefork") -> list[str]:
+        """Let a worker run until there are ``results`` and nothing is left to do; return what took effect."""
+        self.worker = type(self).worker.replace("prefork", pool)
+        self.work(until=lambda: all(result.ready() for result in results))
+        return sorted(AuditRecord.objects.values_list("action", flat=True))
+
+    def work(self, until: Any) -> None:
+        with self.working():
+            eventually(lambda: until() and self.idle(), 60)
+
+
+@pytest.fixture
+def worker(broker: Any) -> Iterator[Worker]:
+    yield Worker(broker)
+    gc.collect()  # A result asks Redis to forget it when it is deleted: while Redis is there.
+    app.close()
+
+
+@pytest.fixture
+def user() -> int:
+    return UserFactory().pk
+
+
+@pytest.fixture
+def mark(tmp_path: Any) -> str:
+    return str(tmp_path / "mark")
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_an_async_task_is_awaited_in_the_transaction_of_its_inbox_row(worker, user, mark, pool):
+    result = asynchronous.delay(user, mark)
+    assert worker.finish(result, pool=pool) == ["try 2"], "what the other tries wrote was rolled back"
+    assert result.result == "done"
+    assert ProcessedMessage.objects.count() == 1
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_task_that_calls_itself_does_all_of_its_calls_once_in_one_run(worker, user, mark, pool):
+    result = tree.delay(user, mark, 3)
+    assert worker.finish(result, pool=pool) == ["node 0", "node 1", "node 2", "node 3"]
+    assert ProcessedMessage.objects.count() == 1
+
+
+def test_a_generator_function_fails_in_place_of_doing_nothing(worker, user):
+    result = does_nothing.delay(user)
+    assert worker.finish(result) == []
+    assert "tests.kit.jobs.yielding" in str(result.result)
+    assert not ProcessedMessage.objects.exists()
+
+
+def test_a_task_is_not_lost_when_one_that_it_calls_directly_asks_for_another_try(worker, user, mark):
+    result = whole.delay(user, mark)
+    assert worker.finish(result) == ["ran"]
+    assert result.successful()
+
+
+def follow(how: str, user: int, mark: str) -> AsyncResult:
+    """Send a charge that something follows; return the result of the charge."""
+    first = charge.s(user, mark).on_error(refund.s(user=user))
+    if how == "link":
+        return first.apply_async(link=book.s(user))
+    if how == "chain":
+        return (first | book.s(user)).apply_async().parent
+    return chord([first], book.s(user)).apply_async().parent[0]
+
+
+@pytest.mark.parametrize("how", ["link", "chain", "chord"])
+def test_what_follows_a_task_never_goes_on_with_the_none_of_a_second_delivery(worker, user, mark, how):
+    result = follow(how, user, mark)
+    assert worker.finish(result) == ["charged"], "nothing was booked, and nothing refunded"
+    assert result.failed()
+    assert "stage_job()" in str(result.result)
+
+
+@pytest.mark.parametrize("how", ["link", "chain", "chord"])
+def test_what_follows_a_task_gets_its_result(worker, user, tmp_path, how):
+    result = follow(how, user, str(tmp_path))
+    with worker.working():
+        eventually(lambda: AuditRecord.objects.count() == 2)
+    booked = ["ch_1"] if how == "chord" else "ch_1"
+    assert set(AuditRecord.objects.values_list("action", flat=True)) == {"charged", f"booked {booked}"}
+    assert result.successful()
+
+
+@pytest.mark.parametrize("limit", ["of the task", "of the call", "soft"])
+def test_a_task_that_runs_into_its_time_limit_is_run_again(worker, user, mark, limit):
+    task = app.tasks["slow_by_nature"] if limit == "of the task" else slow
+    options = {"of the task": {}, "of the call": {"time_limit": 1}, "soft": {"soft_time_limit": 1}}[limit]
+    result = task.apply_async([user, mark], link_error=refund.s(user=user), **options)
+    assert worker.finish(result) == ["ran"], "and nothing was refunded"
+    assert result.successful()
+
+
+def test_no_task_is_taken_that_is_lost_with_its_process(settings, monkeypatch):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": Celery.backend}}
+    backend = CeleryBackend()
+    backend.app = app
+    job: StagedJob = StagedJobFactory.build(job_name="on_its_own")
+    with pytest.raises(TypeError, match="acks_late"):
+        backend.hand_over_one("default", job)

@@ -1,0 +1,403 @@
+"""The enqueuer: every staged job reaches its broker: in normal running once, through a crash again with the same id."""
+
+import os
+import signal
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.db import connection, transaction
+from django.utils import timezone
+from rq import Retry, SimpleWorker
+
+from idempotency import enqueuer
+from idempotency.backends import BrokerUnavailable
+from idempotency.contrib import rq as rq_backend
+from idempotency.contrib.rq import RQBackend, run_once
+from idempotency.enqueuer import EnqueuePass, enqueue_once
+from idempotency.exceptions import MessageInProgress
+from idempotency.inbox import STAGED_JOBS, process_once
+from idempotency.jobs import stage_job
+from idempotency.models import ProcessedMessage, StagedJob
+from rides_demo.models import AuditRecord
+from rides_demo.processes.ports import free_port
+from tests.factories import StagedJobFactory, UserFactory
+from tests.kit.brokers import queued
+from tests.kit.commands import run, start
+from tests.kit.threads import Gate, at_once, background
+from tests.kit.waiting import eventually
+from tests.models import Account, Entry
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+PICKY = {"ENQUEUERS": {"*": "tests.kit.jobs.PickyBackend"}}
+
+
+def stage(count, **values):
+    return StagedJob.objects.bulk_create(StagedJobFactory.build_batch(count, **values))
+
+
+def work(broker):
+    """Let a real worker run what is queued, in a process of its own, and end."""
+    done = run("rqworker", "default", "--burst")
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_empty_table_does_nothing(broker):
+    assert enqueue_once() == EnqueuePass()
+    assert queued(broker) == []
+
+
+def test_more_jobs_than_a_batch_all_go_out_once(broker):
+    jobs = stage(2300)
+    assert enqueue_once(batch_size=1000) == EnqueuePass(handed_over=2300)
+    assert sorted(queued(broker)) == sorted(str(job.pk) for job in jobs)
+    assert not StagedJob.objects.exists()
+
+
+def test_a_job_that_is_not_due_stays(broker):
+    stage(1, run_at=timezone.now() + timedelta(hours=1))
+    stage(1, failed_at=timezone.now())
+    assert enqueue_once() == EnqueuePass()
+    assert StagedJob.objects.count() == 2
+
+
+def test_a_dry_run_only_counts(broker):
+    stage(3)
+    assert enqueue_once(dry_run=True) == EnqueuePass(handed_over=3)
+    assert StagedJob.objects.count() == 3
+    assert queued(broker) == []
+
+
+def test_a_batch_is_the_last_when_it_is_asked_to_stop(broker):
+    stage(5)
+    answers = iter([False, True])
+    assert enqueue_once(batch_size=2, stop=lambda: next(answers)) == EnqueuePass(handed_over=2)
+    assert StagedJob.objects.count() == 3
+
+
+@pytest.mark.postgres
+def test_a_job_that_commits_late_with_a_lower_id_is_not_lost(broker):
+    """The published drain reads up to the last id and deletes all ids below: it loses this job."""
+    gate, late = Gate(), []
+
+    def slow_request():
+        with transaction.atomic():
+            late.append(stage_job("tests.kit.jobs.record"))
+            gate.wait_here()
+
+    with background(slow_request) as request:
+        gate.wait_until_reached()
+        with transaction.atomic():
+            early = stage_job("tests.kit.jobs.record")
+        assert late[0].pk < early.pk
+        commit_while_handing_over(gate, request)
+    enqueue_once()
+    assert sorted(queued(broker)) == sorted([str(late[0].pk), str(early.pk)])
+
+
+def commit_while_handing_over(gate, request):
+    """Run a pass during which, between its SELECT and its DELETE, the slow request commits."""
+
+    def execute(call, sql, *args):
+        result = call(sql, *args)
+        if sql.startswith("SELECT") and "SKIP LOCKED" in sql and not request.done():
+            gate.open()
+            request.result(60)
+        return result
+
+    with connection.execute_wrapper(execute):
+        enqueue_once()
+    assert request.done(), "it did not commit during the pass"
+
+
+@pytest.mark.postgres
+def test_two_enqueuers_at_once_hand_no_job_over_twice(broker):
+    jobs = stage(1000)
+    passes = at_once([partial(enqueue_once, batch_size=50)] * 4)
+    assert sum(found.handed_over for found in passes) == 1000
+    assert sorted(queued(broker)) == sorted(str(job.pk) for job in jobs)
+
+
+@pytest.mark.postgres
+@pytest.mark.processes
+@pytest.mark.sample
+def test_an_enqueuer_that_is_killed_between_hand_over_and_delete_sends_nothing_twice(broker):
+    user = UserFactory()
+    [job] = stage(1, job_name="tests.kit.jobs.record", job_args={"user": user.pk})
+    stalling = (
+        "import django; django.setup()\n"
+        "from django.test.utils import override_settings\n"
+        "from idempotency.enqueuer import enqueue_once\n"
+        "with override_settings(IDEMPOTENCY={'ENQUEUERS': {'*': 'tests.kit.jobs.StallingBackend'}}):\n"
+        "    enqueue_once()\n"
+    )
+    with start(python=stalling) as process:
+        eventually(lambda: queued(broker))
+        assert enqueue_once() == EnqueuePass(), "the row is locked while another enqueuer holds it"
+        os.kill(process.pid, signal.SIGKILL)
+    assert StagedJob.objects.count() == 1
+    eventually(lambda: enqueue_once().handed_over)
+    assert queued(broker) == [str(job.pk)] * 2
+    work(broker)
+    assert AuditRecord.objects.count() == 1
+    assert not StagedJob.objects.exists()
+    assert queued(broker) == []
+
+
+def test_a_broker_that_is_down_burns_nothing_and_stops_no_other_queue(broker, settings):
+    settings.RQ_QUEUES = {**settings.RQ_QUEUES, "down": {"URL": f"redis://127.0.0.1:{free_port()}"}}
+    rq_backend._queue.cache_clear()
+    stage(3, queue="down", run_at=timezone.now() - timedelta(hours=1))
+    stage(2)
+    with pytest.raises(BrokerUnavailable, match=r"2 jobs were handed over.*'down'.*Redis"):
+        enqueue_once(batch_size=3)
+    assert len(queued(broker)) == 2
+    assert list(StagedJob.objects.values_list("queue", "refusals", "last_error", "failed_at")) == [("down", 0, "", None)] * 3
+
+
+def test_a_broker_that_hangs_fails_before_the_database_gives_up(settings, monkeypatch):
+    import socket
+
+    monkeypatch.setitem(rq_backend._BOUNDS, "socket_timeout", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        settings.RQ_QUEUES = {"hangs": {"URL": f"redis://127.0.0.1:{silent.getsockname()[1]}"}}
+        rq_backend._queue.cache_clear()
+        stage(5, queue="hangs")
+        with pytest.raises(BrokerUnavailable):
+            enqueue_once()
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):  # one try, bounded by the timeout; the next pass is the next try
+            silent.accept()
+    assert set(StagedJob.objects.values_list("refusals", flat=True)) == {0}
+    bounds = rq_backend._BOUNDS
+    assert bounds["socket_connect_timeout"] + 10 < enqueuer.IDLE_SECONDS
+
+
+@pytest.mark.postgres
+def test_a_slow_broker_does_not_get_the_same_jobs_again(broker, settings):
+    """Otherwise the database ends the idle transaction, the rows stay, and each pass hands them over once more."""
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.kit.jobs.SlowBackend"}}
+    stage(3)
+    with connection.cursor() as cursor:
+        cursor.execute("SET idle_in_transaction_session_timeout = '1s'")
+    try:
+        assert enqueue_once() == EnqueuePass(handed_over=3)
+    finally:
+        connection.close()
+    assert enqueue_once() == EnqueuePass()
+    assert len(queued(broker)) == 3
+
+
+def test_a_broker_that_is_full_burns_nothing(broker):
+    stage(2)
+    broker.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(BrokerUnavailable):
+            enqueue_once()
+    finally:
+        broker.config_set("maxmemory", "0")
+    assert set(StagedJob.objects.values_list("refusals", flat=True)) == {0}
+    assert enqueue_once().handed_over == 2
+
+
+def full_disk(broker, folder):
+    """Let Redis fail to write its data down, after which it takes no writes."""
+    (folder / "dump.rdb").mkdir()  # No file can take its place.
+    folder.chmod(0o777)
+    broker.config_set("dir", str(folder))
+    broker.config_set("save", "3600 1")
+    broker.set("written", 1)
+    broker.bgsave()
+    eventually(lambda: broker.info("persistence")["rdb_last_bgsave_status"] == "err")
+
+
+def too_few_replicas(broker, folder):
+    broker.config_set("min-replicas-to-write", "1")
+
+
+@pytest.mark.parametrize("trouble", [full_disk, too_few_replicas])
+def test_a_broker_that_takes_no_writes_burns_nothing(broker, tmp_path, trouble):
+    stage(2)
+    before = {name: broker.config_get(name)[name] for name in ("dir", "save", "min-replicas-to-write")}
+    try:
+        trouble(broker, tmp_path)
+        with pytest.raises(BrokerUnavailable):
+            enqueue_once()
+    finally:
+        for name, value in before.items():
+            broker.config_set(name, value)
+    assert set(StagedJob.objects.values_list("refusals", flat=True)) == {0}
+    assert enqueue_once().handed_over == 2
+
+
+def test_a_backend_that_cannot_be_built_undoes_nothing_of_other_queues(broker, settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "idempotency.contrib.rq.RQBackend", "bad": "tests.kit.jobs.UnbuiltBackend"}}
+    stage(2)
+    stage(1, queue="bad", run_at=timezone.now())
+    assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
+    assert enqueue_once() == EnqueuePass()
+    assert len(queued(broker)) == 2
+    assert "nobody listens there" in StagedJob.objects.get().last_error
+
+
+@pytest.mark.parametrize("path", ["take_in_a_coroutine", "CoroutineBackend"])
+def test_jobs_are_handed_over_to_a_coroutine_function_too(path, settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"tests.kit.jobs.{path}"}}
+    stage(3, job_args=[UserFactory().pk])
+    assert enqueue_once() == EnqueuePass(handed_over=3)
+    assert AuditRecord.objects.count() == 3
+
+
+def test_a_function_that_yields_takes_no_job_and_loses_none(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.kit.jobs.take_yielding"}}
+    stage(3)
+    assert enqueue_once() == EnqueuePass(refused=3)
+    assert all("is a generator function" in job.last_error for job in StagedJob.objects.all())
+
+
+@pytest.mark.parametrize("path", ["ForgetfulBackend", "MistakenBackend"])
+def test_a_backend_that_does_not_say_what_it_refused_sends_nothing_of_other_queues_again(path, broker, settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "idempotency.contrib.rq.RQBackend", "bad": f"tests.kit.jobs.{path}"}}
+    stage(2)
+    stage(2, queue="bad", job_args=[UserFactory().pk])
+    assert enqueue_once() == EnqueuePass(handed_over=2, refused=2)
+    assert enqueue_once() == EnqueuePass()
+    assert (len(queued(broker)), AuditRecord.objects.count()) == (2, 2)
+    assert all(job.last_error for job in StagedJob.objects.all())
+
+
+def test_a_poison_job_fails_alone(broker, settings):
+    settings.IDEMPOTENCY = PICKY
+    [poison] = stage(1, job_name="tests.kit.jobs.poison")
+    good = stage(20)
+    assert enqueue_once() == EnqueuePass(handed_over=20, refused=1)
+    assert sorted(queued(broker)) == sorted(str(job.pk) for job in good)
+    poison.refresh_from_db()
+    assert (poison.refusals, poison.last_error, poison.failed_at) == (1, "ValueError: it cannot be serialised?", None)
+    assert poison.run_at > timezone.now()
+    assert enqueue_once() == EnqueuePass(), "it waits before it is offered again"
+
+
+def test_a_refused_job_is_given_up_after_a_bounded_number_of_attempts(broker, settings):
+    settings.IDEMPOTENCY = PICKY
+    stage(1, job_name="tests.kit.jobs.poison", refusals=enqueuer.MAX_ATTEMPTS - 1, last_error="refused")
+    assert enqueue_once() == EnqueuePass(failed=1)
+    job = StagedJob.objects.get()
+    assert job.refusals == enqueuer.MAX_ATTEMPTS
+    assert job.failed_at is not None
+    assert enqueue_once() == EnqueuePass()
+
+
+delivered = []
+
+
+def broker_with_a_database(job):
+    """Take a job, as a queue that lives in the same database does."""
+    delivered.append(job.job_args["name"])
+    if job.job_args["name"] == "poison":
+        Account.objects.create(name="taken")
+
+
+@pytest.mark.postgres
+def test_a_refusal_by_the_database_stops_no_other_job(settings):
+    delivered.clear()
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.broker_with_a_database"}}
+    Account.objects.create(name="taken")
+    for name in ("good", "poison", "later"):
+        StagedJobFactory(job_args={"name": name})
+    assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
+    assert delivered == ["good", "poison", "later"]
+    assert StagedJob.objects.get().job_args == {"name": "poison"}
+    assert enqueue_once() == EnqueuePass()
+
+
+def test_a_job_for_a_queue_that_nobody_knows_is_refused_with_the_reason(broker, settings):
+    stage(1, queue="nowhere")
+    stage(1)
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    assert "'nowhere'" in StagedJob.objects.get().last_error
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"default": "idempotency.contrib.rq.RQBackend"}}
+    stage(1, queue="unnamed")
+    assert enqueue_once() == EnqueuePass(refused=1)
+    assert "'unnamed'" in StagedJob.objects.get(queue="unnamed").last_error
+
+
+@pytest.mark.postgres
+@pytest.mark.processes
+def test_the_worker_runs_a_staged_job_with_its_arguments(broker):
+    user = UserFactory()
+    stage(1, job_name="tests.kit.jobs.record", job_args=[user.pk, "by position"])
+    stage(1, job_name="tests.kit.jobs.record", job_args={"user": user.pk, "label": "by name"})
+    enqueue_once()
+    work(broker)
+    assert set(AuditRecord.objects.values_list("action", flat=True)) == {"by position", "by name"}
+
+
+@pytest.mark.postgres
+@pytest.mark.processes
+def test_a_job_that_fails_leaves_nothing_and_waits_for_its_next_try(broker):
+    [job] = stage(1, job_name="tests.kit.jobs.record_and_fail", job_args=[UserFactory().pk])
+    enqueue_once()
+    work(broker)
+    assert not AuditRecord.objects.exists()
+    assert not ProcessedMessage.objects.exists()
+    assert broker.zrange("rq:scheduled:default", 0, -1) == [str(job.pk).encode()]
+
+
+@pytest.mark.postgres
+@pytest.mark.processes
+def test_a_job_that_meets_its_own_first_delivery_comes_back(broker, monkeypatch):
+    """The worker puts it back on the queue as long as the other delivery runs, and it takes effect once."""
+    monkeypatch.setattr("idempotency.inbox.WAIT_SECONDS", 1)
+    user = UserFactory()
+    [job] = stage(1, job_name="tests.kit.jobs.record", job_args=[user.pk])
+    enqueue_once()
+    gate = Gate()
+
+    def other_delivery():
+        with process_once(STAGED_JOBS, str(job.pk)):
+            gate.wait_here()
+            raise RuntimeError("on purpose")
+
+    def failing_delivery():
+        with pytest.raises(RuntimeError, match="on purpose"):
+            other_delivery()
+
+    with background(failing_delivery):
+        gate.wait_until_reached()
+        former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        SimpleWorker(["default"], connection=broker).work(burst=True, max_jobs=2)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        assert queued(broker) == [str(job.pk)]
+        gate.open()
+    work(broker)
+    assert AuditRecord.objects.count() == 1
+
+
+def test_the_wrapper_runs_a_job_once(broker):
+    user = UserFactory()
+    for _ in range(2):
+        run_once("tests.kit.jobs.record", [user.pk], "00000000-0000-7000-8000-000000000001")
+    assert AuditRecord.objects.count() == 1
+    assert RQBackend.retry.max >= 3
+    assert issubclass(MessageInProgress, Exception)
+
+
+def job_that_asks_to_be_run_again():
+    """Do what RQ's documentation says: return a Retry when the time has not come."""
+    if Entry.objects.exists():
+        Account.objects.create(name="done at last")
+        return None
+    return Retry(max=3)
+
+
+def test_a_job_that_returns_a_retry_is_run_again():
+    job_id = "00000000-0000-7000-8000-00000000000a"
+    name = f"{__name__}.job_that_asks_to_be_run_again"
+    assert isinstance(run_once(name, {}, job_id), Retry)
+    Entry.objects.create(name="the time has come")
+    run_once(name, {}, job_id)
+    assert Account.objects.filter(name="done at last").exists()

@@ -1,0 +1,141 @@
+"""Which functions a row of the table of staged jobs can run: those of the modules in JOB_MODULES, and no others."""
+
+import sys
+from functools import partial
+from uuid import uuid4
+
+import pytest
+from django.db import transaction
+from django.db.models.functions import Now
+
+from idempotency import backends, jobs
+from idempotency.contrib.celery import CeleryBackend
+from idempotency.contrib.rq import run_once
+from idempotency.contrib.tasks import run_staged
+from idempotency.enqueuer import MAX_ATTEMPTS, EnqueuePass, enqueue_once
+from idempotency.exceptions import JobNotAllowed
+from idempotency.jobs import call_job, stage_job
+from idempotency.models import StagedJob
+from rides_demo.models import AuditRecord
+from tests.factories import StagedJobFactory, UserFactory
+from tests.kit.brokers import queued
+from tests.kit.celery_app import app as celery_app
+from tests.kit.jobs import record
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+RECORD = "tests.kit.jobs.record"
+RQ = "idempotency.contrib.rq.RQBackend"
+#: A function of no app, one that a module of an app has imported, something that is no function, and what is not there.
+FOREIGN = [
+    "os.system",
+    "django.core.management.call_command",
+    "tests.kit.jobs.sync_to_async",
+    "tests.jobs.test_job_modules.RECORD",
+    "tests.jobs.test_job_modules.off_list",
+    "tests.kit.jobs.missing",
+    "tests.missing.record",
+    "testsuite.record",
+]
+
+off_list = partial(sys.exit, 3)
+on_list = partial(record, label="of a partial")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_function_that_is_not_on_the_list_is_neither_staged_nor_run(name):
+    with pytest.raises(JobNotAllowed), transaction.atomic():
+        stage_job(name)
+    for worker in (run_once, run_staged.func):
+        with pytest.raises(JobNotAllowed):
+            worker(name, [], str(uuid4()))
+    assert not StagedJob.objects.exists()
+
+
+def test_a_module_that_is_not_on_the_list_is_not_imported(broker, settings):
+    sys.modules.pop("this", None)
+    for backend in (RQ, "idempotency.contrib.tasks.TasksBackend", "idempotency.contrib.celery.CeleryBackend"):
+        settings.IDEMPOTENCY = {"ENQUEUERS": {"*": backend}}
+        StagedJobFactory(job_name="this.d")
+        assert enqueue_once() == EnqueuePass(refused=1)
+    assert "this" not in sys.modules
+
+
+@pytest.mark.parametrize("name", [RECORD, "tests.jobs.test_job_modules.on_list"])
+def test_by_default_the_functions_of_installed_apps_are_run(name):
+    call_job(name, [UserFactory().pk])
+    assert AuditRecord.objects.count() == 1
+
+
+@pytest.mark.parametrize(
+    ("modules", "allowed"),
+    [(["tests.kit.jobs"], True), (["rides_demo", "tests"], True), (["tests.kit.job"], False), (["rides_demo"], False)],
+)
+def test_the_list_takes_the_place_of_the_installed_apps(modules, allowed, settings):
+    settings.IDEMPOTENCY = {"JOB_MODULES": modules}
+    user = UserFactory()
+    if allowed:
+        call_job(RECORD, [user.pk])
+    else:
+        with pytest.raises(JobNotAllowed, match="JOB_MODULES"):
+            call_job(RECORD, [user.pk])
+    assert AuditRecord.objects.count() == allowed
+
+
+def test_rows_staged_before_the_deploy_wait_for_one_that_allows_them(broker, settings):
+    old, often = StagedJobFactory(job_name=RECORD), StagedJobFactory(job_name=RECORD, refusals=MAX_ATTEMPTS, last_error="x")
+    new = StagedJobFactory()
+    settings.IDEMPOTENCY = {"JOB_MODULES": ["rides_demo.jobs"]}
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=2)
+    assert queued(broker) == [str(new.pk)]
+    assert set(StagedJob.objects.values_list("pk", "failed_at")) == {(old.pk, None), (often.pk, None)}
+    assert enqueue_once() == EnqueuePass(), "they wait before they are offered again"
+    settings.IDEMPOTENCY = {"JOB_MODULES": ["rides_demo.jobs", "tests.kit.jobs"]}
+    StagedJob.objects.update(run_at=Now())
+    assert enqueue_once() == EnqueuePass(handed_over=2)
+
+
+def test_a_name_that_no_deploy_knows_within_three_days_is_given_up(broker):
+    StagedJobFactory(job_name="tests.missing.record", refusals=backends.NAME_MAX_ATTEMPTS - 1, last_error="x")
+    assert enqueue_once() == EnqueuePass(failed=1)
+    assert "tests.missing.record" in StagedJob.objects.get().last_error
+
+
+def test_a_function_is_looked_up_once_for_all_jobs_of_a_batch(broker, monkeypatch):
+    names = []
+
+    def lookup(name):
+        names.append(name)
+        return function_of(name)
+
+    function_of = jobs.function_of
+    monkeypatch.setattr(jobs, "function_of", lookup)
+    StagedJob.objects.bulk_create(StagedJobFactory.build_batch(20, job_name=RECORD) + StagedJobFactory.build_batch(20))
+    assert enqueue_once() == EnqueuePass(handed_over=40)
+    assert sorted(names) == ["rides_demo.jobs.send_ride_receipt", RECORD]
+
+
+def test_celery_takes_the_tasks_that_are_registered_whatever_their_module(broker, settings):
+    settings.IDEMPOTENCY = {
+        "ENQUEUERS": {"*": "idempotency.contrib.celery.CeleryBackend"},
+        "JOB_MODULES": ["rides_demo.jobs"],
+    }
+    assert RECORD in celery_app.tasks
+    with transaction.atomic():
+        stage_job(RECORD, [1])
+        stage_job("no.such.task")
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    assert StagedJob.objects.get(job_name="no.such.task").last_error.startswith("JobNotAllowed")
+    assert not getattr(CeleryBackend, "runs_functions", False)
+    broker.flushdb()
+
+
+def take(job: StagedJob) -> None:
+    """Take a job that leaves Django."""
+
+
+def test_names_that_leave_django_are_names_of_their_consumer(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.take"}}
+    with transaction.atomic():
+        stage_job("orders.created.v1")
+    assert enqueue_once() == EnqueuePass(handed_over=1)

@@ -1,0 +1,181 @@
+"""Jobs that a queue may lose stay staged and are offered again: what is counted, what is remembered, and for how long."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from django.apps import apps
+from django.db import connection, models
+from django.db.models.functions import Now
+from django.utils import timezone
+from pytest_django import Settings
+
+from idempotency.backends import MAX_ATTEMPTS, OneByOne
+from idempotency.checks.settings import check_references
+from idempotency.enqueuer import EnqueuePass, enqueue_once
+from idempotency.inbox import STAGED_JOBS, process_once
+from idempotency.interventions import retry_jobs
+from idempotency.models import ProcessedMessage, StagedJob
+from idempotency.reaper import ReapPass, reap_once
+from tests.factories import StagedJobFactory
+from tests.kit.threads import all_at_once
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+#: The ids that the queue was given, and those of the jobs that took effect.
+handed: list[UUID] = []
+effects: list[UUID] = []
+
+
+class ForgetfulQueue(OneByOne):
+    """A queue that may lose what it took; it refuses everything while ``refuses``."""
+
+    follow_up_seconds = 30
+    refuses = False
+
+    def hand_over_one(self, queue: str, job: StagedJob) -> None:
+        """Note the id."""
+        if self.refuses:
+            raise LookupError("No task has this name.")
+        handed.append(job.pk)
+
+
+class KeepingQueue(ForgetfulQueue):
+    """One that loses nothing."""
+
+    follow_up_seconds = None
+
+
+@pytest.fixture(autouse=True)
+def _queue(settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.ForgetfulQueue", "kept": f"{__name__}.KeepingQueue"}}
+    handed.clear()
+    effects.clear()
+
+
+def work() -> None:
+    """Run what was handed over, as a worker does."""
+    for job_id in handed:
+        with process_once(STAGED_JOBS, str(job_id)) as first:
+            if first:
+                effects.append(job_id)
+    handed.clear()
+
+
+def offer() -> EnqueuePass:
+    """Offer all jobs that are not failed, whenever they are due."""
+    StagedJob.objects.filter(failed_at=None).update(run_at=Now())
+    return enqueue_once()
+
+
+def forget() -> ReapPass:
+    """Let the inbox grow older than it remembers, and reap."""
+    ProcessedMessage.objects.update(processed_at=timezone.now() - timedelta(days=31))
+    return reap_once()
+
+
+def test_a_job_that_waits_for_its_next_look_is_remembered_however_long() -> None:
+    job, other = StagedJobFactory(), StagedJobFactory()
+    ProcessedMessage.objects.create(source="stripe", message_id=str(other.pk))
+    offer()
+    work()
+    assert effects == [job.pk, other.pk]
+    assert forget() == ReapPass(messages=1), "another source may use the same ids"
+    assert offer() == EnqueuePass()
+    assert (handed, StagedJob.objects.count()) == ([], 0)
+    assert forget() == ReapPass(messages=2)
+
+
+def test_a_job_that_took_effect_after_it_was_given_up_on_is_only_deleted() -> None:
+    job = StagedJobFactory()
+    for _ in range(MAX_ATTEMPTS + 1):
+        offer()
+    job.refresh_from_db()
+    assert (job.failed_at is None, "NoEffect" in job.last_error, len(handed)) == (False, True, MAX_ATTEMPTS)
+    work()
+    assert forget() == ReapPass()
+    assert retry_jobs() == 1
+    offer()
+    assert (handed, effects, StagedJob.objects.count()) == ([], [job.pk], 0)
+
+
+def test_refusals_use_up_no_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = StagedJobFactory()
+    with monkeypatch.context() as patch:
+        patch.setattr(ForgetfulQueue, "refuses", True)
+        for _ in range(MAX_ATTEMPTS - 1):
+            assert offer() == EnqueuePass(refused=1)
+    offer()
+    job.refresh_from_db()
+    assert (job.hand_overs, job.refusals, job.last_error, handed) == (1, 0, "", [job.pk])
+    assert job.run_at - timezone.now() < timedelta(seconds=31), "as after any first hand-over"
+    for _ in range(MAX_ATTEMPTS):
+        offer()
+    job.refresh_from_db()
+    assert (handed, job.failed_at is None) == ([job.pk] * MAX_ATTEMPTS, False)
+
+
+def test_hand_overs_are_no_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = StagedJobFactory()
+    for _ in range(MAX_ATTEMPTS - 1):
+        assert offer() == EnqueuePass(handed_over=1)
+    monkeypatch.setattr(ForgetfulQueue, "refuses", True)
+    assert offer() == EnqueuePass(refused=1)
+    job.refresh_from_db()
+    assert (job.hand_overs, job.refusals, job.failed_at) == (MAX_ATTEMPTS - 1, 1, None)
+    assert job.run_at - timezone.now() < timedelta(seconds=11), "as after any first refusal"
+
+
+@pytest.mark.postgres
+def test_enqueuers_at_a_high_level_of_isolation_hand_each_job_over_once() -> None:
+    StagedJob.objects.bulk_create(StagedJobFactory.build_batch(200, queue="kept"))
+
+    def enqueue(number: int) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SET default_transaction_isolation = 'serializable'")
+        while StagedJob.objects.exists():
+            enqueue_once(batch_size=7)
+
+    all_at_once(enqueue, 3)
+    assert len(handed) == len(set(handed)) == 200
+
+
+@pytest.fixture
+def pointing(request: pytest.FixtureRequest) -> Iterator[type[models.Model]]:
+    """Return a model of a user that points at staged jobs, without its table."""
+
+    class Receipt(models.Model):  # noqa: DJ008 - nobody prints it
+        job = models.ForeignKey(StagedJob, null=True, on_delete=request.param, related_name="+")
+
+        class Meta:
+            app_label = "tests"
+
+    yield Receipt
+    del apps.all_models["tests"]["receipt"]
+    apps.clear_cache()
+
+
+@pytest.mark.parametrize("pointing", [models.SET_NULL, models.CASCADE], indirect=True)
+def test_a_row_that_points_at_a_job_is_treated_as_its_model_says(pointing: Any) -> None:
+    with connection.schema_editor() as editor:
+        editor.create_model(pointing)
+    try:
+        jobs = [StagedJobFactory(queue="kept") for _ in range(6)]
+        pointing.objects.create(job=jobs[0])
+        assert enqueue_once(batch_size=3) == EnqueuePass(handed_over=6)
+        assert (sorted(handed), StagedJob.objects.count()) == (sorted(job.pk for job in jobs), 0)
+        cascades = pointing._meta.get_field("job").remote_field.on_delete is models.CASCADE
+        assert list(pointing.objects.values_list("job", flat=True)) == ([] if cascades else [None])
+    finally:
+        with connection.schema_editor() as editor:
+            editor.delete_model(pointing)
+    assert check_references(None) == []
+
+
+@pytest.mark.parametrize("pointing", [models.PROTECT, models.RESTRICT, models.DO_NOTHING], indirect=True)
+def test_a_row_that_would_keep_a_job_is_an_error(pointing: Any) -> None:
+    (error,) = check_references(None)
+    assert error.id == "idempotency.E010"
+    assert "tests.Receipt.job" in error.msg

@@ -1,0 +1,105 @@
+"""What waits for the enqueuer and what it gave up on: ``backlog()``, ``manage.py staged_jobs``; a function as a backend."""
+
+import json
+from datetime import timedelta
+
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.utils import timezone
+
+from idempotency import backends
+from idempotency.enqueuer import Backlog, EnqueuePass, backlog, enqueue_once
+from idempotency.models import StagedJob
+from rides_demo.models import AuditRecord
+from tests.factories import StagedJobFactory, UserFactory
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def failed(**values):
+    return StagedJobFactory(failed_at=timezone.now(), refusals=10, last_error="ValueError: it cannot", **values)
+
+
+def test_the_backlog_is_measured_from_when_jobs_were_due():
+    assert backlog() == Backlog(oldest_seconds=0.0, depth=0, failed=0)
+    StagedJobFactory(run_at=timezone.now() - timedelta(minutes=5))
+    StagedJobFactory()
+    StagedJobFactory(run_at=timezone.now() + timedelta(hours=1))
+    failed(run_at=timezone.now() - timedelta(days=1))
+    waiting = backlog()
+    assert (waiting.depth, waiting.failed) == (2, 1)
+    assert 300 <= waiting.oldest_seconds < 330
+
+
+def test_stats_are_one_line_or_json(capsys):
+    failed()
+    call_command("staged_jobs", "stats")
+    assert capsys.readouterr().out == "staged_jobs: 0 due, the oldest for 0.0 s, 1 failed\n"
+    call_command("staged_jobs", "stats", "--json")
+    assert json.loads(capsys.readouterr().out) == {"oldest_seconds": 0.0, "depth": 0, "failed": 1}
+
+
+def test_list_shows_failed_jobs_first_with_their_errors(capsys):
+    waiting, given_up = StagedJobFactory(), failed(job_name="shop.jobs.poison")
+    call_command("staged_jobs", "list")
+    first, second = capsys.readouterr().out.splitlines()
+    assert (
+        first == f"failed  {given_up.pk}  0 hand-overs  10 refusals  {given_up.queue}  shop.jobs.poison  ValueError: it cannot"
+    )
+    assert second.startswith("due ")
+    assert str(waiting.pk) in second
+    call_command("staged_jobs", "list", "--failed", "--limit", "5")
+    assert capsys.readouterr().out.splitlines() == [first]
+
+
+def test_retry_makes_a_failed_job_due_again(capsys, settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.kit.jobs.take"}}
+    job, other = failed(job_name="shop.jobs.mended", job_args=[UserFactory().pk]), failed()
+    call_command("staged_jobs", "retry", str(job.pk))
+    assert capsys.readouterr().out == "staged_jobs: 1 made due again\n"
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert AuditRecord.objects.count() == 1
+    assert StagedJob.objects.get() == other
+
+
+def test_purge_deletes_failed_jobs_alone(capsys):
+    failed()
+    failed()
+    waiting = StagedJobFactory()
+    with pytest.raises(CommandError, match="1 of the ids are not failed jobs"):
+        call_command("staged_jobs", "purge", str(waiting.pk))
+    call_command("staged_jobs", "purge", "--all")
+    assert capsys.readouterr().out.endswith("staged_jobs: 2 deleted\n")
+    assert StagedJob.objects.get() == waiting
+
+
+@pytest.mark.parametrize("arguments", [[], ["retry"], ["purge", "not-an-id"], ["purge", "--all", "x"], ["unknown"]])
+def test_a_wrong_argument_changes_nothing(arguments, capsys):
+    failed()
+    with pytest.raises((SystemExit, CommandError)):
+        call_command("staged_jobs", *arguments)
+    assert StagedJob.objects.get().failed_at
+
+
+def test_a_function_is_a_backend(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.kit.jobs.take"}}
+    user = UserFactory()
+    StagedJobFactory(job_args=[user.pk])
+    StagedJobFactory(job_name="shop.jobs.poison")
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    assert AuditRecord.objects.count() == 1
+    assert StagedJob.objects.get().last_error == "ValueError: it cannot be serialised"
+
+
+def test_a_slow_broker_keeps_what_it_took_and_the_rest_waits_unburnt(settings, monkeypatch):
+    """Otherwise the transaction would outlive the database's patience, and all would go out again."""
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.kit.jobs.take"}}
+    monkeypatch.setattr(backends, "BATCH_SECONDS", 0)
+    user = UserFactory()
+    for _ in range(3):
+        StagedJobFactory(job_args=[user.pk])
+    with pytest.raises(backends.BrokerUnavailable, match=r"The broker took \d of 3 jobs"):
+        enqueue_once()
+    assert AuditRecord.objects.count() + StagedJob.objects.count() == 3
+    assert set(StagedJob.objects.values_list("refusals", flat=True)) == {0}

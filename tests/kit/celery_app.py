@@ -1,0 +1,25 @@
+"""A Celery app on the Redis of the tests: ``celery -A tests.kit.celery_app worker``."""
+
+from celery import Celery
+from django.conf import settings
+
+from idempotency.contrib.celery import OnceTask
+
+
+def broker_url(redis_url: str) -> str:
+    """Return the URL of a Redis as Celery writes it."""
+    return redis_url.replace("unix://", "redis+socket://")
+
+
+app = Celery("tests", broker=broker_url(settings.REDIS_URL), set_as_current=True)
+app.conf.update(worker_hijack_root_logger=False, broker_connection_retry_on_startup=True)
+
+
+@app.on_after_finalize.connect
+def register_tasks(sender: Celery, **kwargs: object) -> None:
+    """Make tasks of the functions that RQ and Django Tasks run as they are; their names are the same."""
+    from tests.kit import jobs
+
+    for function in ("", "_after_a_failure", "_after_a_failure_in_a_coroutine", "_after_a_kill", "_after_a_lost_connection"):
+        sender.task(base=OnceTask)(getattr(jobs, f"record{function}"))
+    sender.task(name="tests.unprotected")(jobs.record)

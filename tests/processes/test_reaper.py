@@ -1,0 +1,237 @@
+"""The reaper: what has expired goes, what never finished is handed to a person, everything else stays."""
+
+import io
+from datetime import timedelta
+from functools import partial
+from uuid import uuid4
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection
+from django.db.models import ProtectedError
+from django.db.models.functions import Now
+from django.db.models.signals import pre_delete
+from django.utils import timezone
+
+from idempotency import reaper
+from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.reaper import ReapPass, reap_once
+from idempotency.signals import key_stuck
+from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory
+from tests.kit.ageing import ago, expired_key, expired_keys
+from tests.kit.database import held_transaction
+from tests.kit.threads import at_once
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture(autouse=True)
+def _no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaper, "RESTS_FOR_A_BATCH", 0)
+
+
+def test_an_empty_table_does_nothing():
+    assert reap_once() == ReapPass()
+
+
+def test_a_finished_key_past_its_retention_is_deleted():
+    expired_key()
+    assert reap_once() == ReapPass(deleted=1)
+    assert not IdempotencyKey.objects.exists()
+
+
+def test_a_younger_key_stays():
+    expired_key(finished_at=ago(hours=71))
+    IdempotencyKeyFactory(finished=True)
+    assert reap_once() == ReapPass()
+    assert IdempotencyKey.objects.count() == 2
+
+
+def test_retention_counts_from_the_finish_not_from_the_creation():
+    key = expired_key(created_at=ago(days=30), finished_at=ago(minutes=1))
+    assert reap_once() == ReapPass()
+    assert IdempotencyKey.objects.filter(pk=key.pk).exists()
+
+
+def test_a_locked_key_stays():
+    key = expired_key(locked_at=timezone.now(), claim_token=uuid4())
+    assert reap_once() == ReapPass()
+    IdempotencyKey.objects.filter(pk=key.pk).update(locked_at=ago(hours=73))
+    assert reap_once() == ReapPass(deleted=1)
+
+
+def test_more_keys_than_a_batch_all_go():
+    expired_keys(110)
+    assert reap_once(batch_size=25) == ReapPass(deleted=110)
+
+
+def test_it_stops_after_the_batch_when_asked_to():
+    expired_keys(5)
+    answers = iter([False, True])
+    assert reap_once(batch_size=2, stop=lambda: next(answers, True)) == ReapPass(deleted=2)
+    assert IdempotencyKey.objects.count() == 3
+
+
+def test_a_rest_ends_when_it_is_asked_to_stop(monkeypatch):
+    monkeypatch.setattr(reaper, "RESTS_FOR_A_BATCH", 1e9)
+    expired_keys(3)
+    asked = []
+
+    def stop():
+        asked.append(1)
+        return len(asked) > 5  # by then it rests after the first batch
+
+    IdempotencyKeyFactory(created_at=ago(hours=73))
+    assert reap_once(batch_size=1, stop=stop) == ReapPass(deleted=1)
+    assert IdempotencyKey.objects.count() == 3
+    assert not IdempotencyKey.objects.stuck().exists()
+
+
+def test_what_points_at_a_deleted_key_keeps_living():
+    key = expired_key()
+    ride, job = RideFactory(idempotency_key=key), StagedJobFactory(idempotency_key=key)
+    assert reap_once() == ReapPass(deleted=1)
+    ride.refresh_from_db()
+    assert ride.idempotency_key is None
+    assert StagedJob.objects.get(pk=job.pk).idempotency_key is None
+
+
+def test_a_protected_key_is_kept_and_stops_no_other():
+    keys = expired_keys(20)
+    protected = {keys[3].pk, keys[19].pk}
+
+    def protect(instance, **kwargs):
+        if instance.pk in protected:
+            raise ProtectedError("kept by a row of the user", {instance})
+
+    pre_delete.connect(protect, sender=IdempotencyKey)
+    try:
+        assert reap_once(batch_size=7) == ReapPass(deleted=18, protected=2)
+    finally:
+        pre_delete.disconnect(protect, sender=IdempotencyKey)
+    assert set(IdempotencyKey.objects.values_list("pk", flat=True)) == protected
+
+
+@pytest.mark.postgres
+def test_a_constraint_that_only_the_database_knows_keeps_its_key():
+    keys = expired_keys(5)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE TEMPORARY TABLE pinned (key_id bigint); "
+            "CREATE FUNCTION pg_temp.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            "IF EXISTS (SELECT 1 FROM pinned WHERE key_id = OLD.id) THEN RAISE foreign_key_violation; END IF; "
+            "RETURN NULL; END $$; "
+            "CREATE CONSTRAINT TRIGGER pinned AFTER DELETE ON idempotency_idempotencykey DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION pg_temp.refuse()"
+        )
+        cursor.execute("INSERT INTO pinned VALUES (%s)", [keys[2].pk])
+    assert reap_once() == ReapPass(deleted=4, protected=1)
+    assert IdempotencyKey.objects.get().pk == keys[2].pk
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_unfinished_key_past_the_retention_is_handed_to_a_person():
+    # The demo's ride has an on_abandon; the view of this path has none.
+    key = IdempotencyKeyFactory(created_at=ago(hours=73), last_error="ConnectionError: no route", request_path="/healthz")
+    IdempotencyKeyFactory(created_at=ago(hours=71))
+    told = []
+
+    def listen(sender, key, request, **kwargs):
+        told.append((sender, key.pk, key.stuck_code, request))
+
+    key_stuck.connect(listen)
+    try:
+        assert reap_once() == ReapPass(stuck=1)
+        assert reap_once() == ReapPass()
+    finally:
+        key_stuck.disconnect(listen)
+    assert told == [(IdempotencyKey, key.pk, "retention_passed", None)]
+    key.refresh_from_db()
+    assert key.stuck_at is not None
+    assert key.finished_at is None
+    assert "72 hours" in key.stuck_reason
+    assert key.history[-1]["event"] == "stuck"
+
+
+def test_an_unfinished_key_that_a_run_holds_is_left_alone():
+    IdempotencyKeyFactory(created_at=ago(hours=73), locked_at=timezone.now(), claim_token=uuid4())
+    assert reap_once() == ReapPass()
+    assert not IdempotencyKey.objects.stuck().exists()
+
+
+def test_old_messages_go_and_younger_ones_stay():
+    for age in (29, 31, 400):
+        ProcessedMessage.objects.create(source="s", message_id=str(age), processed_at=ago(days=age))
+    assert reap_once(batch_size=1) == ReapPass(messages=2)
+    assert ProcessedMessage.objects.get().message_id == "29"
+
+
+def test_another_age_is_that_of_finished_keys_alone():
+    expired_key(finished_at=ago(hours=23))
+    for hours in (25, 71, 73):
+        expired_key(finished_at=ago(hours=hours))
+    IdempotencyKeyFactory(created_at=ago(hours=71))
+    ProcessedMessage.objects.create(source="s", message_id="1", processed_at=ago(days=29))
+    assert reap_once(older_than_hours=24, dry_run=True) == ReapPass(deleted=3)
+    assert reap_once(older_than_hours=72.5) == ReapPass(deleted=1)
+    assert reap_once(older_than_hours=24) == ReapPass(deleted=2)
+    assert IdempotencyKey.objects.count() == 2
+    assert reap_once(older_than_hours=0) == ReapPass(deleted=1)
+
+
+def test_progress_is_told_after_each_batch():
+    expired_keys(5)
+    told = []
+    reap_once(batch_size=2, progress=told.append)
+    assert told == [ReapPass(deleted=2), ReapPass(deleted=4), ReapPass(deleted=5)]
+
+
+def test_a_dry_run_only_counts():
+    expired_key()
+    IdempotencyKeyFactory(created_at=ago(hours=73))
+    ProcessedMessage.objects.create(source="s", message_id="1", processed_at=ago(days=31))
+    assert reap_once(dry_run=True) == ReapPass(deleted=1, stuck=1, messages=1)
+    assert IdempotencyKey.objects.count() == 2
+    assert not IdempotencyKey.objects.stuck().exists()
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_several_reapers_share_the_work():
+    expired_keys(90)
+    passes = at_once([partial(reap_once, batch_size=6)] * 3)
+    assert sum(found.deleted for found in passes) == 90
+    assert not IdempotencyKey.objects.exists()
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_a_key_that_somebody_works_on_is_passed_over_not_waited_for():
+    held, free = expired_key(), expired_key()
+    with held_transaction(lambda: IdempotencyKey.objects.select_for_update().get(pk=held.pk)):
+        assert reap_once() == ReapPass(deleted=1)
+    assert not IdempotencyKey.objects.filter(pk=free.pk).exists()
+    assert reap_once() == ReapPass(deleted=1)
+
+
+@pytest.mark.parametrize("hours", ["0", "-1", "1000001", "soon"])
+def test_the_reaper_refuses_an_age_that_cannot_be_meant(hours):
+    with pytest.raises(CommandError, match="older-than"):
+        call_command("reap_keys", "--older-than", hours)
+
+
+class Terminal(io.StringIO):
+    """A terminal, at which somebody waits."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("out", "counts"), [(Terminal(), True), (io.StringIO(), False)], ids=["terminal", "log"])
+def test_the_reaper_counts_for_somebody_who_waits(out, counts):
+    IdempotencyKeyFactory(finished=True)
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(days=99), finished_at=Now() - timedelta(days=99))
+    call_command("reap_keys", stdout=out)
+    assert ("\r1 of 1" in out.getvalue()) is counts
+    assert out.getvalue().rpartition("\r\033[K")[2].startswith("reap_keys: 1 ")
+    assert not IdempotencyKey.objects.exists()

@@ -1,0 +1,125 @@
+"""Where the decorator may stand: a stored response is for those only who pass authentication and permissions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.contrib.auth.decorators import login_required, permission_required
+from django.contrib.auth.mixins import LoginRequiredMixin
+from django.http import HttpRequest, HttpResponse
+from django.utils.decorators import method_decorator
+from django.views import View
+from rest_framework.decorators import api_view
+from rest_framework.exceptions import PermissionDenied
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from idempotency.decorators import idempotent
+from idempotency.models import IdempotencyKey
+from tests.kit.serving import Sender
+
+Serve = Callable[..., None]
+
+
+def view(request: HttpRequest) -> HttpResponse:
+    return HttpResponse("done")
+
+
+@pytest.mark.parametrize("access", [login_required, permission_required("tests.view_entry"), api_view(["POST"])])
+def test_decorator_outside_of_the_access_check_is_refused_at_once(access: Any) -> None:
+    with pytest.raises(TypeError, match="outside authentication"):
+        idempotent(access(view))
+
+
+class Rest(APIView):
+    @method_decorator(idempotent)
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        return super().dispatch(*args, **kwargs)
+
+
+class Mixed(LoginRequiredMixin, View):
+    def post(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse("done")
+
+
+@pytest.mark.parametrize("outside", [Rest, method_decorator(idempotent, name="dispatch")(Mixed)])
+def test_decorator_on_a_dispatch_that_checks_access_is_refused(outside: Any, serve: Serve, sender: Sender) -> None:
+    serve(view=outside.as_view())
+    sender.client.raise_request_exception = True
+    with pytest.raises(RuntimeError, match="outside authentication"):
+        sender.send()
+    assert not IdempotencyKey.objects.exists()
+
+
+def test_a_class_may_keep_a_request_of_its_own(serve: Serve, sender: Sender) -> None:
+    class Keeps(View):
+        def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+            self._request = request
+            return super().dispatch(request, *args, **kwargs)
+
+        @idempotent
+        def post(self, request: HttpRequest) -> HttpResponse:
+            return HttpResponse("done")
+
+    serve(view=Keeps.as_view())
+    assert [sender.send().content for _ in range(2)] == [b"done", b"done"]
+    assert IdempotencyKey.objects.count() == 1
+
+
+def test_what_is_no_view_is_an_error() -> None:
+    with pytest.raises(TypeError, match="protects views"):
+        idempotent(lambda first: first)("not a request")
+
+
+def test_an_exception_is_put_before_the_handler_of_the_framework_once(serve: Serve, sender: Sender) -> None:
+    asked: list[Exception] = []
+
+    class Refuses(APIView):
+        authentication_classes = ()
+
+        def get_exception_handler(self) -> Any:
+            def handler(error: Exception, context: Any) -> Response:
+                asked.append(error)
+                return Response({"detail": "no"}, status=403)
+
+            return handler
+
+        @idempotent
+        def post(self, request: Any) -> Response:
+            raise PermissionDenied
+
+    serve(view=Refuses.as_view())
+    assert sender.send().status_code == 403
+    assert len(asked) == 1
+    assert not IdempotencyKey.objects.exists()
+
+
+@method_decorator(idempotent, name="dispatch")
+class DecoratedBelow(View):
+    def post(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse("done")
+
+
+class ChecksAccessAbove(LoginRequiredMixin, DecoratedBelow):
+    pass
+
+
+def test_decorator_below_the_access_check_of_a_mixin_is_right(serve: Serve, sender: Sender) -> None:
+    serve(view=ChecksAccessAbove.as_view())
+    assert [sender.send().content for _ in range(2)] == [b"done", b"done"]
+    assert IdempotencyKey.objects.count() == 1
+    sender.client.logout()
+    assert sender.send().status_code == 302
+
+
+def test_dispatch_of_async_handlers_can_be_decorated(serve: Serve, sender: Sender) -> None:
+    @method_decorator(idempotent, name="dispatch")
+    class Async(View):
+        async def post(self, request: HttpRequest) -> HttpResponse:
+            await sync_to_async(request.idempotency_key.refresh_from_db)()
+            return HttpResponse("done")
+
+    serve(view=Async.as_view())
+    assert [sender.send().content for _ in range(2)] == [b"done", b"done"]
+    assert IdempotencyKey.objects.count() == 1

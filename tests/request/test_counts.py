@@ -1,0 +1,99 @@
+"""What a protected request costs in statements, commits and WAL, on any machine."""
+
+from collections.abc import Iterator
+from typing import cast
+from unittest.mock import patch
+
+import pytest
+from django.db import connection
+
+from benchmarks import views
+from benchmarks.counts import Counts, count, create_table
+from idempotency._request import view_call
+from idempotency.models import IdempotencyKey
+
+pytestmark = pytest.mark.postgres
+
+
+@pytest.fixture(autouse=True)
+def _table(transactional_db: None) -> Iterator[None]:
+    create_table()
+    for view in (views.bare, views.plain, views.ride):
+        # What the first request of a process reads of the catalogue is no part of the cost.
+        for _ in range(2):
+            view(views.request())
+    yield
+    with connection.cursor() as cursor:
+        cursor.execute("DROP TABLE bench_row")
+
+
+def first(view: views.View) -> Counts:
+    """Return what a request with a new key costs."""
+    request = views.request()
+    return count(lambda: view(request))
+
+
+def replay(view: views.View) -> Counts:
+    """Return what a repeated request costs, once PostgreSQL has tidied the page that the first one wrote."""
+    for _ in range(3):
+        view(views.request("again"))
+    request = views.request("again")
+    counts = count(lambda: view(request))
+    assert view(views.request("again"))["Idempotent-Replayed"] == "true"
+    return counts
+
+
+def test_bare_view_is_one_statement_and_one_commit() -> None:
+    counts = first(views.bare)
+    assert (len(counts.statements), counts.commits, counts.rows_written) == (3, 1, 1)
+
+
+def test_plain_view_adds_two_statements_and_no_commit() -> None:
+    counts = first(views.plain)
+    assert len(counts.besides_the_work) == 2
+    assert len(counts.statements) == 5  # BEGIN and COMMIT, the work, and the two
+    assert counts.commits == 1
+
+
+def test_ride_is_four_commits() -> None:
+    counts = first(views.ride)
+    assert counts.commits == 4
+    assert len(counts.besides_the_work) == 4  # the claim, and the end of each phase
+
+
+def test_call_under_a_derived_key_is_one_statement_more() -> None:
+    def with_a_call(key: IdempotencyKey) -> None:
+        with key.call("charge"):
+            pass
+
+    cost = len(first(views.ride).statements)
+    with patch.object(views, "charge", lambda: with_a_call(cast(IdempotencyKey, view_call.current_key.get()))):
+        counts = first(views.ride)
+    assert (len(counts.statements), counts.commits) == (cost + 1, 5)
+    assert (counts.updates, counts.hot_updates) == (4, 3)
+
+
+def test_replay_of_a_plain_view_is_one_statement_in_a_transaction() -> None:
+    begin, _, commit = replay(views.plain).statements
+    assert (begin.partition(";")[0], commit) == ("BEGIN", "COMMIT")
+
+
+def test_replay_of_a_phased_view_is_one_statement() -> None:
+    assert len(replay(views.ride).statements) == 1
+
+
+@pytest.mark.parametrize("view", [views.plain, views.ride], ids=["plain", "ride"])
+def test_replay_writes_nothing(view: views.View) -> None:
+    counts = replay(view)
+    assert (counts.wal_records, counts.wal_bytes, counts.rows_written) == (0, 0, 0)
+
+
+def test_every_update_of_a_plain_key_is_hot() -> None:
+    counts = [first(views.plain) for _ in range(20)]
+    assert [(each.updates, each.hot_updates) for each in counts] == [(1, 1)] * 20
+
+
+def test_every_update_of_a_phased_key_but_the_finish_is_hot() -> None:
+    # The finish takes the key out of the index of the unfinished ones.
+    counts = [first(views.ride) for _ in range(20)]
+    assert [(each.updates, each.hot_updates) for each in counts] == [(3, 2)] * 20

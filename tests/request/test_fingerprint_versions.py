@@ -1,0 +1,213 @@
+"""A retry is the same request under other code, another setting or another secret than those that its key was made with."""
+
+import hashlib
+import hmac
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.http import HttpRequest, HttpResponse
+from pytest_django import Settings
+
+from idempotency._request import fingerprint
+from idempotency.models import IdempotencyKey
+from tests.kit.database import statements
+from tests.kit.serving import Sender, View, another_client, problem
+from tests.kit.threads import Gate, in_background
+from tests.kit.views import Counted, both_kinds, create, phased, plain
+
+Kind = Callable[..., View]
+Serve = Callable[..., None]
+
+NEW_SECRET = "a new secret, which signs from now on"
+
+
+def made_by_version_1(secret: str | None = None, *, path: str = "/view/") -> str:
+    """Return the fingerprint that version 1 made of the request that ``Sender.send`` sends."""
+    key = hashlib.sha256(b"idempotency.fingerprint" + (secret or "").encode()).digest()
+    digest = hashlib.sha256() if secret is None else hmac.new(key, digestmod=hashlib.sha256)
+    for part in (b"POST", path.encode(), b"json", b'{"a":1}'):
+        digest.update(b"%d:" % len(part) + part)
+    return f"v1{'' if secret is None else 'k'}:{digest.hexdigest()}"
+
+
+def old_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the code from here on be that of the version before."""
+    monkeypatch.setattr(fingerprint, "VERSION", 1)
+    monkeypatch.setattr(fingerprint, "VERSIONS", (1,))
+
+
+def rotate(settings: Settings) -> None:
+    """Give the project a new secret, as Django's documentation describes it."""
+    settings.SECRET_KEY_FALLBACKS = [settings.SECRET_KEY]
+    settings.SECRET_KEY = NEW_SECRET
+
+
+def refused(response: Any) -> tuple[int, str, bool]:
+    """Return the status of a refusal, its code, and whether the client may send the same key again."""
+    said = problem(response)
+    return response.status_code, said["code"], said["retryable"]
+
+
+TRY_AGAIN = (409, "key_in_use", True)
+CHOOSE_A_NEW_KEY = (422, "key_reused", False)
+
+
+@both_kinds
+def test_27_row_of_version_1_is_replayed_to_a_retry_under_new_code(kind: Kind, serve: Serve, sender: Sender) -> None:
+    serve(view=kind(work := Counted()))
+    first = sender.send()
+    IdempotencyKey.objects.update(request_fingerprint=made_by_version_1())
+    again = sender.send(body='{ "a": 1.0 }')
+    assert (again.status_code, again.content, again["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert refused(sender.send(body={"a": 2})) == CHOOSE_A_NEW_KEY
+    assert work.runs == 1
+
+
+def test_27_unfinished_row_of_version_1_is_resumed_by_new_code(serve: Serve, sender: Sender) -> None:
+    failures = [RuntimeError("out of luck")]
+
+    def work(request: HttpRequest) -> HttpResponse:
+        if failures:
+            raise failures.pop()
+        return create(request)
+
+    serve(view=phased(work))
+    assert sender.send().status_code == 500
+    IdempotencyKey.objects.update(request_fingerprint=made_by_version_1())
+    assert refused(sender.send(body={"a": 2})) == CHOOSE_A_NEW_KEY
+    assert sender.send().status_code == 201
+    key = IdempotencyKey.objects.get()
+    assert (key.attempts, key.request_fingerprint) == (2, made_by_version_1())
+
+
+@both_kinds
+def test_27_row_of_new_code_is_not_judged_by_old_code(
+    kind: Kind, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(view=kind(work := Counted()))
+    first = sender.send()
+    with monkeypatch.context() as patch:
+        old_code(patch)
+        assert refused(sender.send()) == TRY_AGAIN
+        assert refused(sender.send(body={"a": 2})) == TRY_AGAIN
+    assert sender.send().content == first.content
+    assert work.runs == 1
+
+
+@both_kinds
+@pytest.mark.postgres
+@pytest.mark.parametrize("first_is_new", [True, False])
+def test_27_old_and_new_code_at_once_run_one_and_refuse_no_retry_for_good(
+    first_is_new: bool, kind: Kind, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+
+    def work(request: HttpRequest) -> HttpResponse:
+        gate.wait_here()
+        return create(request)
+
+    serve(view=kind(counted := Counted(work)))
+    with monkeypatch.context() as patch:
+        if not first_is_new:
+            old_code(patch)
+        first = in_background(another_client(sender).send)
+        gate.wait_until_reached()
+    with monkeypatch.context() as patch:
+        if first_is_new:
+            old_code(patch)
+        meanwhile = sender.send()
+    gate.open()
+    assert (refused(meanwhile), first.result(60).status_code) == (TRY_AGAIN, 201)
+    assert sender.send().content == first.result().content
+    assert counted.runs == 1
+
+
+@both_kinds
+def test_comparing_a_row_of_another_version_costs_one_statement_more(kind: Kind, serve: Serve, sender: Sender) -> None:
+    serve(view=kind(Counted()))
+    sender.send()
+    counts = []
+    for stored in (IdempotencyKey.objects.get().request_fingerprint, made_by_version_1()):
+        IdempotencyKey.objects.update(request_fingerprint=stored)
+        with statements() as seen:
+            assert sender.send()["Idempotent-Replayed"] == "true"
+        counts.append(len(seen))
+    assert counts[1] - counts[0] in ((1,) if connection.vendor == "postgresql" else (1, 2))
+
+
+@both_kinds
+@pytest.mark.parametrize(("before", "after"), [({}, {"redact": ["a"]}), ({"redact": ["a"]}, {}), ({"store_body": False}, {})])
+def test_a_deploy_that_changes_what_is_kept_makes_no_other_request_of_a_retry(
+    before: dict[str, Any], after: dict[str, Any], kind: Kind, serve: Serve, sender: Sender
+) -> None:
+    work = Counted()
+    serve(view=kind(work, **before))
+    first = sender.send()
+    serve(view=kind(work, **after))
+    assert sender.send().content == first.content
+    assert refused(sender.send(body={"a": 2})) == CHOOSE_A_NEW_KEY
+    assert work.runs == 1
+
+
+@both_kinds
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_setting_that_lets_the_host_count_makes_no_other_request_of_a_retry(
+    switch: bool, kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    settings.IDEMPOTENCY = {"FINGERPRINT_HOST": not switch}
+    serve(view=kind(work := Counted()))
+    first = sender.send()
+    settings.IDEMPOTENCY = {"FINGERPRINT_HOST": switch}
+    assert sender.send().content == first.content
+    assert work.runs == 1
+
+
+@both_kinds
+@pytest.mark.postgres
+def test_a_secret_that_is_changed_while_the_first_request_runs_refuses_no_retry_for_good(
+    kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    gate = Gate()
+
+    def work(request: HttpRequest) -> HttpResponse:
+        gate.wait_here()
+        return create(request)
+
+    serve(view=kind(counted := Counted(work), redact=["a"], scope=lambda request: "one"))
+    first = in_background(another_client(sender).send)
+    gate.wait_until_reached()
+    rotate(settings)
+    meanwhile = sender.send()
+    gate.open()
+    assert (refused(meanwhile), first.result(60).status_code) == (TRY_AGAIN, 201)
+    again = sender.send()
+    assert (again.content, again["Idempotent-Replayed"]) == (first.result().content, "true")
+    assert counted.runs == 1
+
+
+@both_kinds
+def test_a_process_that_does_not_know_the_new_secret_yet_does_not_judge_its_keys(
+    kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    serve(view=kind(work := Counted(), store_body=False, scope=lambda request: "one"))
+    former = settings.SECRET_KEY
+    rotate(settings)
+    first = sender.send()
+    settings.SECRET_KEY, settings.SECRET_KEY_FALLBACKS = former, []
+    assert refused(sender.send()) == TRY_AGAIN
+    rotate(settings)
+    assert sender.send().content == first.content
+    assert refused(sender.send(body={"a": 2})) == CHOOSE_A_NEW_KEY
+    assert work.runs == 1
+
+
+def test_a_keyed_row_of_version_1_is_compared_under_every_secret(serve: Serve, sender: Sender, settings: Settings) -> None:
+    serve(view=plain(work := Counted(), redact=["a"], scope=lambda request: "one"))
+    first = sender.send()
+    IdempotencyKey.objects.update(request_fingerprint=made_by_version_1(settings.SECRET_KEY))
+    rotate(settings)
+    assert sender.send().content == first.content
+    assert refused(sender.send(body={"a": 2})) == CHOOSE_A_NEW_KEY
+    assert work.runs == 1

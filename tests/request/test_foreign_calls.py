@@ -1,0 +1,503 @@
+"""A call to a service that is not idempotent is made once per key, or a person hears of it."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.db.models.functions import Now
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+
+from idempotency.decorators import idempotent
+from idempotency.exceptions import CallNotRecorded
+from idempotency.models import ForeignCall, IdempotencyKey
+from idempotency.phases import MadeCall, atomic_phase, foreign_call
+from tests.kit.ageing import expire_lock
+from tests.kit.serving import Sender, problem
+from tests.kit.threads import Gate, background
+from tests.kit.views import over_key, texting
+from tests.models import Entry
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+class SmsService:
+    """A service that sends what it is told, as often as it is told."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    def send(self) -> str:
+        self.sent.append("sms")
+        return f"receipt {len(self.sent)}"
+
+
+class Trouble(Exception):
+    """What goes wrong in these tests."""
+
+
+def once(action: Callable[[], None]) -> Callable[[], None]:
+    """Return ``action``, which does nothing from its second call on."""
+    calls: list[int] = []
+
+    def act() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            action()
+
+    return act
+
+
+def fail() -> None:
+    """Go wrong."""
+    raise Trouble("out of luck")
+
+
+def test_the_call_is_made_and_its_result_kept(serve: Any, sender: Sender) -> None:
+    service = SmsService()
+    serve(view=texting(lambda call: call.record(service.send())))
+    assert sender.send().json() == {"receipt": "receipt 1"}
+    row = ForeignCall.objects.get()
+    assert (row.name, row.result) == ("sms", "receipt 1")
+    assert row.recorded_at >= row.started_at
+
+
+def test_a_foreign_call_renews_the_lock(serve: Any, sender: Sender) -> None:
+    seen: list[bool] = []
+
+    def body(key: IdempotencyKey) -> None:
+        expire_lock(60)
+        with foreign_call(key, "sms") as call:
+            seen.append(IdempotencyKey.objects.filter(locked_at__gt=Now() - timedelta(seconds=30)).exists())
+            call.record()
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse())
+
+    serve(view=over_key(body))
+    sender.send()
+    assert seen == [True]
+
+
+def test_a_retry_after_the_call_does_not_make_it_again(serve: Any, sender: Sender) -> None:
+    service = SmsService()
+
+    def block(call: MadeCall) -> None:
+        if call.due:
+            call.record(service.send())
+
+    serve(view=texting(block, after=once(fail)))
+    assert sender.send().status_code == 500
+    assert sender.send().json() == {"receipt": "receipt 1"}
+    assert len(service.sent) == 1
+
+
+def test_a_result_recorded_before_an_error_is_kept(serve: Any, sender: Sender) -> None:
+    service = SmsService()
+    trouble = once(fail)
+
+    def block(call: MadeCall) -> None:
+        if call.due:
+            call.record(service.send())
+        trouble()
+
+    serve(view=texting(block))
+    assert [sender.send().status_code for _ in range(2)] == [500, 200]
+    assert len(service.sent) == 1
+
+
+def test_a_call_in_doubt_is_not_made_again_but_handed_to_a_person(serve: Any, sender: Sender) -> None:
+    """The service may have sent the message before the line was cut."""
+    service = SmsService()
+
+    def block(call: MadeCall) -> None:
+        service.send()
+        fail()
+
+    serve(view=texting(block))
+    assert sender.send().status_code == 500
+    answer = sender.send()
+    assert (answer.status_code, problem(answer)["code"]) == (409, "key_stuck")
+    assert len(service.sent) == 1
+    assert IdempotencyKey.objects.get().stuck_code == "call_in_doubt"
+
+
+def test_a_call_that_took_no_effect_is_made_again(serve: Any, sender: Sender) -> None:
+    service = SmsService()
+    refused = once(fail)
+
+    def block(call: MadeCall) -> None:
+        try:
+            refused()
+        except Trouble:
+            call.retryable()
+            raise
+        call.record(service.send())
+
+    serve(view=texting(block))
+    assert [sender.send().status_code for _ in range(2)] == [500, 200]
+    assert len(service.sent) == 1
+
+
+def test_a_call_that_may_be_repeated_leaves_nothing_and_one_that_may_not_leaves_its_intent(serve: Any, sender: Sender) -> None:
+    left: list[int] = []
+
+    def body(key: IdempotencyKey) -> None:
+        with pytest.raises(OSError, match="refused"), foreign_call(key, "refused") as call:  # noqa: PT012
+            call.retryable()
+            raise OSError("refused")
+        left.append(key.foreign_calls.count())
+        with foreign_call(key, "refused") as call:
+            call.record("at last")
+        with foreign_call(key, "made") as call:
+            call.record({"n": 1})
+            call.retryable()
+        left.append(key.foreign_calls.count())
+        with pytest.raises(RuntimeError, match="already made the call 'made'"), foreign_call(key, "made"):
+            pass
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse())
+
+    serve(view=over_key(body))
+    assert sender.send().status_code == 200
+    assert left == [0, 2]
+
+
+def test_another_service_is_called_instead_of_one_whose_refusal_is_recorded(serve: Any, sender: Sender) -> None:
+    first, second = SmsService(), SmsService()
+    crash = once(fail)
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        for _ in key.phases():
+            with foreign_call(key, "first provider") as call:
+                if call.due:
+                    call.record({"refused": True} if key.attempts == 1 else first.send())
+            with foreign_call(key, "second provider") as call:
+                if call.due:
+                    call.record(second.send())
+            crash()
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse("sent"))
+        return key.response()
+
+    serve(view=view)
+    assert [sender.send().status_code for _ in range(2)] == [500, 200]
+    assert (len(first.sent), len(second.sent)) == (0, 1)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_no_other_call_settles_one_that_was_put_off(serve: Any, sender: Sender, other: bool) -> None:
+    """Else a payment that was put off would be lost behind the message that tells of it."""
+
+    def view(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        for _ in key.phases():
+            with suppress(Trouble), foreign_call(key, "payment") as call:
+                call.retryable()
+                fail()
+            if other:
+                with foreign_call(key, "message") as call:
+                    call.record()
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse("paid"))
+        return key.response()
+
+    serve(view=idempotent(recovery_points=[])(view))
+    assert sender.send().status_code == 500
+    assert IdempotencyKey.objects.get().last_error.startswith("CallNotRecorded")
+
+
+def test_no_phase_commits_after_a_call_that_was_put_off(serve: Any, sender: Sender) -> None:
+    def body(key: IdempotencyKey) -> None:
+        with foreign_call(key, "sms") as call:
+            if key.attempts == 1:
+                call.retryable()
+            else:
+                call.record("sent")
+        with atomic_phase(key) as phase:
+            Entry.objects.create(name="sent")
+            phase.set_response(HttpResponse("sent"))
+
+    serve(view=over_key(body))
+    assert sender.send().status_code == 500
+    assert IdempotencyKey.objects.get().last_error.startswith("CallNotRecorded")
+    assert not Entry.objects.exists()
+    assert not ForeignCall.objects.exists()
+    assert sender.send().content == b"sent"
+    assert Entry.objects.count() == 1
+
+
+@pytest.mark.parametrize("begun_before", [False, True])
+def test_a_call_in_doubt_ends_no_phase_though_the_view_catches_what_it_raised(
+    serve: Any, sender: Sender, begun_before: bool
+) -> None:
+    def view(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        for _ in key.phases():
+            try:
+                with foreign_call(key, "payment"):
+                    fail()
+            except Exception:
+                if begun_before and key.attempts == 1:
+                    raise
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse("declined", status=402))
+        return key.response()
+
+    serve(view=idempotent(recovery_points=[])(view))
+    if begun_before:
+        assert sender.send().status_code == 500
+    assert problem(sender.send())["code"] == "key_stuck"
+    assert IdempotencyKey.objects.get().stuck_code == "call_in_doubt"
+
+
+def test_a_name_is_free_after_a_call_that_was_put_off_and_taken_after_one_that_has_its_result(
+    serve: Any, sender: Sender
+) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        for _ in key.phases():
+            if key.attempts == 1:
+                with foreign_call(key, "sms") as call:
+                    call.retryable()
+            with foreign_call(key, "sms") as call:
+                if call.due:
+                    call.record("sent")
+            if key.attempts == 1:
+                fail()
+            with pytest.raises(RuntimeError, match="already made the call 'sms'"), foreign_call(key, "sms"):
+                pass
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse("sent"))
+        return key.response()
+
+    serve(view=view)
+    assert sender.send().status_code == 500
+    assert ForeignCall.objects.get().result == "sent"
+    assert sender.send().status_code == 200
+
+
+def answered(request: HttpRequest) -> HttpResponse:
+    return HttpResponse(status=404)
+
+
+def raised(request: HttpRequest) -> HttpResponse:
+    raise Http404
+
+
+@pytest.mark.parametrize("early", [answered, raised])
+@pytest.mark.parametrize("later_run", [False, True])
+def test_an_early_answer_does_not_end_a_request_whose_call_was_made(
+    serve: Any, sender: Sender, early: Any, later_run: bool
+) -> None:
+    """The room was free when the card was charged, and is gone when the client comes again."""
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        if key.attempts == 1:
+            with foreign_call(key, "payment") as call:
+                call.record("paid")
+        if key.attempts == 1 and later_run:
+            fail()
+        response: HttpResponse = early(request)
+        return response
+
+    serve(view=view)
+    for _ in range(1 + later_run):
+        assert sender.send().status_code == 500
+    key = IdempotencyKey.objects.get()
+    assert (key.finished_at, key.locked_at, key.last_error[:20]) == (None, None, "ResponseNotCommitted")
+
+
+@pytest.mark.parametrize("early", [answered, raised])
+def test_an_early_answer_does_not_end_a_request_whose_call_is_in_doubt(serve: Any, sender: Sender, early: Any) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponse:
+        if request.idempotency_key.attempts == 1:
+            with foreign_call(request.idempotency_key, "message") as call:
+                call.record("sent")
+            with foreign_call(request.idempotency_key, "payment"):
+                fail()
+        response: HttpResponse = early(request)
+        return response
+
+    serve(view=view)
+    assert sender.send().status_code == 500
+    assert problem(sender.send())["code"] == "key_stuck"
+    assert IdempotencyKey.objects.get().stuck_code == "call_in_doubt"
+
+
+def deep() -> Any:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("result", [deep(), 10**5000, "lone \udc80", {"name": "\ud800"}], ids=["deep", "long", "lone", "inner"])
+def test_the_result_of_a_call_that_was_made_is_never_lost(serve: Any, sender: Sender, result: Any) -> None:
+    def block(call: MadeCall) -> None:
+        call.record(result)
+
+    serve(view=texting(block))
+    assert sender.send().status_code == 500
+    row = ForeignCall.objects.get()
+    assert row.recorded_at is not None
+    assert isinstance(row.result, str)
+    assert row.result
+
+
+@pytest.mark.parametrize(
+    ("result", "message", "kept"),
+    [
+        (object, "not JSON serializable", "<class 'object'>"),
+        (float("nan"), "not JSON compliant", "nan"),
+        ({"a": "x\0y"}, "NUL character", r"{'a': 'x\x00y'}"),
+    ],
+)
+def test_a_result_that_is_no_json_is_an_error_and_the_call_is_not_made_again(
+    serve: Any, sender: Sender, result: Any, message: str, kept: str
+) -> None:
+    made: list[int] = []
+
+    def body(key: IdempotencyKey) -> None:
+        with foreign_call(key, "sms") as call:
+            if call.due:
+                made.append(1)
+                call.record(result)
+        with atomic_phase(key) as phase:
+            phase.set_response(JsonResponse({"kept": call.result}))
+
+    serve(view=over_key(body))
+    assert sender.send().status_code == 500
+    assert message in IdempotencyKey.objects.get().last_error
+    assert sender.send().json() == {"kept": kept}
+    assert len(made) == 1
+
+
+@pytest.mark.postgres
+def test_a_result_is_written_on_a_new_connection_when_the_old_one_broke(serve: Any, sender: Sender) -> None:
+    """PostgreSQL was restarted while the service took its time."""
+
+    def block(call: MadeCall) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            (pid,) = cursor.fetchone()
+        with background(lambda: end_session(pid)) as ended:
+            ended.result(60)
+        call.record("paid")
+
+    serve(view=texting(block))
+    assert sender.send().status_code == 200
+    assert ForeignCall.objects.get().result == "paid"
+
+
+def end_session(pid: int) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
+
+
+def test_a_block_that_records_nothing_is_a_mistake(serve: Any, sender: Sender) -> None:
+    serve(view=texting(lambda call: None))
+    sender.client.raise_request_exception = True
+    with pytest.raises(CallNotRecorded, match=r"call\.record"):
+        sender.send()
+
+
+def test_a_call_of_which_nothing_is_known_is_told_at_the_end_of_its_block(serve: Any, sender: Sender) -> None:
+    def body(key: IdempotencyKey) -> None:
+        with pytest.raises(CallNotRecorded), foreign_call(key, "sms"):
+            pass
+        raise LookupError("told")
+
+    serve(view=over_key(body))
+    assert sender.send().status_code == 500
+    assert IdempotencyKey.objects.get().last_error == "LookupError: told"
+
+
+def test_a_result_of_none_is_a_result(serve: Any, sender: Sender) -> None:
+    service = SmsService()
+
+    def block(call: MadeCall) -> None:
+        if call.due:
+            service.send()
+            call.record()
+
+    serve(view=texting(block, after=once(fail)))
+    assert [sender.send().status_code for _ in range(2)] == [500, 200]
+    assert len(service.sent) == 1
+
+
+@pytest.mark.postgres
+def test_a_serialization_failure_after_the_call_does_not_make_it_again(serve: Any, sender: Sender) -> None:
+    service = SmsService()
+
+    def lose_a_race() -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("DO $$ BEGIN RAISE EXCEPTION USING ERRCODE = '40001'; END $$")
+
+    def block(call: MadeCall) -> None:
+        if call.due:
+            call.record(service.send())
+
+    serve(view=texting(block, after=once(lose_a_race)))
+    assert sender.send().json() == {"receipt": "receipt 1"}
+    assert len(service.sent) == 1
+
+
+@pytest.mark.postgres
+def test_a_late_result_is_recorded_after_a_takeover(serve: Any, sender: Sender) -> None:
+    """The first run is inside its call when its lock expires: the retry must not call, and the result is not lost."""
+    service, gate = SmsService(), Gate()
+
+    def block(call: MadeCall) -> None:
+        receipt = service.send()
+        gate.wait_here()
+        call.record(receipt)
+
+    serve(view=texting(block))
+    with background(sender.send) as first:
+        gate.wait_until_reached()
+        expire_lock()
+        assert sender.send().status_code == 409
+        assert IdempotencyKey.objects.get().stuck_code == "call_in_doubt"
+        gate.open()
+    assert first.result().status_code == 409
+    assert ForeignCall.objects.get().result == "receipt 1"
+    assert len(service.sent) == 1
+
+
+def test_no_call_is_made_by_a_run_that_has_lost_its_key(serve: Any, sender: Sender) -> None:
+    service = SmsService()
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        IdempotencyKey.objects.update(claim_token="8e03978e-40d5-43e8-bc93-6894a57f9324")
+        with foreign_call(key, "sms") as call:
+            call.record(service.send())
+        raise AssertionError
+
+    serve(view=view)
+    assert sender.send().status_code == 409
+    assert not service.sent
+    assert not ForeignCall.objects.exists()
+
+
+def test_a_foreign_call_cannot_stand_in_a_phase(serve: Any, sender: Sender) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        with atomic_phase(key) as phase:
+            with pytest.raises(RuntimeError, match="nested"), foreign_call(key, "sms"):
+                pass
+            phase.set_response(JsonResponse({}))
+        return key.response()
+
+    serve(view=view)
+    assert sender.send().status_code == 200

@@ -1,0 +1,132 @@
+"""A connection to the database that is lost during a request: a 503, and the retry runs or resumes."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+from django.db import connection
+from django.http import HttpRequest, HttpResponse
+
+from idempotency.models import IdempotencyKey
+from tests.kit.serving import Sender, View, problem
+from tests.kit.threads import elsewhere
+from tests.kit.views import Counted, both_kinds, create, two_phases
+from tests.kit.waiting import eventually
+from tests.models import Entry
+
+Kind = Callable[..., View]
+Serve = Callable[..., None]
+
+
+def terminate_this_backend() -> None:
+    """Let the database end the connection of this thread."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        pid = cursor.fetchone()[0]
+
+    def terminate() -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(%s)", [pid])
+
+    elsewhere(terminate)
+
+
+def cut_this_connection() -> None:
+    """Cut the connection of this thread without a word, as a network does."""
+    with socket.socket(fileno=os.dup(connection.connection.fileno())) as wire:
+        wire.shutdown(socket.SHUT_RDWR)
+
+
+CUTS = [
+    terminate_this_backend,
+    cut_this_connection,
+]
+
+
+def _unavailable(answer: HttpResponse) -> bool:
+    return (answer.status_code, problem(answer)["code"], problem(answer)["retryable"]) == (503, "database_unavailable", True)
+
+
+@both_kinds
+@pytest.mark.postgres
+@pytest.mark.parametrize("cut", CUTS)
+def test_connection_lost_in_the_view_is_a_503(cut: Callable[[], None], kind: Kind, serve: Serve, sender: Sender) -> None:
+    def work(request: HttpRequest) -> HttpResponse:
+        response = create(request)
+        if counted.runs == 1:
+            cut()
+            Entry.objects.create(name="too late")
+        return response
+
+    serve(view=kind(counted := Counted(work)))
+    assert _unavailable(sender.send())
+    assert eventually(lambda: (answer := sender.send()).status_code != 409 and answer).status_code == 201
+    assert Entry.objects.count() == 1
+    assert counted.runs == 2
+
+
+@both_kinds
+@pytest.mark.postgres
+@pytest.mark.parametrize("cut", CUTS)
+def test_connection_lost_at_the_end_of_the_view_is_a_503(
+    cut: Callable[[], None], kind: Kind, serve: Serve, sender: Sender
+) -> None:
+    def work(request: HttpRequest) -> HttpResponse:
+        response = create(request)
+        if counted.runs == 1:
+            cut()
+        return response
+
+    serve(view=kind(counted := Counted(work)))
+    assert _unavailable(sender.send())
+    assert eventually(lambda: (answer := sender.send()).status_code != 409 and answer).status_code == 201
+    assert Entry.objects.count() == 1
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("cut", CUTS)
+def test_connection_lost_between_phases_is_a_503_and_the_retry_resumes(
+    cut: Callable[[], None], serve: Serve, sender: Sender
+) -> None:
+    calls = Counted(lambda request: cut() if calls.runs == 1 else None)
+    serve(view=two_phases(first := Counted(), lambda request: HttpResponse(status=201), call=partial(calls, None)))
+    assert _unavailable(sender.send())
+    assert sender.send().status_code == 201
+    assert (first.runs, calls.runs) == (1, 2)
+
+
+@pytest.fixture
+def lost_at_commit(transactional_db: None) -> Iterator[Callable[[], None]]:
+    """Let the backend of the first transaction that writes an entry be terminated in its COMMIT; return what ends this."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); RETURN NULL; END $$"
+        )
+        cursor.execute(
+            "CREATE CONSTRAINT TRIGGER dies AFTER INSERT ON tests_entry DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION die()"
+        )
+
+    def stop() -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("DROP FUNCTION IF EXISTS die() CASCADE")
+
+    yield stop
+    stop()
+
+
+@both_kinds
+@pytest.mark.postgres
+def test_connection_lost_in_commit_is_no_success(
+    kind: Kind, serve: Serve, sender: Sender, lost_at_commit: Callable[[], None]
+) -> None:
+    serve(view=kind(work := Counted()))
+    assert _unavailable(sender.send())
+    lost_at_commit()
+    assert not Entry.objects.exists()
+    assert not IdempotencyKey.objects.finished().exists()
+    assert sender.send().status_code == 201
+    assert work.runs == 2

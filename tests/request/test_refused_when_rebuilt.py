@@ -1,0 +1,199 @@
+"""What only the rebuilt request of the completer was answered is no answer for the client."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import pytest
+from django.core.exceptions import PermissionDenied
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from pytest_django import Settings
+
+from idempotency import completer
+from idempotency.completer import CompletePass, complete_once
+from idempotency.decorators import idempotent
+from idempotency.exceptions import StuckCode
+from idempotency.http import not_stored
+from idempotency.models import IdempotencyKey
+from idempotency.monitoring.doctor import diagnose
+from idempotency.phases import atomic_phase
+from idempotency.signals import key_stuck
+from tests.kit.ageing import abandon
+from tests.kit.serving import Sender
+from tests.models import Entry
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+Refusal = Callable[[], HttpResponseBase]
+#: Set by a middleware for the client's request, and by nobody for the rebuilt one.
+tenant: ContextVar[str] = ContextVar("tenant", default="")
+
+
+class Shop:
+    """A phased view whose bank is down at first, and that refuses whoever has no tenant."""
+
+    def __init__(self, refusal: Refusal, *, begun: bool = False, **options: Any) -> None:
+        self.refusal, self.begun = refusal, begun
+        self.bank_is_down = True
+        self.view = idempotent(recovery_points=["ordered"], **options)(self._view)
+
+    def _view(self, request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        if not tenant.get():
+            return self.refusal()
+        for _ in key.phases():
+            if self.begun:
+                with key.call("charge"):
+                    pass
+            if self.bank_is_down:
+                return HttpResponse(status=503)
+            with atomic_phase(key) as phase:
+                Entry.objects.create(name="paid")
+                phase.set_response(JsonResponse({"paid": True}, status=201))
+        return key.response()
+
+
+def missing() -> HttpResponseBase:
+    raise Http404
+
+
+def forbidden() -> HttpResponseBase:
+    raise PermissionDenied
+
+
+REFUSALS = [lambda: HttpResponse(status=404), lambda: HttpResponse(status=403), missing, forbidden]
+
+
+def left_by_its_client(shop: Shop, serve: Any, sender: Sender) -> None:
+    """Let the client send its request, with its tenant, and go away."""
+    serve(view=shop.view)
+    send(sender, 503)
+    shop.bank_is_down = False
+    abandon()
+
+
+def send(sender: Sender, status: int) -> None:
+    """Let the client send its request, which is answered with ``status``."""
+    token = tenant.set("one")
+    try:
+        assert sender.send().status_code == status
+    finally:
+        tenant.reset(token)
+
+
+def run_until_stuck(runs: int) -> None:
+    """Run the completer until it has made ``runs`` more; the last one makes the key stuck."""
+    for _ in range(runs - 1):
+        abandon()
+        assert complete_once() == CompletePass(failed=1)
+    abandon()
+    assert complete_once() == CompletePass(stuck=1)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_it_is_not_stored_and_the_retry_of_the_client_runs(refusal: Refusal, serve: Any, sender: Sender) -> None:
+    left_by_its_client(Shop(refusal), serve, sender)
+    assert complete_once() == CompletePass(failed=1)
+    key = IdempotencyKey.objects.get()
+    assert (key.finished_at, key.stuck_at, key.locked_at, key.refused) == (None, None, None, False)
+    assert "404" in key.last_error or "403" in key.last_error or key.last_error.startswith(("Http404", "PermissionDenied"))
+    send(sender, 201)
+    assert Entry.objects.count() == 1
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_after_a_few_runs_it_is_left_to_the_client_whose_retry_still_runs(refusal: Refusal, serve: Any, sender: Sender) -> None:
+    told: list[str] = []
+
+    def listen(key: IdempotencyKey, **kwargs: Any) -> None:
+        told.append(key.stuck_code)
+
+    key_stuck.connect(listen)
+    left_by_its_client(Shop(refusal), serve, sender)
+    run_until_stuck(completer._RUNS_BEFORE_REFUSED)
+    abandon()
+    assert complete_once() == CompletePass()
+    assert IdempotencyKey.objects.stuck().get().stuck_code == StuckCode.REFUSED_WHEN_REBUILT
+    assert told == [StuckCode.REFUSED_WHEN_REBUILT]
+    assert "stuck_keys" not in {finding.code for finding in diagnose().findings}
+    send(sender, 201)
+    assert not IdempotencyKey.objects.stuck().exists()
+
+
+def test_a_refusal_before_the_decorator_counts_the_same(serve: Any, sender: Sender) -> None:
+    shop = Shop(lambda: HttpResponse(status=404))
+    left_by_its_client(shop, serve, sender)
+
+    @wraps(shop.view)
+    def signed_in(request: HttpRequest) -> HttpResponseBase:
+        answer: HttpResponseBase = shop.view(request) if tenant.get() else HttpResponse(status=401)
+        return answer
+
+    serve(view=signed_in)
+    run_until_stuck(completer._RUNS_BEFORE_REFUSED)
+    assert IdempotencyKey.objects.get().stuck_code == StuckCode.REFUSED_WHEN_REBUILT
+    send(sender, 201)
+
+
+def test_a_request_that_has_begun_something_has_all_its_attempts(serve: Any, sender: Sender, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 7}
+    left_by_its_client(Shop(lambda: HttpResponse(status=404), begun=True), serve, sender)
+    run_until_stuck(7)
+    assert IdempotencyKey.objects.get().stuck_code == "attempts_exhausted"
+
+
+@pytest.mark.parametrize("answer", [lambda: not_stored(HttpResponse(status=409)), lambda: HttpResponse(status=503)])
+def test_an_answer_that_asks_to_come_back_is_no_refusal(
+    answer: Refusal, serve: Any, sender: Sender, settings: Settings
+) -> None:
+    settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 7}
+    left_by_its_client(Shop(answer), serve, sender)
+    run_until_stuck(7)
+    assert IdempotencyKey.objects.get().stuck_code == "attempts_exhausted"
+
+
+def test_a_5xx_of_the_rebuilt_request_is_not_stored_either(serve: Any, sender: Sender, settings: Settings) -> None:
+    shop = Shop(lambda: HttpResponse(status=500))
+    left_by_its_client(shop, serve, sender)
+    settings.IDEMPOTENCY = {"STORE_5XX": True}
+    assert complete_once() == CompletePass(failed=1)
+    send(sender, 201)
+
+
+def test_what_a_phase_stores_in_the_rebuilt_request_is_the_answer(serve: Any, sender: Sender) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        if key.attempts == 1:
+            return HttpResponse(status=503)
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse("no", status=403))
+        return key.response()
+
+    serve(view=view)
+    sender.send()
+    abandon()
+    assert complete_once() == CompletePass(finished=1)
+    assert (sender.send().status_code, sender.send().content) == (403, b"no")
+
+
+def test_a_view_with_on_abandon_is_run_until_that_settles_it(serve: Any, sender: Sender) -> None:
+    shop = Shop(lambda: HttpResponse(status=404), on_abandon=lambda key: HttpResponse(status=410))
+    left_by_its_client(shop, serve, sender)
+    for _ in range(completer._RUNS_BEFORE_REFUSED + 1):
+        abandon()
+        assert complete_once() == CompletePass(failed=1)
+
+
+def test_a_client_that_came_back_meanwhile_keeps_its_key(serve: Any, sender: Sender) -> None:
+    """Its retry charged, and was answered 503, before the run of the completer came to its end."""
+    shop = Shop(lambda: HttpResponse(status=404), begun=True)
+    left_by_its_client(shop, serve, sender)
+    IdempotencyKey.objects.update(untouched_attempts=1, completer_attempts=completer._RUNS_BEFORE_REFUSED)
+    key = IdempotencyKey.objects.get()
+    key.fence, key.place = key.claim_token, None
+    shop.bank_is_down = True
+    send(sender, 503)
+    assert not completer._leave_to_client(key, "default")
+    assert not IdempotencyKey.objects.stuck().exists()

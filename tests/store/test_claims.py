@@ -1,0 +1,400 @@
+"""Claims, below HTTP: what they write, what they find, and whom they refuse."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import Error, OperationalError, connection, transaction
+from django.db.models.functions import Now
+
+from idempotency._store import claims, fence, rows
+from idempotency._store.advisory_locks import HOLDER
+from idempotency._store.claims import Claim, Outcome
+from idempotency.models import IdempotencyKey
+from tests.factories import IdempotencyKeyFactory
+from tests.kit.ageing import expire_lock, past_the_retention
+from tests.kit.claims import claim, claim_as_completer, claim_plain, finish, locks, request
+from tests.kit.database import default_isolation, statements, waits_for_a_lock
+from tests.kit.threads import Gate, background
+from tests.kit.waiting import eventually
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def test_a_claim_writes_down_all_of_the_request() -> None:
+    key = claim(request("a key", scope="user:7", fingerprint="v1:it")).key
+    row = IdempotencyKey.objects.get()
+    assert (row.scope, row.idempotency_key, row.request_fingerprint) == ("user:7", "a key", "v1:it")
+    assert (row.request_method, row.request_path, bytes(row.request_body)) == ("POST", "/rides", b"{}")
+    assert (row.request_content_type, row.request_headers, row.remote_addr) == ("application/json", {}, "127.0.0.1")
+    assert (row.claim_token, row.seed, row.attempts) == (key.fence, key.seed, 1)
+    assert [(event["event"], event["detail"]) for event in row.history] == [("claimed", "client")]
+
+
+def test_what_a_claim_returns_is_what_the_row_says() -> None:
+    held, row = claim().key, IdempotencyKey.objects.get()
+    for name in ("scope", "idempotency_key", "request_method", "request_path", "request_fingerprint", "claim_token"):
+        assert getattr(held, name) == getattr(row, name)
+    for name in ("stuck_at", "stuck_code", "stuck_reason", "response_code", "response_headers", "response_body"):
+        assert getattr(held, name) == getattr(row, name)
+    assert held.finished_at is None
+
+
+def test_the_age_of_a_key_goes_by_its_creation() -> None:
+    first = claim().key
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=1), locked_at=None)
+    for key in (claim().key, rows.read(first.pk, using="default")):
+        assert 3599 < time.monotonic() - key.born_monotonic < 3700  # SQLite tells milliseconds
+
+
+def test_a_takeover_by_a_client_renews_lock_and_time_of_the_run() -> None:
+    claim()
+    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=91), last_run_at=Now() - timedelta(seconds=91))
+    claim()
+    age = IdempotencyKey.objects.filter(
+        locked_at__gt=Now() - timedelta(seconds=30), last_run_at__gt=Now() - timedelta(seconds=30)
+    )
+    assert age.exists()
+
+
+def test_a_key_is_locked_to_the_last_moment() -> None:
+    claim()
+
+    def claimed_too_early() -> Claim | None:
+        expire_lock(89.2)
+        found = claim()
+        return None if found.outcome is Outcome.CLAIMED else found  # the machine was too slow
+
+    found = eventually(claimed_too_early)
+    assert found.key is not None
+    assert 0 < found.lock_seconds < 1
+
+
+def test_a_free_key_is_refused_to_another_request() -> None:
+    fence.release(claim().key, "error", using="default")
+    assert claim(request(fingerprint="v1:two")).outcome is Outcome.MISMATCH
+    assert IdempotencyKey.objects.get().attempts == 1
+
+
+def test_a_finished_key_is_not_claimed_by_a_view_that_knows_the_last_point() -> None:
+    finish(claim().key)
+    found = claims.claim_phased(request(), ("started", "paid", "finished"), using="default")
+    assert (found.outcome, found.key.response_code) == (Outcome.FINISHED, 200)
+    assert IdempotencyKey.objects.get().attempts == 1
+
+
+def test_only_a_view_that_knows_the_point_takes_a_key_over() -> None:
+    claim()
+    IdempotencyKey.objects.update(recovery_point="elsewhere", locked_at=None)
+    refused = claim()
+    assert (refused.outcome, refused.key.recovery_point) == (Outcome.UNKNOWN_POINT, "elsewhere")
+    assert IdempotencyKey.objects.get().attempts == 1
+
+
+def test_a_claim_of_what_a_deploy_left_takes_the_mark_off() -> None:
+    key = claim().key
+    fence.mark_stuck(key, "unknown_recovery_point", "reason", using="default")
+    again = claim()
+    assert again.outcome is Outcome.CLAIMED
+    row = IdempotencyKey.objects.get()
+    assert (row.stuck_at, row.stuck_code, row.stuck_reason) == (None, "", "")
+    assert (again.key.stuck_at, again.key.stuck_code, again.key.stuck_reason) == (None, "", "")
+
+
+@pytest.mark.parametrize("look", [claim, claim_plain])
+def test_a_key_is_compared_by_the_way_in_which_its_fingerprint_was_made(look: Any) -> None:
+    finish(claim(request(fingerprint="v1:old")).key)
+    for made, outcome in (("v1:old", Outcome.FINISHED), ("v1:other", Outcome.MISMATCH), (None, Outcome.IN_PROGRESS)):
+        described = replace(request(fingerprint="v2:new"), made_alike={"v1:old": made}.__getitem__)
+        assert look(described).outcome is outcome
+
+
+@pytest.mark.postgres
+def test_what_is_wrong_with_a_claim_is_raised_at_once() -> None:
+    """Only a rival who was faster is worth another look."""
+    with pytest.raises(Error):
+        claim(request("NUL \0 is no text for PostgreSQL"))
+    key = claim().key
+    expire_lock(91)
+    with pytest.raises(Error):
+        claims.claim_by_id(key.pk, delay_seconds=float("inf"), using="default")
+
+
+def test_an_expired_key_is_retired_by_whoever_comes_and_only_then() -> None:
+    key = claim().key
+    finish(key)
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=99))
+    assert claim(request(fingerprint="v1:two")).outcome is Outcome.MISMATCH
+    IdempotencyKey.objects.update(finished_at=Now() - timedelta(hours=73))
+    assert claim_plain(request(fingerprint="v1:two")).outcome is Outcome.CLAIMED
+    assert IdempotencyKey.objects.filter(scope=f"expired:{key.pk}").count() == 1
+
+
+def test_only_an_expired_key_of_its_scope_is_moved_out_of_the_way() -> None:
+    """Between the look and the move somebody may have moved it, or a longer retention may have been set."""
+    key = claim().key
+    finish(key)
+
+    def retired(scope: str) -> int:
+        return rows.execute(rows.statements_for("default").retire, {"id": key.pk, "scope": scope}, "default")
+
+    assert retired(key.scope) == 0
+    past_the_retention()
+    assert [retired(scope) for scope in ("user:2", key.scope, key.scope)] == [0, 1, 0]
+
+
+@contextmanager
+def meanwhile(first: Callable[[], Any], second: Callable[[], Any]) -> Iterator["Future[Any]"]:
+    """Do ``first`` in a transaction that commits when ``second``, in another session, waits for it; yield its future."""
+    gate = Gate()
+
+    def work() -> None:
+        with transaction.atomic():
+            first()
+            gate.wait_here()
+
+    with background(work) as holder:
+        gate.wait_until_reached()
+        with background(second) as other:
+            eventually(lambda: waits_for_a_lock() or other.done())
+            gate.open()
+            holder.result(60)
+            yield other
+
+
+def plainly_at_once() -> Claim:
+    """Claim as a claim_plain view does, in a transaction of its own."""
+    with transaction.atomic():
+        return claim_plain()
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("look", [claim, plainly_at_once])
+def test_a_claim_that_waited_for_the_row_of_another_tells_what_it_says(look: Callable[[], Claim]) -> None:
+    described = request()
+
+    def insert() -> None:
+        IdempotencyKeyFactory(
+            finished=True,
+            scope=described.scope,
+            idempotency_key=described.idempotency_key,
+            request_fingerprint=described.fingerprint,
+        )
+
+    with meanwhile(insert, look) as other:
+        found = other.result(60)
+    assert (found.outcome, found.key.response_code) == (Outcome.FINISHED, 201)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("look", [claim_as_completer, lambda key: claim()])
+@pytest.mark.parametrize("in_transaction", [False, True], ids=["autocommit", "transaction"])
+def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
+    look: Callable[[IdempotencyKey], Any], in_transaction: bool
+) -> None:
+    """In a transaction it says so: no other statement could follow there."""
+    key = claim().key
+    expire_lock(91)
+
+    def take_over() -> Any:
+        with default_isolation("repeatable read"):
+            if not in_transaction:
+                return look(key)
+            with pytest.raises(OperationalError), transaction.atomic():
+                look(key)
+            return None
+
+    with meanwhile(lambda: IdempotencyKey.objects.update(locked_at=Now()), take_over) as other:
+        found = other.result(60)
+    if look is claim_as_completer or in_transaction:
+        assert found is None
+    else:
+        assert (found.outcome, found.key) == (Outcome.IN_PROGRESS, key)
+
+
+@pytest.fixture
+def rows_that_vanish(transactional_db: None) -> Iterator[None]:
+    """Let each row that is inserted for a key be gone when somebody looks, as with rivals who are always faster."""
+    with connection.cursor() as cursor:
+        cursor.execute("CREATE FUNCTION vanish() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
+        cursor.execute(
+            f"CREATE TRIGGER vanish BEFORE INSERT ON {IdempotencyKey._meta.db_table} FOR EACH ROW EXECUTE FUNCTION vanish()"
+        )
+    yield
+    with connection.cursor() as cursor:
+        cursor.execute("DROP FUNCTION vanish() CASCADE")
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("look", [claim, plainly_at_once])
+def test_a_claim_that_is_always_outrun_sends_its_client_away_for_a_second(
+    rows_that_vanish: None, look: Callable[[], Claim]
+) -> None:
+    assert look() == Claim(Outcome.IN_PROGRESS, None, lock_seconds=1)
+
+
+def test_the_completer_claims_what_nobody_holds_and_not_before_its_delay() -> None:
+    key = claim().key
+    assert claim_as_completer(key) is None
+    expire_lock(91)
+    taken = claim_as_completer(key)
+    assert taken is not None
+    assert (taken.attempts, taken.completer_attempts) == (2, 1)
+    assert taken.fence not in (None, key.fence)
+    assert [(event["event"], event["detail"]) for event in taken.history][-1] == ("claimed", "completer")
+    assert IdempotencyKey.objects.filter(locked_at__gt=Now() - timedelta(seconds=30)).exists()
+    expire_lock(91)
+    assert claim_as_completer(key) is None
+    assert claim_as_completer(key, early=True) is not None
+
+
+def test_the_completer_waits_for_the_end_of_its_delay_unless_it_is_told_not_to() -> None:
+    key = claim().key
+    expire_lock(91)
+    IdempotencyKey.objects.update(next_run_at=Now() + timedelta(hours=1))
+    assert claims.claim_by_id(key.pk, delay_seconds=60, using="default") is None
+    assert claims.claim_by_id(key.pk, delay_seconds=60, using="default", early=True) is not None
+
+
+def test_a_finished_key_cannot_be_claimed_by_the_completer() -> None:
+    key = claim().key
+    finish(key)
+    assert claim_as_completer(key) is None
+
+
+def test_a_stuck_key_is_not_claimed_by_the_completer() -> None:
+    key = claim().key
+    fence.mark_stuck(key, "code", "reason", using="default")
+    assert claim_as_completer(key) is None
+
+
+def test_the_attempts_of_the_completer_start_again_when_a_deploy_alone_left_the_key() -> None:
+    for code, left in (("code", 3), ("unknown_recovery_point", 0)):
+        key = claim(request(code)).key
+        IdempotencyKey.objects.filter(pk=key.pk).update(completer_attempts=3)
+        fence.mark_stuck(key, code, "reason", using="default")
+        assert IdempotencyKey.objects.get(pk=key.pk).completer_attempts == left
+
+
+def test_the_plain_claim_refuses_what_a_phased_view_left() -> None:
+    claim()
+    assert claim_plain().outcome is Outcome.IN_PROGRESS
+    expire_lock(91)
+    refused = claim_plain()
+    assert (refused.outcome, refused.key.recovery_point) == (Outcome.UNKNOWN_POINT, "started")
+    assert claim_plain(request(fingerprint="v1:two")).outcome is Outcome.MISMATCH
+
+
+@pytest.mark.postgres
+def test_a_duplicate_of_a_plain_request_is_refused_with_one_statement() -> None:
+    def again() -> tuple[Outcome, int]:
+        with transaction.atomic(), statements() as seen:
+            return claim_plain().outcome, len(seen)
+
+    with transaction.atomic():
+        assert claim_plain().outcome is Outcome.CLAIMED
+        with background(again) as other:
+            assert other.result(60) == (Outcome.IN_PROGRESS, 1)
+
+
+@pytest.mark.postgres
+def test_while_a_plain_view_runs_over_an_expired_key_the_next_is_refused_at_once() -> None:
+    def at_once() -> Claim:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("SET LOCAL lock_timeout = '3s'")
+            return claim_plain()
+
+    finish(claim().key)
+    past_the_retention()
+    with transaction.atomic():
+        assert claim_plain().outcome is Outcome.CLAIMED
+        with background(at_once) as other:
+            assert other.result(60).outcome is Outcome.IN_PROGRESS
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("look", [claim, claim_plain])
+def test_while_a_plain_view_runs_another_session_learns_whether_it_is_the_same_request(look: Any) -> None:
+    with transaction.atomic():
+        assert claim_plain().outcome is Outcome.CLAIMED
+        for described, outcome in ((request(), Outcome.IN_PROGRESS), (request(fingerprint="v1:two"), Outcome.MISMATCH)):
+            with background(lambda described=described: look(described)) as other:
+                refused = other.result(60)
+            assert (refused.outcome, refused.lock_seconds) == (outcome, 1)
+        with background(lambda: look(request("another key")).outcome) as other:
+            assert other.result(60) is Outcome.CLAIMED
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("look", [claim, claim_plain])
+@pytest.mark.parametrize("fingerprint", ["v1:one", "v1:two"])
+def test_keys_of_two_scopes_that_agree_in_32_bits_are_not_in_each_others_way(look: Any, fingerprint: str) -> None:
+    """Whoever chooses keys finds such a pair in a second: the mark of a key is half of the number of its lock."""
+    theirs = request("order-76053", scope="user:1")
+    mine = request("order-15215", scope="user:2", fingerprint=fingerprint)
+    assert locks(theirs)["mark_key"] == locks(mine)["mark_key"]
+    with transaction.atomic():
+        assert claim_plain(theirs).outcome is Outcome.CLAIMED
+        with background(lambda: look(mine).outcome) as other:
+            assert other.result(60) is Outcome.CLAIMED
+
+
+def test_locks_are_numbers_of_the_width_that_postgresql_takes() -> None:
+    wide = [locks(request(str(number))) for number in range(64)]
+    for name, bits in (("lock", 63), ("mark_key", 31), ("mark_request", 31)):
+        values = [numbers[name] for numbers in wide]
+        assert all(-(2**bits) <= value < 2**bits for value in values)
+        assert name == "mark_request" or (min(values) < 0 < max(values))
+        assert name == "mark_request" or len(set(values)) == 64
+    marks = {locks(request(fingerprint=str(number)))["mark_request"] for number in range(64)}
+    assert len(marks) == 64
+    assert len({numbers["mark_request"] for numbers in wide}) == 64, "equal requests under different keys share neither half"
+    for values, bits in (({one["lock"] for one in wide}, 63), ({one["mark_key"] for one in wide}, 31), (marks, 31)):
+        assert max(map(abs, values)) > 2 ** (bits - 1), "all of the width is used, so that locks of different keys seldom meet"
+
+
+def table_id() -> int:
+    """Return the identity of the table of keys, which is part of the number of each advisory lock."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT %s::regclass::oid::bigint", [IdempotencyKey._meta.db_table])
+        return int(cursor.fetchone()[0])
+
+
+@pytest.mark.postgres
+def test_who_holds_the_lock_of_a_key_is_another_session_with_this_very_lock() -> None:
+    table = table_id()
+
+    def held(lock: int) -> Any:
+        return rows.fetch(HOLDER, {"lock": lock ^ table, "mark_key": 1 ^ table, "mark_request": 1}, "default")
+
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(5)")
+        assert held(5) == (False, False)
+        with background(lambda: [held(lock) for lock in (5, 5 + 2**32)]) as other:
+            assert other.result(60) == [(True, False), (False, False)]
+
+        def beside_the_mark_of_another_session() -> Any:
+            with transaction.atomic(), connection.cursor() as cursor:
+                cursor.execute("SELECT pg_advisory_xact_lock(1, 2)")
+                with background(lambda: held(5)) as third:
+                    return third.result(60)
+
+        with background(beside_the_mark_of_another_session) as other:
+            assert other.result(60) == (True, False)
+        cursor.execute("SELECT pg_advisory_xact_lock(1, 2)")
+        with background(lambda: held(5)) as other:
+            assert other.result(60) == (True, True)
+
+
+@pytest.mark.postgres
+def test_who_holds_the_same_key_in_another_database_of_the_server_is_in_nobodys_way(rows_that_vanish: None) -> None:
+    number = locks(request())["lock"] ^ table_id()
+    with connection._nodb_cursor() as elsewhere, statements() as seen:
+        elsewhere.execute("SELECT pg_advisory_lock(%s)", [number])
+        claim()
+    assert len(seen) == 2 * claims._CLAIM_TRIES, "it looks again, and asks again who holds the key"

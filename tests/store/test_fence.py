@@ -1,0 +1,109 @@
+"""Updates of a claimed key, below HTTP: what they write, and that only the run that holds the key makes them."""
+
+import logging
+
+import pytest
+from django.db import transaction
+
+from idempotency._store import events, fence, rows, settlement
+from idempotency.exceptions import LockLost
+from idempotency.models import IdempotencyKey
+from tests.factories import IdempotencyKeyFactory
+from tests.kit.ageing import expire_lock
+from tests.kit.claims import claim, claim_plain, finish
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def test_a_key_that_is_gone_is_read_as_none() -> None:
+    key = claim().key
+    IdempotencyKey.objects.all().delete()
+    assert rows.read(key.pk, using="default") is None
+    with pytest.raises(LockLost):
+        rows.read_own(key, using="default")
+
+
+def test_finishing_frees_the_lock_and_keeps_the_answer() -> None:
+    key = claim().key
+    fence.finish(key, 201, {"A": "b"}, b"body", using="default")
+    row = IdempotencyKey.objects.get()
+    assert (row.locked_at, row.response_code, row.response_headers, bytes(row.response_body)) == (
+        None,
+        201,
+        {"A": "b"},
+        b"body",
+    )
+    assert [(event["event"], event["detail"]) for event in row.history][-1] == ("finished", "status 201")
+
+
+def test_a_plain_key_is_finished_at_the_time_that_its_claim_wrote() -> None:
+    """Another time would move the row in the index of finished keys."""
+    with transaction.atomic():
+        key = claim_plain().key
+        claimed_at = IdempotencyKey.objects.get().finished_at
+        finish(key)
+    assert IdempotencyKey.objects.get().finished_at == claimed_at
+
+
+def test_a_run_that_does_not_know_of_its_commit_cannot_write_over_it() -> None:
+    """Its recovery point is an older one than that of the row, and its token still holds the key."""
+    key = claim().key
+    fence.advance(key, "paid", using="default")
+    assert key.recovery_point == "started"
+    for change in (lambda: fence.advance(key, "paid", using="default"), lambda: finish(key)):
+        with pytest.raises(LockLost):
+            change()
+    assert IdempotencyKey.objects.get().recovery_point == "paid"
+
+
+def test_what_is_finished_is_neither_released_nor_stuck() -> None:
+    key = claim().key
+    finish(key)
+    fence.release(key, "late", using="default")
+    assert settlement.give_up(key.pk, "code", "reason", using="default") is False
+    with pytest.raises(LockLost):
+        fence.mark_stuck(key, "code", "reason", using="default")
+    row = IdempotencyKey.objects.get()
+    assert (row.last_error, row.stuck_code, row.history[-1]["event"]) == ("", "", "finished")
+
+
+def test_a_release_says_what_went_wrong_and_frees_the_lock() -> None:
+    key = claim().key
+    fence.release(key, "first line\nsecond line", using="default")
+    row = IdempotencyKey.objects.get()
+    assert (row.locked_at, row.last_error) == (None, "first line\nsecond line")
+    assert (row.history[-1]["event"], row.history[-1]["detail"]) == ("error", "first line")
+
+
+def test_a_release_that_comes_late_is_logged_with_the_hash_of_the_key(caplog: pytest.LogCaptureFixture) -> None:
+    late = claim().key
+    expire_lock(91)
+    claim()
+    with caplog.at_level(logging.INFO, "idempotency"):
+        fence.release(late, "late", using="default")
+    (record,) = caplog.records
+    assert record.key_hash == late.key_hash
+    assert late.key_hash in record.getMessage()
+
+
+def test_a_key_that_gets_stuck_is_logged_with_its_code(caplog: pytest.LogCaptureFixture) -> None:
+    key = claim().key
+    with caplog.at_level(logging.WARNING, "idempotency"):
+        fence.mark_stuck(key, "a code", "the reason", using="default")
+        events.announce_stuck(key.pk, None, using="default")
+    (record,) = caplog.records
+    assert all(part in record.getMessage() for part in (key.key_hash, "a code", "the reason"))
+
+
+def test_no_reason_is_a_reason() -> None:
+    fence.mark_stuck(claim().key, "code", "", using="default")
+    assert IdempotencyKey.objects.get().stuck_reason
+
+
+def test_a_claimed_key_is_not_saved_past_its_fence() -> None:
+    key = claim().key
+    key.recovery_point = "elsewhere"
+    with pytest.raises(RuntimeError, match="bypass its fence"):
+        key.save()
+    assert IdempotencyKey.objects.get().recovery_point == "started"
+    IdempotencyKeyFactory().save()  # a row that nobody runs
