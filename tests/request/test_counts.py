@@ -10,13 +10,15 @@ from django.db import connection
 from benchmarks import views
 from benchmarks.counts import Counts, count, create_table
 from idempotency._request import view_call
-from idempotency.models import IdempotencyKey
+from idempotency.models import IdempotencyKey, StagedJob
+from tests.kit.tables import truncate
 
 pytestmark = pytest.mark.postgres
 
 
 @pytest.fixture(autouse=True)
 def _table(transactional_db: None) -> Iterator[None]:
+    truncate(connection, IdempotencyKey, StagedJob)
     create_table()
     for view in (views.bare, views.plain, views.ride):
         # What the first request of a process reads of the catalogue is no part of the cost.

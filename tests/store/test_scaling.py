@@ -24,10 +24,12 @@ from idempotency import completer
 from idempotency.conf import Settings
 from idempotency.jobs import stage_job
 from idempotency.management.passes import Loop
+from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.monitoring.heartbeats import LOOPS
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import ago
 from tests.kit.pages import says
+from tests.kit.tables import truncate
 from tests.kit.threads import background
 from tests.kit.waiting import eventually
 
@@ -42,6 +44,7 @@ pytestmark = pytest.mark.postgres
 
 @pytest.fixture(autouse=True)
 def _table(transactional_db: None) -> Iterator[None]:
+    truncate(connection, IdempotencyKey, StagedJob)
     create_table()
     yield
     with connection.cursor() as cursor:
