@@ -105,6 +105,7 @@ def models_tables() -> str:
         models.ForeignCall,
         models.ProcessedMessage,
         models.ProcessHeartbeat,
+        models.TrafficCount,
     )
     return "\n\n".join(_model(model) for model in made)
 
