@@ -6,6 +6,8 @@ rows first.
 
 import re
 
+from idempotency._text import cut
+
 #: What replaces a number, an id or a quoted value.
 _SIGN = "#"
 _MAX_LENGTH = 200
@@ -25,8 +27,7 @@ def group_of(text: str) -> str:
     The text of a stuck key is its ``stuck_reason``; that of another key, and of a job, its ``last_error``.
     """
     line = " ".join(text.strip().partition("\n")[0][:1000].split())
-    group = _VARIABLE.sub(_replaced, line)
-    return group if len(group) <= _MAX_LENGTH else f"{group[: _MAX_LENGTH - 1]}…"
+    return cut(_VARIABLE.sub(_replaced, line), _MAX_LENGTH)
 
 
 def _replaced(found: re.Match[str]) -> str:
