@@ -23,7 +23,7 @@ from idempotency import interventions
 from idempotency._request.atomic_requests import EVERY_ALIAS
 from idempotency._states import due_at
 from idempotency.admin import dashboard, key_page
-from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, offered, username
+from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
 from idempotency.admin.filters import AgeFilter, RecoveryPointFilter, StateFilter, StuckCodeFilter
 from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, first_line_of, masked, preformatted, pretty
 from idempotency.admin.stuck_codes import STUCK_CODES
@@ -201,7 +201,7 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
         if request.method == "POST" and form.is_valid():
             level, text, logged = button.press(key, form.cleaned_data, username(request), self._alias(key))
             if logged:
-                self.log_change(request, key, logged)
+                self.log_change(request, key, noted(logged, form.cleaned_data["note"]))
             self.message_user(request, text, level)
             return HttpResponseRedirect(page)
         context = {"title": button.label, "opts": self.opts, "key": key, "button": button, "form": form, "page": page}

@@ -14,6 +14,7 @@ from django.utils.html import escape, format_html
 from django.utils.safestring import SafeString, mark_safe
 
 from idempotency._request.redaction import REDACTED
+from idempotency._text import cut
 
 #: A page counts at most so many rows; the further ones are found by a filter or the search.
 MAX_COUNT = 5000
@@ -72,8 +73,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
 
 def first_line_of(text: str) -> str:
     """Return the beginning of ``text``, fit for a cell of a table."""
-    line = text.strip().partition("\n")[0]
-    return line if len(line) <= 100 else f"{line[:99]}…"
+    return cut(text.strip().partition("\n")[0], 100)
 
 
 def pretty(value: Any) -> str:

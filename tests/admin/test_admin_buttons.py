@@ -108,9 +108,12 @@ def test_a_permission_gives_its_own_button_and_no_other(button: str) -> None:
     assert re.findall(r"/press/(\w+)/\?seen", page) == [button]
     for other in set(BUTTONS) - {button}:
         assert press(client, key, other, status=410).status_code == 403
-    answer = press(client, key, button, status=410, body="")
+    assert 'name="note"' in client.get(url(key, button), looked_at(key, "default")).text
+    answer = press(client, key, button, status=410, body="", note="ticket 7")
     assert answer.redirect_chain
-    assert LogEntry.objects.get().user == client.user
+    entry = LogEntry.objects.get()
+    assert (entry.user, entry.change_message.endswith(" ticket 7")) == (client.user, True)
+    assert [event for event in IdempotencyKey.objects.get().history if event["detail"].endswith(": ticket 7")]
     assert [event["detail"] for event in IdempotencyKey.objects.get().history if client.user.username in event["detail"]]
 
 
