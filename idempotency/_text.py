@@ -38,3 +38,13 @@ def printable(text: str) -> str:
 
 def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with a suitable unit: ``0.2 s``, ``45 s``, ``3 min``, ``2 h``, ``5 d``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

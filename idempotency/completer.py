@@ -23,7 +23,7 @@ from idempotency._request.phased_run import Completion
 from idempotency._request.rerun import run_again
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.transactions import connection_lost, takes_no_writes
-from idempotency._text import error_text
+from idempotency._text import error_text, summary
 from idempotency.exceptions import KeyStuck, LockLost, StuckCode
 from idempotency.models import IdempotencyKey
 
@@ -208,7 +208,7 @@ def _give_up(pk: int, alias: str) -> bool:
     key = rows.read(pk, using=alias)
     if key is None or key.completer_attempts < conf.get().COMPLETER_MAX_ATTEMPTS or on_abandon_of(key) is not None:
         return False
-    reason = f"The completer ran it {key.completer_attempts} times without success. See its last error and its history."
+    reason = f"The completer ran it {key.completer_attempts} times without success. The last error: {summary(key.last_error)}"
     if not settlement.give_up(pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias):
         return False
     events.announce_stuck(pk, None, using=alias)
