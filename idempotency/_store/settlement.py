@@ -14,6 +14,7 @@ from typing import Any
 
 from idempotency._store.events import about
 from idempotency._store.fence import stuck_parameters
+from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
 from idempotency._store.statements import CLEAR_STUCK, TABLE
 from idempotency._text import summary
@@ -54,7 +55,9 @@ def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
 
 
 def release_lock(decision: Decision) -> bool:
-    return _change(decision, "locked_at = NULL", "k.locked_at IS NOT NULL", event="lock released", detail=decision.signed)
+    return _change(
+        decision, "locked_at = NULL", "k.locked_at IS NOT NULL", event=HistoryEvent.LOCK_RELEASED, detail=decision.signed
+    )
 
 
 def hand_back(decision: Decision) -> bool:
@@ -63,7 +66,7 @@ def hand_back(decision: Decision) -> bool:
         decision,
         f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, handed_back_at = {text.now}, {CLEAR_STUCK}",
         f"{text.unlocked} AND NOT k.refused AND k.stuck_code <> '{StuckCode.ON_ABANDON}'",
-        event="handed back",
+        event=HistoryEvent.HANDED_BACK,
         detail=f"to the completer, {decision.signed}",
     )
 
@@ -75,7 +78,7 @@ def answer(decision: Decision, code: int, headers: dict[str, str], body: bytes |
         f"recovery_point = '{FINISHED}', finished_at = {text.now}, locked_at = NULL, refused_at = NULL, "
         f"{CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
         text.unlocked + (f" AND {_CALLS} = %(calls)s" if calls is not None else ""),
-        event="answered",
+        event=HistoryEvent.ANSWERED,
         detail=f"status {code}, {decision.signed}",
         calls=calls,
         code=code,
@@ -89,7 +92,7 @@ def acknowledge(decision: Decision) -> bool:
         decision,
         f"acknowledged_at = {statements_for(decision.using).now}",
         "k.stuck_at IS NOT NULL AND (k.acknowledged_at IS NULL OR k.acknowledged_at < k.stuck_at)",
-        event="acknowledged",
+        event=HistoryEvent.ACKNOWLEDGED,
         detail=decision.signed,
         moves=False,
     )
