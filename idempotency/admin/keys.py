@@ -4,7 +4,6 @@ import json
 from functools import partial
 from typing import Any
 from urllib.parse import urlencode
-from uuid import UUID
 
 from django.contrib import admin, messages
 from django.contrib.auth import get_user_model
@@ -19,20 +18,20 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.timesince import timesince
 
-from idempotency import interventions
 from idempotency._request.atomic_requests import EVERY_ALIAS
 from idempotency._states import due_at
 from idempotency.admin import dashboard, key_page
 from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
+from idempotency.admin.bulk_keys import Acknowledge, HandBack
+from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.filters import AgeFilter, RecoveryPointFilter, StateFilter, StuckCodeFilter
-from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, first_line_of, masked, preformatted, pretty
+from idempotency.admin.reading import first_line_of, masked, preformatted, pretty
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import IdempotencyKey
 from idempotency.scopes import OWN
 
 _BIGGEST_ID = 2**63 - 1
 _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history", "seed")
-_PRESSED = ("pk", "claim_token", "recovery_point", "request_method", "request_path")
 _REQUEST_PARTS = ("request_headers_shown", "request_shown")
 _TIMES = (
     *("created_at", "last_run_at", "locked_at", "finished_at", "refused_at", "stuck_at", "acknowledged_at"),
@@ -41,12 +40,12 @@ _TIMES = (
 
 
 @admin.register(IdempotencyKey)
-class IdempotencyKeyAdmin(ReadOnlyAdmin):
+class IdempotencyKeyAdmin(BulkAdmin):
     """The list of keys, the page of one key, its buttons, and the dashboard."""
 
     list_display = ("id", "request", "state", "progress", "age", "attempts", "trouble", "sender")
     list_filter = (StateFilter, AgeFilter, StuckCodeFilter, RecoveryPointFilter)
-    actions = ("hand_back", "acknowledge")
+    bulk = (HandBack(), Acknowledge())
     ordering = ("-created_at",)
     search_fields = ("idempotency_key",)
     search_help_text = "The whole idempotency key, the number of its row, a scope such as user:7, or the name of a user."
@@ -211,38 +210,6 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
 
     # A run of a view must not happen inside a transaction, and what was done is not to be undone by a later error of the page.
     press_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
-
-    def has_complete_permission(self, request: HttpRequest) -> bool:
-        """Tell whether the person may have keys completed."""
-        return self.holds(request, "complete_idempotencykey")
-
-    def has_acknowledge_permission(self, request: HttpRequest) -> bool:
-        """Tell whether the person may acknowledge keys."""
-        return self.holds(request, "acknowledge_idempotencykey")
-
-    @admin.action(description="Hand back to the completer, which runs them", permissions=["complete"])
-    def hand_back(self, request: HttpRequest, chosen: QuerySet[Any]) -> None:
-        """Give each of the chosen keys back to the completer."""
-        self._each(request, chosen, interventions.hand_back, "Handed back to the completer.")
-
-    @admin.action(description="Acknowledge: take off the list, leave as they are", permissions=["acknowledge"])
-    def acknowledge(self, request: HttpRequest, chosen: QuerySet[Any]) -> None:
-        """Take each of the chosen keys off the list of stuck ones."""
-        self._each(request, chosen, interventions.acknowledge, "Acknowledged.")
-
-    def _each(self, request: HttpRequest, chosen: QuerySet[Any], intervene: Any, logged: str) -> None:
-        keys: list[IdempotencyKey] = list(chosen.only(*_PRESSED)[: MAX_CHOSEN + 1])
-        done = 0
-        for key in keys[:MAX_CHOSEN]:
-            seen: UUID | None = key.claim_token
-            if intervene(key.pk, seen, by=username(request), at=key.recovery_point, using=self._alias(key)):
-                self.log_change(request, key, logged)
-                done += 1
-        left = len(keys) - done
-        text = f"{done} done." if not left else f"{done} done; the others were running, finished, or not in a state for it."
-        if len(keys) > MAX_CHOSEN:
-            text += f" At most {MAX_CHOSEN} are taken at once."
-        self.message_user(request, text, messages.WARNING if left else messages.SUCCESS)
 
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
         """Show how much waits, where, and for whom."""

@@ -18,8 +18,6 @@ from idempotency._text import cut
 
 #: A page counts at most so many rows; the further ones are found by a filter or the search.
 MAX_COUNT = 5000
-#: How many rows one action takes at most.
-MAX_CHOSEN = 500
 MAX_SHOWN_CHARACTERS = 20_000
 _ENCODED_REDACTED = "%5Bredacted%5D"
 _MASK = '<mark class="idem-redacted" title="not kept: see redact=">redacted</mark>'
@@ -44,6 +42,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
     show_facets = admin.ShowFacets.NEVER  # they count the whole table, once for each choice of a filter
     sortable_by = ()
     list_per_page = 50
+    list_max_show_all = 100  # The ids of all fit into the address of a question.
 
     class Media:
         css = {"all": ["idempotency/admin.css"]}

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A stuck code: its cause, and its cure."""
+    """A stuck code: its cause, its cure, and whether another run stops at the same place until somebody has answered."""
 
     cause: str
     cure: str
+    stops_again: bool = False
 
 
 STUCK_CODES = {
@@ -21,10 +22,12 @@ STUCK_CODES = {
         "Check that service. If the call took effect, answer the key with the result. If it did not, answer the key with an "
         "error such as 409; the client may then send a new request. If this page shows a late result of the call, complete "
         "the key.",
+        stops_again=True,
     ),
     "downstream_key_expired": Explanation(
         "The downstream service may have forgotten the key of an earlier call. Another call could repeat the work.",
         "Check that service, then answer the key as for call_in_doubt. Completing the key would stop at the same place.",
+        stops_again=True,
     ),
     "view_gave_up": Explanation(
         "The view raised KeyStuck. Its reason is shown.",
@@ -64,9 +67,11 @@ STUCK_CODES = {
         "The body of the request was not stored (an upload, or store_body=False), so only its client can send it again.",
         "Completing the key would stop at the same place. Undo or finish the work by hand, and answer the key. If the work is "
         "still wanted, the client sends a new request.",
+        stops_again=True,
     ),
     "body_redacted": Explanation(
         "Parts of the request were redacted, so only its client can send it again.",
         "Proceed as for body_not_kept.",
+        stops_again=True,
     ),
 }
