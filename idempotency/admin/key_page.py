@@ -16,6 +16,7 @@ from idempotency import conf
 from idempotency._request.lookup import on_abandon_of, options_for
 from idempotency._request.stored_request import urlconf_of
 from idempotency._states import KeyState
+from idempotency._store.dialects import HISTORY_LIMIT
 from idempotency._store.fence import CALL_BEGUN
 from idempotency.admin.reading import admin_url, first_line_of
 from idempotency.exceptions import StuckCode
@@ -53,7 +54,11 @@ def progress(key: IdempotencyKey, points: tuple[str, ...] | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A recovery point on the line: ``place`` is passed, here, unknown or ahead."""
+    """A recovery point on the line.
+
+    ``place`` is passed, skipped (before the marker, and the history shows that no phase committed it), unrecorded (before the
+    marker, and the history is cut or empty), here, unknown or ahead.
+    """
 
     name: str
     place: str
@@ -89,13 +94,30 @@ def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
         passed = [name for name in reached if name not in (FINISHED, key.recovery_point)]
         order = [*passed, key.recovery_point, *(name for name in order if name not in passed)]
     here = order.index(key.recovery_point)
+    not_reached = "skipped" if _is_whole(key.history) else "unrecorded"
     stops = []
     for position, name in enumerate(order):
-        place = "passed" if position < here or key.finished_at else "ahead"
-        if position == here and not key.finished_at:
+        if position < here or key.finished_at:
+            place = "passed" if name in reached else not_reached
+        elif position == here:
             place = "unknown" if unknown else "here"
+        else:
+            place = "ahead"
         stops.append(Stop(name, place, reached.get(name), errors[name]))
     return stops
+
+
+def _is_whole(history: list[dict[str, str]]) -> bool:
+    """Return whether the history has all events since the first claim."""
+    return bool(history) and history[0]["event"] == "claimed" and len(history) < HISTORY_LIMIT
+
+
+def heading(key: Any) -> str:
+    """Return the state of the key in a few words, with the stuck code or the stored status."""
+    if key.state == KeyState.FINISHED:
+        return f"Finished: answered {key.response_code}" if key.response_code else "Finished: without a response"
+    state = str(key.state).capitalize()
+    return f"{state}: {key.stuck_code}" if key.stuck_code else state
 
 
 def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[str]]:

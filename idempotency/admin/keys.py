@@ -158,7 +158,7 @@ class IdempotencyKeyAdmin(ReadOnlyAdmin):
         """Show where the key stands, what happened, what comes next, and what the person may do about it."""
         key = context["original"]
         context |= {
-            "state": key.state,
+            "heading": key_page.heading(key),
             "line": key_page.line(key, key.declared),
             "events": key_page.history_of(key),
             "last_call": key_page.last_call(key, key.read_at),
