@@ -1,13 +1,10 @@
-"""What the page of a key shows beside its fields: where it stands, what happened, what comes next, what belongs to it."""
+"""What the page of a key shows beside its fields: where it stands, what happened, what comes next."""
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.contrib.admin import AdminSite
-from django.http import HttpRequest
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 from django.utils.timesince import timeuntil
@@ -18,12 +15,9 @@ from idempotency._request.stored_request import urlconf_of
 from idempotency._states import KeyState
 from idempotency._store.dialects import HISTORY_LIMIT
 from idempotency._store.fence import CALL_BEGUN
-from idempotency.admin.reading import admin_url, first_line_of
+from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.exceptions import StuckCode
-from idempotency.models import FINISHED, STARTED, ForeignCall, IdempotencyKey, StagedJob
-
-#: How many rows of one kind, of those that belong to a key, are shown.
-MAX_LINKED = 10
+from idempotency.models import FINISHED, STARTED, IdempotencyKey
 
 
 class DeclaredPoints:
@@ -74,15 +68,6 @@ class Event:
     detail: str
     at: datetime | None
     seconds_later: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Linked:
-    """Rows of one model that point at the key: their pk and where to see them."""
-
-    name: str
-    rows: list[tuple[Any, str]] = field(default_factory=list)
-    more: bool = False
 
 
 def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
@@ -211,28 +196,11 @@ def _moment(at: datetime, now: datetime) -> str:
     return f"{local:%Y-%m-%d %H:%M:%S} ({distance})"
 
 
-def linked(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, using: str) -> Iterator[Linked]:
-    """Yield the rows of other apps' models with a foreign key to ``key``, a few of each; one query for each model."""
-    for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
-        model: Any = relation.related_model
-        if not (relation.one_to_many or relation.one_to_one) or relation.concrete or model in (StagedJob, ForeignCall):
-            continue
-        foreign_key: Any = relation.field  # type: ignore[union-attr]
-        if model._meta.auto_created or not (foreign_key.db_index or foreign_key.unique):
-            continue  # Without an index it would be a search through the whole table.
-        rows = model._base_manager.using(using).filter(**{foreign_key.name: key.pk}).order_by()
-        pks = list(rows.values_list("pk", flat=True)[: MAX_LINKED + 1])
-        if pks:
-            shown = [(pk, admin_url(site, request, model, pk)) for pk in pks[:MAX_LINKED]]
-            yield Linked(str(model._meta.verbose_name), shown, more=len(pks) > MAX_LINKED)
-
-
-def belongings(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, using: str) -> dict[str, Any]:
-    """Return what belongs to ``key``, a bounded number of rows of each kind, for the template."""
-    jobs = StagedJob.objects.using(using).filter(idempotency_key=key.pk).order_by("run_at")[:MAX_LINKED]
-    calls = ForeignCall.objects.using(using).filter(key=key.pk).order_by("pk")[:MAX_LINKED]
+def facts(key: Any) -> dict[str, Any]:
+    """Return what the page and each question say of ``key``, for the template: its state, its cause, its cure, its next run."""
     return {
-        "linked": list(linked(key, site, request, using=using)),
-        "jobs": [(job, admin_url(site, request, StagedJob, job.pk), first_line_of(job.last_error)) for job in jobs],
-        "calls": [(call, admin_url(site, request, ForeignCall, call.pk)) for call in calls],
+        "heading": heading(key),
+        "stuck_code": STUCK_CODES.get(key.stuck_code),
+        "last_call": last_call(key, key.read_at),
+        "next_step": next_step(key, has_view=key.declared is not None),
     }

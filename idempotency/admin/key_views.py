@@ -15,10 +15,9 @@ from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
 
 from idempotency._request.atomic_requests import EVERY_ALIAS
-from idempotency.admin import key_page
+from idempotency.admin import answering, belongings, key_page
 from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, offered, username
 from idempotency.admin.reading import ReadOnlyAdmin, masked, preformatted, pretty
-from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import IdempotencyKey
 
 _REQUEST_PARTS = ("request_headers_shown", "request_shown")
@@ -85,15 +84,12 @@ class KeyPageAdmin(ReadOnlyAdmin):
         """Show where the key stands, what happened, what comes next, and what the person may do about it."""
         key = context["original"]
         context |= {
-            "heading": key_page.heading(key),
+            **key_page.facts(key),
             "line": key_page.line(key, key.declared),
             "events": key_page.history_of(key),
-            "last_call": key_page.last_call(key, key.read_at),
-            "next_step": key_page.next_step(key, has_view=key.declared is not None),
-            "stuck_code": STUCK_CODES.get(key.stuck_code),
             "buttons": offered(key, partial(self.holds, request)),
             "looked_at": urlencode(looked_at(key, self._alias(key))),  # before the calls below are read, which may be newer
-            **key_page.belongings(key, self.admin_site, request, using=self._alias(key)),
+            **belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
         return super().render_change_form(request, context, *args, **kwargs)
 
@@ -124,17 +120,34 @@ class KeyPageAdmin(ReadOnlyAdmin):
         if request.method == "GET" and looked != looked_at(key, self._alias(key)):
             self.message_user(request, TOO_LATE, messages.WARNING)
             return HttpResponseRedirect(page)
-        form = button.form(request.POST or None, initial=looked)
-        if request.method == "POST" and form.is_valid():
+        template = answering.template_for(key, using=self._alias(key)) if name == "answer" else None
+        filled = answering.filled_in(template) if template is not None and "template" in request.GET else {}
+        form = button.form(request.POST or None, initial=looked | filled)
+        if request.method == "POST" and form.is_valid() and not form.asks_again():
             level, text, logged = button.press(key, form.cleaned_data, username(request), self._alias(key))
             if logged:
                 self.log_change(request, key, logged)
             self.message_user(request, text, level)
             return HttpResponseRedirect(page)
-        context = {"title": button.label, "opts": self.opts, "key": key, "button": button, "form": form, "page": page}
-        context["last_call"] = key_page.last_call(key, key.read_at)
-        template = "admin/idempotency/idempotencykey/press.html"
-        return TemplateResponse(request, template, self.admin_site.each_context(request) | {"media": self.media} | context)
+        question = {"title": button.label, "name": name, "button": button, "form": form, "page": page, "template": template}
+        return self._ask(request, key, question | {"filled": bool(filled), "looked_at": urlencode(looked)})
 
     # A run of a view must not happen inside a transaction, and what was done is not to be undone by a later error of the page.
     press_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
+
+    def _ask(self, request: HttpRequest, key: IdempotencyKey, question: dict[str, Any]) -> HttpResponse:
+        """Return the page with the question of a button, and what a person must know to answer it."""
+        form = question["form"]
+        shown = {
+            "opts": self.opts,
+            "media": self.media,
+            "key": key,
+            "request_line": self.request(key),
+            "request_body": self.request_shown(key),
+            "sender": self.sender(key),
+            "preview": form.preview(question["template"]) if isinstance(form, answering.AnswerFields) else None,
+            **key_page.facts(key),
+            **belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
+        }
+        template = "admin/idempotency/idempotencykey/press.html"
+        return TemplateResponse(request, template, self.admin_site.each_context(request) | shown | question)
