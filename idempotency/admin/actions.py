@@ -3,17 +3,17 @@
 What a button does is re-checked in the UPDATE that does it: a page is out of date as soon as it is shown.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from django import forms
 from django.contrib import messages
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 
 from idempotency import interventions
 from idempotency._states import KeyState
+from idempotency.admin.answering import AnswerFields
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
 
@@ -42,39 +42,13 @@ class PressForm(forms.Form):
         super().__init__(*args, **kwargs)
         self.fields["note"] = self.fields.pop("note")
 
+    def asks_again(self) -> bool:
+        """Tell whether the person has yet to confirm what was sent."""
+        return False
 
-class AnswerForm(PressForm):
+
+class AnswerForm(AnswerFields, PressForm):
     """The response with which each retry of the client is answered."""
-
-    status = forms.IntegerField(initial=409, help_text="A 2xx if the work was done, else a 4xx such as 409, 410 or 422.")
-    body = forms.CharField(
-        widget=forms.Textarea(attrs={"rows": 8, "class": "vLargeTextField"}),
-        required=False,
-        strip=False,
-        help_text="JSON, or plain text; may be empty.",
-    )
-
-    def clean(self) -> dict[str, Any]:
-        """Build the response, and refuse one that does not end a request."""
-        cleaned: dict[str, Any] = super().clean() or {}
-        if "status" not in cleaned:
-            return cleaned
-        if not 100 <= cleaned["status"] <= 599:
-            self.add_error("status", "This is not the status of a response.")
-            return cleaned
-        body = cleaned.get("body", "")
-        cleaned["response"] = response = HttpResponse(body, status=cleaned["status"], content_type=_content_type(body))
-        if problem := interventions.answer_problem(response):
-            self.add_error(None, problem)
-        return cleaned
-
-
-def _content_type(body: str) -> str:
-    try:
-        json.loads(body)
-    except (ValueError, RecursionError):
-        return "text/plain; charset=utf-8"
-    return "application/json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

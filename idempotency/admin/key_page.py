@@ -1,13 +1,10 @@
-"""What the page of a key shows beside its fields: where it stands, what happened, what comes next, what belongs to it."""
+"""What the page of a key shows beside its fields: where it stands, what happened, what comes next."""
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.contrib.admin import AdminSite
-from django.http import HttpRequest
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 from django.utils.timesince import timeuntil
@@ -16,13 +13,11 @@ from idempotency import conf
 from idempotency._request.lookup import on_abandon_of, options_for
 from idempotency._request.stored_request import urlconf_of
 from idempotency._states import KeyState
+from idempotency._store.dialects import HISTORY_LIMIT
 from idempotency._store.fence import CALL_BEGUN
-from idempotency.admin.reading import admin_url, first_line_of
+from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.exceptions import StuckCode
-from idempotency.models import FINISHED, STARTED, ForeignCall, IdempotencyKey, StagedJob
-
-#: How many rows of one kind, of those that belong to a key, are shown.
-MAX_LINKED = 10
+from idempotency.models import FINISHED, STARTED, IdempotencyKey
 
 
 class DeclaredPoints:
@@ -53,7 +48,11 @@ def progress(key: IdempotencyKey, points: tuple[str, ...] | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A recovery point on the line: ``place`` is passed, here, unknown or ahead."""
+    """A recovery point on the line.
+
+    ``place`` is passed, skipped (before the marker, and the history shows that no phase committed it), unrecorded (before the
+    marker, and the history is cut or empty), here, unknown or ahead.
+    """
 
     name: str
     place: str
@@ -71,15 +70,6 @@ class Event:
     seconds_later: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Linked:
-    """Rows of one model that point at the key: their pk and where to see them."""
-
-    name: str
-    rows: list[tuple[Any, str]] = field(default_factory=list)
-    more: bool = False
-
-
 def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
     """Return the phases of the key in their order, with the place where it stands and the errors met at each."""
     reached, errors = _reached(key)
@@ -89,13 +79,30 @@ def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
         passed = [name for name in reached if name not in (FINISHED, key.recovery_point)]
         order = [*passed, key.recovery_point, *(name for name in order if name not in passed)]
     here = order.index(key.recovery_point)
+    not_reached = "skipped" if _is_whole(key.history) else "unrecorded"
     stops = []
     for position, name in enumerate(order):
-        place = "passed" if position < here or key.finished_at else "ahead"
-        if position == here and not key.finished_at:
+        if position < here or key.finished_at:
+            place = "passed" if name in reached else not_reached
+        elif position == here:
             place = "unknown" if unknown else "here"
+        else:
+            place = "ahead"
         stops.append(Stop(name, place, reached.get(name), errors[name]))
     return stops
+
+
+def _is_whole(history: list[dict[str, str]]) -> bool:
+    """Return whether the history has all events since the first claim."""
+    return bool(history) and history[0]["event"] == "claimed" and len(history) < HISTORY_LIMIT
+
+
+def heading(key: Any) -> str:
+    """Return the state of the key in a few words, with the stuck code or the stored status."""
+    if key.state == KeyState.FINISHED:
+        return f"Finished: answered {key.response_code}" if key.response_code else "Finished: without a response"
+    state = str(key.state).capitalize()
+    return f"{state}: {key.stuck_code}" if key.stuck_code else state
 
 
 def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[str]]:
@@ -189,28 +196,11 @@ def _moment(at: datetime, now: datetime) -> str:
     return f"{local:%Y-%m-%d %H:%M:%S} ({distance})"
 
 
-def linked(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, using: str) -> Iterator[Linked]:
-    """Yield the rows of other apps' models with a foreign key to ``key``, a few of each; one query for each model."""
-    for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
-        model: Any = relation.related_model
-        if not (relation.one_to_many or relation.one_to_one) or relation.concrete or model in (StagedJob, ForeignCall):
-            continue
-        foreign_key: Any = relation.field  # type: ignore[union-attr]
-        if model._meta.auto_created or not (foreign_key.db_index or foreign_key.unique):
-            continue  # Without an index it would be a search through the whole table.
-        rows = model._base_manager.using(using).filter(**{foreign_key.name: key.pk}).order_by()
-        pks = list(rows.values_list("pk", flat=True)[: MAX_LINKED + 1])
-        if pks:
-            shown = [(pk, admin_url(site, request, model, pk)) for pk in pks[:MAX_LINKED]]
-            yield Linked(str(model._meta.verbose_name), shown, more=len(pks) > MAX_LINKED)
-
-
-def belongings(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, using: str) -> dict[str, Any]:
-    """Return what belongs to ``key``, a bounded number of rows of each kind, for the template."""
-    jobs = StagedJob.objects.using(using).filter(idempotency_key=key.pk).order_by("run_at")[:MAX_LINKED]
-    calls = ForeignCall.objects.using(using).filter(key=key.pk).order_by("pk")[:MAX_LINKED]
+def facts(key: Any) -> dict[str, Any]:
+    """Return what the page and each question say of ``key``, for the template: its state, its cause, its cure, its next run."""
     return {
-        "linked": list(linked(key, site, request, using=using)),
-        "jobs": [(job, admin_url(site, request, StagedJob, job.pk), first_line_of(job.last_error)) for job in jobs],
-        "calls": [(call, admin_url(site, request, ForeignCall, call.pk)) for call in calls],
+        "heading": heading(key),
+        "stuck_code": STUCK_CODES.get(key.stuck_code),
+        "last_call": last_call(key, key.read_at),
+        "next_step": next_step(key, has_view=key.declared is not None),
     }

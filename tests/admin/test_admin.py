@@ -1,5 +1,6 @@
 """The admin: what became of each request, for a person who may look and not touch."""
 
+import re
 from uuid import uuid4
 
 import pytest
@@ -24,6 +25,10 @@ def staff(client):
     """Return a client signed in as an administrator."""
     client.force_login(UserFactory(is_staff=True, is_superuser=True))
     return client
+
+
+def event(minute, name, detail):
+    return {"at": f"2026-11-21T06:{minute:02}:00Z", "event": name, "detail": detail}
 
 
 def one_of_each_state():
@@ -200,10 +205,6 @@ def test_who_may_not_view_keys_sees_none(client):
     assert IdempotencyKey.objects.count() == 0
 
 
-def event(minute, name, detail):
-    return {"at": f"2026-11-21T06:{minute:02}:00Z", "event": name, "detail": detail}
-
-
 def test_the_list_says_how_far_each_request_came_who_sent_it_and_what_stopped_it(staff):
     user = UserFactory(username="jane")
     stuck = {"stuck_at": timezone.now(), "stuck_code": "call_in_doubt", "stuck_reason": "Look."}
@@ -248,11 +249,41 @@ def test_of_a_point_that_the_code_does_not_know_only_the_history_tells_what_was_
     assert places == ("passed", "passed", "unknown", "ahead", "ahead")
 
 
-def test_the_line_of_a_finished_and_of_a_plain_key_is_passed_to_its_end(staff):
-    for path, points in (("/rides", 4), ("/rides/7/texts", 2), ("/nowhere", 2)):
-        key = IdempotencyKeyFactory(finished=True, request_path=path)
-        line = staff.get(f"{KEYS}{key.pk}/change/").context["line"]
-        assert [stop.place for stop in line] == ["passed"] * points
+def places(staff, key):
+    return [stop.place for stop in staff.get(f"{KEYS}{key.pk}/change/").context["line"]]
+
+
+def test_the_line_of_a_finished_key_is_passed_to_its_end(staff):
+    history = [
+        event(0, "claimed", "client"),
+        *(event(1, "recovery point", name) for name in ("ride_created", "charge_created")),
+    ]
+    key = IdempotencyKeyFactory(finished=True, history=history)
+    assert places(staff, key) == ["passed"] * 4
+    for path in ("/rides/7/texts", "/nowhere"):
+        assert places(staff, IdempotencyKeyFactory(finished=True, request_path=path)) == ["passed"] * 2
+
+
+@pytest.mark.parametrize(("code", "last"), [(402, ("finished", "status 402")), (409, ("answered", "status 409, by jane"))])
+def test_a_point_that_no_phase_committed_is_skipped(staff, code, last):
+    history = [event(0, "claimed", "client"), event(1, "recovery point", "ride_created"), event(2, *last)]
+    key = IdempotencyKeyFactory(finished=True, response_code=code, history=history)
+    assert places(staff, key) == ["passed", "passed", "skipped", "passed"]
+    page = staff.get(f"{KEYS}{key.pk}/change/")
+    assert page.context["heading"] == f"Finished: answered {code}"
+    assert not re.search(r"charge_created</span>\s*<span[^>]*>reached", page.text)
+
+
+def test_a_skipped_point_before_the_marker_is_no_passed_one(staff):
+    history = [event(0, "claimed", "client"), event(1, "recovery point", "charge_created")]
+    key = IdempotencyKeyFactory(recovery_point="charge_created", history=history)
+    assert places(staff, key) == ["passed", "skipped", "here", "ahead"]
+
+
+@pytest.mark.parametrize("history", [[], [event(0, "recovery point", "ride_created")], [event(0, "claimed", "client")] * 50])
+def test_what_a_cut_history_does_not_hold_may_have_been_reached(staff, history):
+    key = IdempotencyKeyFactory(finished=True, history=history)
+    assert places(staff, key)[2] == "unrecorded"
 
 
 def test_what_belongs_to_a_key_is_shown_with_links_to_what_the_person_may_see(staff, client):

@@ -1,5 +1,6 @@
 """The buttons of the admin: who may press them, what the person is told, and what the admin log keeps."""
 
+import json
 import re
 from functools import partial
 from html import unescape
@@ -17,15 +18,17 @@ from django.test import Client
 from django.urls import path, resolve
 
 from idempotency import interventions
+from idempotency.admin import answering
 from idempotency.admin.actions import BUTTONS as ALL_BUTTONS
 from idempotency.admin.actions import TOO_LATE, looked_at
 from idempotency.admin.stuck_codes import STUCK_CODES
-from idempotency.exceptions import StuckCode
+from idempotency.decorators import idempotent
+from idempotency.exceptions import KeyStuck, StuckCode
 from idempotency.interventions import acknowledge
 from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo.urls import urlpatterns
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
-from tests.kit.ageing import make_older
+from tests.kit.ageing import ago, make_older
 from tests.kit.claims import hand_back_and_meet_another_run
 from tests.kit.serving import Sender
 from tests.kit.threads import all_at_once
@@ -64,7 +67,23 @@ def url(key: IdempotencyKey, button: str) -> str:
 
 def press(client: Client, key: IdempotencyKey, button: str, **sent: Any) -> Any:
     """Press a button on the page as it was when ``key`` was read, and follow to the page of the key."""
-    return client.post(url(key, button), looked_at(key, "default") | sent, follow=True)
+    return send(client, key, button, looked_at(key, "default") | sent)
+
+
+def send(client: Client, key: IdempotencyKey, button: str, sent: dict[str, Any]) -> Any:
+    """Send the form of a button; an answer is previewed first, if it has no mistake, and then stored."""
+    if button == "answer":
+        sent = {"kind": "json", "body": ""} | sent
+        asked = client.post(url(key, button), sent | {"step": "preview"})
+        if previewed := previewed_in(asked):
+            sent |= {"step": "store", "previewed": previewed}
+    return client.post(url(key, button), sent, follow=True)
+
+
+def previewed_in(asked: Any) -> str:
+    """Return what the page sends to store the response in its preview; "" if it has no preview."""
+    found = re.search(r'name="previewed" value="(\w+)"', asked.text)
+    return found[1] if found else ""
 
 
 def told(response: Any) -> str:
@@ -185,12 +204,17 @@ def test_a_stuck_key_is_completed_and_its_client_gets_the_answer(sender: Sender,
 
 
 @pytest.mark.parametrize(
-    ("body", "content_type"),
-    [('{"sorry": true}', "application/json"), ("sorry", "text/plain; charset=utf-8"), ("", "text/plain")],
+    ("body", "kind", "content_type"),
+    [
+        ('{"sorry": true}', "json", "application/json"),
+        ('{"sorry": true}', "text", "text/plain; charset=utf-8"),
+        ("sorry", "text", "text/plain; charset=utf-8"),
+        ("", "json", "text/plain"),
+    ],
 )
-def test_the_answer_is_stored_as_it_was_written(body: str, content_type: str) -> None:
+def test_the_answer_is_stored_as_it_was_written(body: str, kind: str, content_type: str) -> None:
     key = stuck_key()
-    done = press(person("answer_idempotencykey"), key, "answer", status=410, body=body)
+    done = press(person("answer_idempotencykey"), key, "answer", status=410, body=body, kind=kind)
     assert "Answered with status 410" in told(done)
     key.refresh_from_db()
     assert (key.response_code, bytes(key.response_body).decode()) == (410, body)
@@ -199,13 +223,129 @@ def test_the_answer_is_stored_as_it_was_written(body: str, content_type: str) ->
 
 
 @pytest.mark.parametrize(
-    "sent", [{"status": 500}, {"status": 401}, {"status": 7}, {"status": ""}, {"status": 204, "body": "x"}]
+    "sent",
+    [
+        {"status": 500},
+        {"status": 401},
+        {"status": 7},
+        {"status": ""},
+        {"status": 204, "body": "1"},
+        {"status": 409, "kind": "xml"},
+        {"status": 409, "body": "sorry"},
+        {"status": 409, "body": '{"rate": NaN}'},
+    ],
 )
 def test_an_answer_that_ends_nothing_is_asked_for_again(sent: dict[str, Any]) -> None:
     key = stuck_key()
     page = press(person("answer_idempotencykey"), key, "answer", **sent)
     assert "errorlist" in page.text
     assert IdempotencyKey.objects.stuck().exists()
+
+
+def test_a_mistake_in_json_is_shown_with_its_place() -> None:
+    page = press(person("answer_idempotencykey"), stuck_key(), "answer", status=409, body='{\r\n  "error": sorry\r\n}')
+    (mistake,) = page.context["form"].errors["body"]
+    assert re.findall(r"\d+", mistake) == ["2", "12"]
+
+
+def test_nothing_is_stored_before_the_preview() -> None:
+    client, key = person("answer_idempotencykey"), stuck_key()
+    sent = looked_at(key, "default") | {
+        "status": 409,
+        "kind": "json",
+        "body": '{"error":\r\n "<b>no seat</b>"}',
+        "step": "store",
+    }
+    before = columns()
+    asked = client.post(url(key, "answer"), sent)
+    assert '{"error":\n "<b>no seat</b>"}' in unescape(asked.text)
+    assert "<b>no seat" not in asked.text
+    assert client.post(url(key, "answer"), sent | {"step": "edit"}).context["preview"] is None
+    sent["previewed"] = previewed_in(asked)
+    client.post(url(key, "answer"), sent | {"status": 410})
+    assert columns() == before, "another response than the previewed one was stored"
+    client.post(url(key, "answer"), sent)
+    key.refresh_from_db()
+    assert bytes(key.response_body) == b'{"error":\n "<b>no seat</b>"}'
+
+
+def test_the_preview_is_what_each_retry_gets(sender: Sender, settings: Any) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        raise KeyStuck("Look.")
+
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("view/", view), *urlpatterns]})
+    sender.send()
+    client, key = person("answer_idempotencykey"), IdempotencyKey.objects.get()
+    sent = {"status": 409, "kind": "json", "body": '{"error": "no seat"}'}
+    preview = client.post(url(key, "answer"), looked_at(key, "default") | sent).context["preview"]
+    press(client, key, "answer", **sent)
+    retry = sender.send()
+    assert preview.status == f"{retry.status_code} {retry.reason_phrase}"
+    assert {(name, retry[name]) for name, _ in preview.headers} == set(preview.headers)
+    assert {"Content-Type", "Idempotent-Replayed"} == {name for name, _ in preview.headers}
+    assert preview.body == retry.text
+
+
+def test_what_a_person_must_know_to_answer_is_on_the_page_of_the_answer() -> None:
+    key = stuck_key(last_error="OSError: down", request_body=b'{"seat": 7}')
+    StagedJobFactory(idempotency_key=key)
+    page = unescape(person("answer_idempotencykey").get(url(key, "answer"), looked_at(key, "default")).text)
+    for shown in ("attempts_exhausted", "Look.", "OSError: down", '"seat": 7', "rides_demo.jobs.send_ride_receipt"):
+        assert shown in page
+
+
+def earlier(path: str = "/rides", **changes: Any) -> IdempotencyKey:
+    return IdempotencyKeyFactory(**{"finished": True, "request_path": path, "response_body": b'{"ride": 7}'} | changes)
+
+
+def filled(key: IdempotencyKey) -> Any:
+    """Return the form of an answer that is to start from an earlier response."""
+    return (
+        person("answer_idempotencykey").get(url(key, "answer"), looked_at(key, "default") | {"template": "1"}).context["form"]
+    )
+
+
+def test_an_answer_can_start_from_the_last_success_of_its_path() -> None:
+    key, wanted = stuck_key(), earlier("/rides?page=1")
+    for other in ({"path": "/rides/7"}, {"request_method": "PUT"}, {"response_code": 402}, {"created_at": ago(hours=1)}):
+        earlier(response_body=b"{}", **other)
+    client = person("answer_idempotencykey")
+    asked = client.get(url(key, "answer"), looked_at(key, "default"))
+    assert (asked.context["template"], asked.context["form"]["body"].value()) == (wanted, None)
+    form = filled(key)
+    assert (form["status"].value(), form["kind"].value(), json.loads(form["body"].value())) == (201, "json", {"ride": 7})
+    sent = looked_at(key, "default") | {"status": 201, "kind": "json", "body": '{ "ride": 7 }'}
+    assert f"#{wanted.pk}" in " ".join(client.post(url(key, "answer"), sent).context["preview"].notes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"response_body": None}, {"response_body": b"\xff"}, {"response_headers": {"Content-Type": "image/png"}}],
+    ids=["not kept", "no text", "image"],
+)
+def test_a_response_that_no_form_can_hold_is_no_template(changes: dict[str, Any]) -> None:
+    earlier(**changes)
+    assert filled(stuck_key())["body"].value() is None
+
+
+def test_the_response_of_a_view_that_redacts_is_no_template(settings: Any) -> None:
+    @idempotent(redact=["card"])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        return JsonResponse({})
+
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("cards", view), *urlpatterns]})
+    earlier("/cards")
+    assert filled(stuck_key(request_path="/cards"))["body"].value() is None
+
+
+def test_a_template_is_looked_for_among_the_youngest_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "MAX_SEARCHED", 2)
+    key = stuck_key()
+    earlier(created_at=ago(hours=1))
+    assert filled(key)["status"].value() == 201
+    stuck_key()
+    assert filled(key)["status"].value() == 409
 
 
 def test_a_page_that_is_out_of_date_changes_nothing_and_says_so() -> None:
@@ -225,7 +365,7 @@ def test_a_key_that_moved_on_under_the_claim_that_was_seen_is_left_alone() -> No
     assert hidden == {"seen": str(key.claim_token), "at": "started", "calls": "0/0/0/"}
     IdempotencyKey.objects.update(recovery_point="charged")
     for button in BUTTONS:
-        assert TOO_LATE in told(client.post(url(key, button), hidden | {"status": 409}, follow=True))
+        assert TOO_LATE in told(send(client, key, button, hidden | {"status": 409}))
     assert IdempotencyKey.objects.stuck().exists()
 
 

@@ -86,6 +86,32 @@ def test_a_stuck_key_is_found_explained_and_completed(service: Service, stuck: d
     assert service.charges() == {booking["charge"]: stuck["ride"]}
 
 
+def test_a_stuck_key_is_answered_on_a_phone(
+    service: Service, stuck: dict[str, Any], visit: Callable[..., Visitor], axe_script: str
+) -> None:
+    visitor = visit("light", 400)
+    page = visitor.page
+    visitor.sign_in_to_admin(f"{KEYS}{stuck['id']}/change/")
+    page.get_by_role("link", name="Answer").click()
+    assert visitor.fits()
+    assert visitor.barriers(axe_script) == []
+    page.get_by_label("Body:").fill('{"error": no seat}')
+    page.get_by_role("button", name="Preview").click()
+    expect(page.locator(".errorlist")).to_contain_text("line 1, column 11")
+
+    page.get_by_label("Body:").fill('{"error": "no seat"}')
+    page.get_by_role("button", name="Preview").click()
+    expect(page.locator(".idem-preview")).to_contain_text("409 Conflict")
+    assert visitor.fits()
+    assert visitor.barriers(axe_script) == []
+    visitor.shoot("admin-answer-preview")
+    assert service.rows(_STUCK)
+    page.get_by_role("button", name="Store this answer").click()
+
+    expect(page.locator(".messagelist")).to_contain_text("Answered with status 409.")
+    assert not service.rows(_STUCK)
+
+
 def test_a_rider_who_was_kept_waiting_hears_of_it(service: Service, visitor: Visitor) -> None:
     visitor.sign_in()
     visitor.stripe("Fails permanently")

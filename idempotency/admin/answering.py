@@ -1,0 +1,157 @@
+"""Answer a key: the fields, their checks, the preview of the response, and a template from an earlier one."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from django import forms
+from django.http import HttpResponse
+
+from idempotency import conf, interventions
+from idempotency._request import responses
+from idempotency._request.lookup import options_for
+from idempotency.admin.reading import MAX_SHOWN_CHARACTERS, pretty
+from idempotency.models import IdempotencyKey
+
+#: Among how many keys, the youngest, a template is looked for.
+MAX_SEARCHED = 1000
+_TYPES = {"json": "application/json", "text": "text/plain; charset=utf-8"}
+_STATUS_HELP = "A 2xx if the work was done. If it was not: 409 or 410, or 422 if the request itself is at fault."
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """The response that each retry will get, and what a reader of it may overlook."""
+
+    status: str
+    headers: list[tuple[str, str]]
+    body: str
+    notes: list[str]
+
+
+class AnswerFields(forms.Form):
+    """The response with which each retry of the client is answered: written, previewed, then stored."""
+
+    status = forms.IntegerField(initial=409, help_text=_STATUS_HELP, widget=forms.NumberInput(attrs={"min": 100, "max": 599}))
+    kind = forms.ChoiceField(
+        choices=[("json", "JSON"), ("text", "plain text")], initial="json", label="Body is", widget=forms.RadioSelect
+    )
+    body = forms.CharField(
+        widget=forms.Textarea(attrs={"rows": 12, "spellcheck": "false", "class": "idem-body"}),
+        required=False,
+        strip=False,
+        help_text="May be empty. JSON is checked before it is stored.",
+    )
+
+    def clean_body(self) -> str:
+        """Return the body with the line ends that the person saw: a browser sends CRLF."""
+        body: str = self.cleaned_data["body"]
+        return body.replace("\r\n", "\n")
+
+    def clean(self) -> dict[str, Any]:
+        """Build the response. Refuse JSON that cannot be read, and a response that does not end a request."""
+        cleaned: dict[str, Any] = super().clean() or {}
+        if not {"status", "kind", "body"} <= cleaned.keys():
+            return cleaned
+        if not 100 <= cleaned["status"] <= 599:
+            self.add_error("status", "A status is a number from 100 to 599.")
+            return cleaned
+        body = cleaned["body"]
+        if body and cleaned["kind"] == "json" and (mistake := json_mistake(body)):
+            self.add_error("body", f"{mistake} Correct it, or choose plain text.")
+            return cleaned
+        content_type = _TYPES[cleaned["kind"] if body else "text"]
+        cleaned["response"] = response = HttpResponse(body, status=cleaned["status"], content_type=content_type)
+        if problem := interventions.answer_problem(response):
+            self.add_error(None, problem)
+        return cleaned
+
+    def asks_again(self) -> bool:
+        """Tell whether the person has yet to confirm the response, as it is now, in a preview."""
+        return self.data.get("step") != "store" or self.data.get("previewed") != self.digest()
+
+    def preview(self, template: IdempotencyKey | None = None) -> Preview | None:
+        """Return what each retry will get; None if the response is not valid, or the person wants to change it."""
+        if not self.is_bound or not self.is_valid() or self.data.get("step") == "edit":
+            return None
+        return _preview(self.cleaned_data["response"], self.cleaned_data["kind"], template)
+
+    def digest(self) -> str:
+        """Return a text that differs for each status, content type and body. Only the previewed response is stored."""
+        response = self.cleaned_data["response"]
+        told = json.dumps([response.status_code, response["Content-Type"]]).encode()
+        return hashlib.sha256(told + response.content).hexdigest()
+
+
+def json_mistake(text: str) -> str:
+    """Return why ``text`` is not JSON, and where; an empty string if it is."""
+    try:
+        json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        return f"This is not JSON: {error.msg}, in line {error.lineno}, column {error.colno}."
+    except ValueError as error:
+        return f"This is not JSON: {error}."
+    except RecursionError:
+        return "This is nested too deeply."
+    return ""
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a value of JSON")
+
+
+def _preview(response: HttpResponse, kind: str, template: IdempotencyKey | None) -> Preview:
+    code, headers, body = responses.stored_parts(response)
+    replay = responses.stored_response(IdempotencyKey(response_code=code, response_headers=headers, response_body=body))
+    replay[conf.get().REPLAYED_HEADER] = "true"
+    text, notes = response.content.decode(), []
+    if not text:
+        notes.append("The body is empty.")
+    elif kind == "text" and not json_mistake(text):
+        notes.append("The body is valid JSON, and is sent as plain text.")
+    if template is not None and text and _same(text, bytes(template.response_body or b"").decode()):
+        notes.append(f"The body is that of key #{template.pk}, unchanged. Are its values right for this request?")
+    return Preview(f"{code} {replay.reason_phrase}", list(replay.items()), text, notes)
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return bool(json.loads(one) == json.loads(other))
+    except (ValueError, RecursionError):
+        return one == other
+
+
+def template_for(key: IdempotencyKey, *, using: str) -> IdempotencyKey | None:
+    """Return the last key with the method and path of ``key`` whose stored response is a 2xx in JSON or plain text.
+
+    Only the last MAX_SEARCHED keys are searched. None if the view withholds parts of its requests: its response may quote them.
+    """
+    options = options_for(key)
+    if options is None or options.withholds:
+        return None
+    path = key.request_path.partition("?")[0]
+    keys = IdempotencyKey.objects.using(using)
+    recent = keys.order_by("-created_at").values("pk")[:MAX_SEARCHED]
+    alike = keys.filter(pk__in=recent, request_method=key.request_method, response_code__range=(200, 299))
+    found = alike.filter(request_path=path) | alike.filter(request_path__startswith=f"{path}?")
+    template = found.only("response_code", "response_headers", "response_body").order_by("-created_at").first()
+    return template if template is not None and filled_in(template) else None
+
+
+def filled_in(template: IdempotencyKey) -> dict[str, Any]:
+    """Return the fields of an answer that repeats the response of ``template``; empty if a form cannot hold it."""
+    kind = {"application/json": "json", "text/plain": "text"}.get(_content_type(template))
+    body = bytes(template.response_body or b"")
+    if kind is None or template.response_body is None or len(body) > MAX_SHOWN_CHARACTERS:
+        return {}
+    try:
+        text = body.decode()
+        return {"status": template.response_code, "kind": kind, "body": pretty(json.loads(text)) if kind == "json" else text}
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _content_type(key: IdempotencyKey) -> str:
+    headers = key.response_headers or {}
+    return str(headers.get("Content-Type", "")).partition(";")[0].strip().lower()

@@ -1,0 +1,153 @@
+"""The page of one key, its buttons, and the questions behind them."""
+
+import json
+from functools import partial
+from typing import Any
+from urllib.parse import urlencode
+
+from django.contrib import admin, messages
+from django.contrib.auth import get_user_model
+from django.core.exceptions import PermissionDenied
+from django.db import router
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.safestring import SafeString
+
+from idempotency._request.atomic_requests import EVERY_ALIAS
+from idempotency.admin import answering, belongings, key_page
+from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
+from idempotency.admin.reading import ReadOnlyAdmin, masked, preformatted, pretty
+from idempotency.models import IdempotencyKey
+
+_REQUEST_PARTS = ("request_headers_shown", "request_shown")
+_TIMES = (
+    *("created_at", "last_run_at", "locked_at", "finished_at", "refused_at", "stuck_at", "acknowledged_at"),
+    *("handed_back_at", "next_run_at"),
+)
+
+
+class KeyPageAdmin(ReadOnlyAdmin):
+    """The page of one key, and its buttons. The keys are read with ``state``, ``read_at`` and ``due_at``."""
+
+    fieldsets = (
+        (None, {"fields": ("error_shown",)}),
+        ("Request", {"fields": ("request", "sender", "scope", "idempotency_key", "remote_addr", *_REQUEST_PARTS)}),
+        ("Response", {"fields": ("response_code", "response_headers_shown", "response_shown")}),
+        ("Runs", {"fields": (*_TIMES, "attempts", "completer_attempts")}),
+    )
+
+    def get_urls(self) -> list[URLPattern]:
+        """Add the buttons; the button of a key is under its own path."""
+        press = self.admin_site.admin_view(self.press_view)
+        return [path("<int:pk>/press/<slug:name>/", press, name="idempotency_press"), *super().get_urls()]
+
+    @admin.display(description="request")
+    def request(self, key: IdempotencyKey) -> SafeString:
+        return masked(f"{key.request_method} {key.request_path}")
+
+    @admin.display(description="user")
+    def sender(self, key: Any) -> str:
+        """Return the id, and the name of a user who is still there."""
+        return f"{key.sent_by.get_username()} ({key.user_id})" if key.sent_by else str(key.user_id or "")
+
+    @admin.display(description="last error")
+    def error_shown(self, key: IdempotencyKey) -> SafeString:
+        return preformatted(key.last_error)
+
+    @admin.display(description="headers")
+    def request_headers_shown(self, key: IdempotencyKey) -> SafeString:
+        return preformatted(pretty(key.request_headers))
+
+    @admin.display(description="body")
+    def request_shown(self, key: IdempotencyKey) -> SafeString:
+        return preformatted("(not kept)" if key.request_body is None else pretty(key.request_params))
+
+    @admin.display(description="headers")
+    def response_headers_shown(self, key: IdempotencyKey) -> SafeString:
+        return preformatted(pretty(key.response_headers))
+
+    @admin.display(description="body")
+    def response_shown(self, key: IdempotencyKey) -> SafeString:
+        """Return the stored body, JSON indented."""
+        if key.finished_at is None:
+            return preformatted("")
+        if key.response_body is None:
+            return preformatted("(not kept)")
+        text = bytes(key.response_body).decode("utf-8", "replace")
+        try:
+            return preformatted(pretty(json.loads(text)))
+        except (ValueError, RecursionError):
+            return preformatted(text)
+
+    def render_change_form(self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any) -> HttpResponse:
+        """Show where the key stands, what happened, what comes next, and what the person may do about it."""
+        key = context["original"]
+        context |= {
+            **key_page.facts(key),
+            "line": key_page.line(key, key.declared),
+            "events": key_page.history_of(key),
+            "buttons": offered(key, partial(self.holds, request)),
+            "looked_at": urlencode(looked_at(key, self._alias(key))),  # before the calls below are read, which may be newer
+            **belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
+        }
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
+        """Return the key with what its page needs beside its own columns."""
+        key: Any = super().get_object(request, object_id, from_field)
+        if key is not None:
+            key.declared = key_page.DeclaredPoints().of(key)
+            key.sent_by = get_user_model()._default_manager.filter(pk=key.user_id).first() if key.user_id else None
+        return key
+
+    def _alias(self, key: IdempotencyKey) -> str:
+        return router.db_for_write(IdempotencyKey, instance=key)
+
+    def press_view(self, request: HttpRequest, pk: int, name: str) -> HttpResponse:
+        """Ask, then do what a button says, write it into the admin log, and show the key again."""
+        button = BUTTONS.get(name)
+        if button is None:
+            raise Http404
+        if not self.holds(request, button.permission):
+            raise PermissionDenied
+        key = self.get_object(request, str(pk))
+        if key is None:
+            raise Http404
+        page = reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change", args=(pk,))
+        # As it was on the page with the button, not as it is by now.
+        looked = {name: request.GET.get(name) for name in ("seen", "at", "calls")}
+        if request.method == "GET" and looked != looked_at(key, self._alias(key)):
+            self.message_user(request, TOO_LATE, messages.WARNING)
+            return HttpResponseRedirect(page)
+        template = answering.template_for(key, using=self._alias(key)) if name == "answer" else None
+        filled = answering.filled_in(template) if template is not None and "template" in request.GET else {}
+        form = button.form(request.POST or None, initial=looked | filled)
+        if request.method == "POST" and form.is_valid() and not form.asks_again():
+            level, text, logged = button.press(key, form.cleaned_data, username(request), self._alias(key))
+            if logged:
+                self.log_change(request, key, noted(logged, form.cleaned_data["note"]))
+            self.message_user(request, text, level)
+            return HttpResponseRedirect(page)
+        question = {"title": button.label, "name": name, "button": button, "form": form, "page": page, "template": template}
+        return self._ask(request, key, question | {"filled": bool(filled), "looked_at": urlencode(looked)})
+
+    # A run of a view must not happen inside a transaction, and what was done is not to be undone by a later error of the page.
+    press_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
+
+    def _ask(self, request: HttpRequest, key: IdempotencyKey, question: dict[str, Any]) -> HttpResponse:
+        """Return the page with the question of a button, and what a person must know to answer it."""
+        form = question["form"]
+        shown = {
+            "opts": self.opts,
+            "media": self.media,
+            "key": key,
+            "request_line": self.request(key),
+            "request_body": self.request_shown(key),
+            "sender": self.sender(key),
+            "preview": form.preview(question["template"]) if isinstance(form, answering.AnswerFields) else None,
+            **key_page.facts(key),
+            **belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
+        }
+        template = "admin/idempotency/idempotencykey/press.html"
+        return TemplateResponse(request, template, self.admin_site.each_context(request) | shown | question)
