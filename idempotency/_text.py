@@ -41,8 +41,10 @@ def first_line(error: BaseException) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with a suitable unit: ``0.2 s``, ``45 s``, ``3 min``, ``2 h``, ``5 d``."""
-    if seconds < 10:
+    """Return a duration with a suitable unit: ``20 ms``, ``1.4 s``, ``45 s``, ``3 min``, ``2 h``, ``5 d``."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:

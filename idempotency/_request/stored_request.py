@@ -128,6 +128,18 @@ def urlconf_of(key: IdempotencyKey) -> str | None:
     return urlconf
 
 
+def client_headers(key: IdempotencyKey) -> dict[str, str]:
+    """Return the headers of the client that are stored, without marks."""
+    return {name: key.request_headers[name] for name in _KEPT_HEADERS if name in key.request_headers}
+
+
+def address_of(key: IdempotencyKey) -> str:
+    """Return the address to which the client sent the request; without a stored host, a relative one."""
+    kept = key.request_headers
+    origin = f"{kept.get('scheme', 'http')}://{kept['Host']}" if kept.get("Host") else ""
+    return f"{origin}{kept.get(_SCRIPT_NAME, '')}{key.request_path}"
+
+
 def sender_is_no_user(key: IdempotencyKey) -> bool:
     return _NO_USER in key.request_headers
 

@@ -1,30 +1,54 @@
-"""What belongs to a key: the rows of other apps, its staged jobs, its foreign calls."""
+"""What belongs to a key, with its state: the rows of other apps, its staged jobs with their messages, its foreign calls."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from django.contrib.admin import AdminSite
+from django.contrib.admin.utils import label_for_field, lookup_field
+from django.core.exceptions import ObjectDoesNotExist
+from django.db.models import ForeignKey
 from django.http import HttpRequest
+from django.utils.html import strip_tags
 
+from idempotency._text import duration
 from idempotency.admin.reading import admin_url, first_line_of
-from idempotency.models import ForeignCall, IdempotencyKey, StagedJob
+from idempotency.inbox import STAGED_JOBS
+from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.templatetags.idempotency_admin import written
 
-#: How many rows of one kind are shown.
-MAX_LINKED = 10
+#: How many rows of one kind, and how many columns of a row, are shown.
+MAX_LINKED, MAX_COLUMNS = 10, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row: its name, where to see it, its state, and whether it needs a person."""
+
+    name: str
+    url: str
+    state: str = ""
+    alarming: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Linked:
-    """Rows of one model that point at the key: their pk and where to see them."""
+    """The rows of one kind."""
 
     name: str
-    rows: list[tuple[Any, str]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     more: bool = False
 
 
-def linked(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, using: str) -> Iterator[Linked]:
-    """Yield the rows of other apps' models with a foreign key to ``key``, a few of each; one query for each model."""
+def belongings(key: Any, site: AdminSite, request: HttpRequest, *, using: str) -> list[Linked]:
+    """Return what belongs to ``key``, a bounded number of rows of each kind. The key was read with ``read_at``."""
+    kinds = [*_of_other_apps(key, site, request, using), _jobs(key, site, request, using), _calls(key, site, request, using)]
+    return [kind for kind in kinds if kind.rows]
+
+
+def _of_other_apps(key: IdempotencyKey, site: AdminSite, request: HttpRequest, using: str) -> Iterator[Linked]:
+    """Yield the rows of other apps' models with a foreign key to ``key``: a query for each model, and one for the columns."""
     for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
         model: Any = relation.related_model
         if not (relation.one_to_many or relation.one_to_one) or relation.concrete or model in (StagedJob, ForeignCall):
@@ -32,19 +56,71 @@ def linked(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, using:
         foreign_key: Any = relation.field  # type: ignore[union-attr]
         if model._meta.auto_created or not (foreign_key.db_index or foreign_key.unique):
             continue  # Without an index it would be a search through the whole table.
-        rows = model._base_manager.using(using).filter(**{foreign_key.name: key.pk}).order_by()
-        pks = list(rows.values_list("pk", flat=True)[: MAX_LINKED + 1])
-        if pks:
-            shown = [(pk, admin_url(site, request, model, pk)) for pk in pks[:MAX_LINKED]]
-            yield Linked(str(model._meta.verbose_name), shown, more=len(pks) > MAX_LINKED)
+        found = model._base_manager.using(using).filter(**{foreign_key.name: key.pk}).order_by()
+        pks = list(found.values_list("pk", flat=True)[: MAX_LINKED + 1])
+        shown = pks[:MAX_LINKED]
+        urls = {pk: admin_url(site, request, model, pk) for pk in shown}
+        states = _columns(site._registry[model], request, shown, foreign_key.name, using) if any(urls.values()) else {}
+        rows = [Row(str(pk), url, states.get(pk, "")) for pk, url in urls.items()]
+        yield Linked(str(model._meta.verbose_name), rows, more=len(pks) > MAX_LINKED)
 
 
-def belongings(key: IdempotencyKey, site: AdminSite, request: HttpRequest, *, using: str) -> dict[str, Any]:
-    """Return what belongs to ``key``, a bounded number of rows of each kind, for the template."""
-    jobs = StagedJob.objects.using(using).filter(idempotency_key=key.pk).order_by("run_at")[:MAX_LINKED]
-    calls = ForeignCall.objects.using(using).filter(key=key.pk).order_by("pk")[:MAX_LINKED]
-    return {
-        "linked": list(linked(key, site, request, using=using)),
-        "jobs": [(job, admin_url(site, request, StagedJob, job.pk), first_line_of(job.last_error)) for job in jobs],
-        "calls": [(call, admin_url(site, request, ForeignCall, call.pk)) for call in calls],
-    }
+def _columns(row_admin: Any, request: HttpRequest, pks: Collection[Any], link: str, using: str) -> dict[Any, str]:
+    """Return what the admin's list of a model shows of these rows, as far as this person may see them."""
+    known = {"__str__", "pk", row_admin.model._meta.pk.name, link}
+    names = [name for name in row_admin.get_list_display(request) if name not in known][:MAX_COLUMNS]
+    related = [name.name for name in row_admin.model._meta.fields if isinstance(name, ForeignKey) and name.name in names]
+    rows = row_admin.get_queryset(request).using(using).filter(pk__in=pks)
+    rows = rows.select_related(*related) if related else rows
+    return {row.pk: ", ".join(filter(None, (_column(name, row, row_admin) for name in names))) for row in rows}
+
+
+def _column(name: Any, row: Any, row_admin: Any) -> str:
+    """Return a column with its label; "" if it is empty."""
+    try:
+        _, _, value = lookup_field(name, row, row_admin)
+    except ObjectDoesNotExist:
+        return ""
+    if value is None or value == "":
+        return ""
+    text = written(value) if isinstance(value, datetime) else strip_tags(str(value))
+    return f"{label_for_field(name, row_admin.model, row_admin)} {first_line_of(text)}"
+
+
+def _jobs(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked:
+    jobs = list(StagedJob.objects.using(using).filter(idempotency_key=key.pk).order_by("run_at")[: MAX_LINKED + 1])
+    messages = ProcessedMessage.objects.using(using).filter(source=STAGED_JOBS, message_id__in=[str(job.pk) for job in jobs])
+    processed = {message.message_id: message.processed_at for message in messages} if jobs else {}
+    rows = []
+    for job in jobs[:MAX_LINKED]:
+        state = _state_of_job(job, processed.get(str(job.pk)), key.read_at)
+        rows.append(Row(job.job_name, admin_url(site, request, StagedJob, job.pk), state, job.failed_at is not None))
+    return Linked("staged job", rows, more=len(jobs) > MAX_LINKED)
+
+
+def _state_of_job(job: StagedJob, processed_at: datetime | None, now: datetime) -> str:
+    if processed_at is not None:
+        return f"took effect at {written(processed_at)}"
+    if job.failed_at is not None:
+        return f"failed {_ago(job.failed_at, now)}: {first_line_of(job.last_error)}"
+    refused = f", refused {job.refusals} times: {first_line_of(job.last_error)}" if job.refusals else ""
+    if job.hand_overs:
+        return f"handed over, no effect yet{refused}"
+    if job.run_at > now:
+        return f"due in {duration((job.run_at - now).total_seconds())}"
+    return f"waiting, due {_ago(job.run_at, now)}{refused}"
+
+
+def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked:
+    calls = list(ForeignCall.objects.using(using).filter(key=key.pk).order_by("pk")[: MAX_LINKED + 1])
+    rows = []
+    for call in calls[:MAX_LINKED]:
+        unknown = call.recorded_at is None
+        made = f"begun {_ago(call.started_at, key.read_at)}"
+        state = f"{made}, result unknown" if unknown else f"{made}, result {first_line_of(str(call.result))}"
+        rows.append(Row(call.name, admin_url(site, request, ForeignCall, call.pk), state, unknown))
+    return Linked("foreign call", rows, more=len(calls) > MAX_LINKED)
+
+
+def _ago(at: datetime, now: datetime) -> str:
+    return f"{duration(max(0.0, (now - at).total_seconds()))} ago"

@@ -5,19 +5,23 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.utils import timezone
-from django.utils.dateparse import parse_datetime
-from django.utils.timesince import timeuntil
+from django.utils.safestring import SafeString
 
 from idempotency import conf
 from idempotency._request.lookup import on_abandon_of, options_for
 from idempotency._request.stored_request import urlconf_of
 from idempotency._states import KeyState
-from idempotency._store.dialects import HISTORY_LIMIT
 from idempotency._store.fence import CALL_BEGUN
+from idempotency._text import duration
+from idempotency.admin.history import ANSWERED, RECOVERY_POINT, history_of, is_whole
+from idempotency.admin.reading import first_line_of, masked
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.exceptions import StuckCode
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
+from idempotency.templatetags.idempotency_admin import written
+
+#: How many foreign calls of a key are looked at for one in doubt.
+MAX_CALLS = 100
 
 
 class DeclaredPoints:
@@ -60,16 +64,6 @@ class Stop:
     errors: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A line of the history."""
-
-    name: str
-    detail: str
-    at: datetime | None
-    seconds_later: float | None
-
-
 def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
     """Return the phases of the key in their order, with the place where it stands and the errors met at each."""
     reached, errors = _reached(key)
@@ -79,7 +73,7 @@ def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
         passed = [name for name in reached if name not in (FINISHED, key.recovery_point)]
         order = [*passed, key.recovery_point, *(name for name in order if name not in passed)]
     here = order.index(key.recovery_point)
-    not_reached = "skipped" if _is_whole(key.history) else "unrecorded"
+    not_reached = "skipped" if is_whole(key) else "unrecorded"
     stops = []
     for position, name in enumerate(order):
         if position < here or key.finished_at:
@@ -92,17 +86,61 @@ def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
     return stops
 
 
-def _is_whole(history: list[dict[str, str]]) -> bool:
-    """Return whether the history has all events since the first claim."""
-    return bool(history) and history[0]["event"] == "claimed" and len(history) < HISTORY_LIMIT
+def since(key: Any) -> datetime:
+    """Return when the key came into its state; while it is unfinished and no run holds it, when its last run began."""
+    times = {
+        KeyState.FINISHED: key.finished_at,
+        KeyState.REFUSED: key.refused_at,
+        KeyState.STUCK: key.stuck_at,
+        KeyState.ACKNOWLEDGED: key.acknowledged_at,
+    }
+    found: datetime = times.get(key.state) or key.last_run_at
+    return found
+
+
+def for_how_long(key: Any) -> str:
+    """Return how long the key has been in its state."""
+    return duration(max(0.0, (key.read_at - since(key)).total_seconds()))
 
 
 def heading(key: Any) -> str:
     """Return the state of the key in a few words, with the stuck code or the stored status."""
     if key.state == KeyState.FINISHED:
         return f"Finished: answered {key.response_code}" if key.response_code else "Finished: without a response"
-    state = str(key.state).capitalize()
+    state = f"{str(key.state).capitalize()}, {for_how_long(key)}"
     return f"{state}: {key.stuck_code}" if key.stuck_code else state
+
+
+def state_line(key: Any) -> str:
+    """Return where the key stands, and how it came there, in a sentence."""
+    place, ago = progress(key, key.declared), f"{for_how_long(key)} ago"
+    runs = f"{key.attempts} run{'' if key.attempts == 1 else 's'}"
+    match key.state:
+        case KeyState.FINISHED:
+            events = history_of(key)
+            if events and events[-1].name == ANSWERED:
+                return f"A person wrote its response {ago} ({events[-1].detail}), after {runs}."
+            took = duration((key.finished_at - key.created_at).total_seconds())
+            return f"Its response was stored {ago}, {took} after the request, in {runs}."
+        case KeyState.REFUSED:
+            return f"Its client was refused {ago}, in {runs}. Nothing was begun."
+        case KeyState.IN_FLIGHT:
+            return f"Run {key.attempts} began {ago} and holds its lock. The key stands at {place}."
+        case KeyState.STUCK:
+            return f"It was given up {ago} at {place}, after {runs}. It has no response."
+        case KeyState.ACKNOWLEDGED:
+            return f"It is stuck at {place}, after {runs}. A person took it off the list {ago}. It has no response."
+    return f"No run holds it. The last of {runs} began {ago}. The key stands at {place}."
+
+
+def best_action(key: Any) -> str:
+    """Return the name of the button that ends what the key waits for; "" if nothing does."""
+    if key.state in (KeyState.IN_FLIGHT, KeyState.FINISHED, KeyState.REFUSED):
+        return ""
+    if key.stuck_code == StuckCode.CALL_IN_DOUBT:
+        calls = list(key.foreign_calls.values_list("recorded_at", flat=True)[:MAX_CALLS])
+        return "complete" if calls and None not in calls else "answer"  # a late result was recorded
+    return STUCK_CODES[key.stuck_code].best if key.stuck_code in STUCK_CODES else "complete"
 
 
 def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[str]]:
@@ -110,27 +148,13 @@ def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[s
     reached: dict[str, datetime | None] = {STARTED: key.created_at, FINISHED: key.finished_at}
     errors: Counter[str] = Counter()
     here = STARTED
-    for event in key.history:
-        if event["event"] == "recovery point":
-            here = event["detail"]
-            reached[here] = parse_datetime(event["at"])
-        elif event["event"] == "error":
+    for event in history_of(key):
+        if event.name == RECOVERY_POINT:
+            here = event.detail
+            reached[here] = event.at
+        elif event.name == "error":
             errors[here] += 1
     return reached, errors
-
-
-def history_of(key: IdempotencyKey) -> list[Event]:
-    """Return the history, the oldest first."""
-    found: list[Event] = []
-    before: datetime | None = None
-    for event in key.history:
-        at = parse_datetime(event["at"])
-        if at is not None and timezone.is_naive(at):
-            at = timezone.make_aware(at, timezone.get_default_timezone())
-        later = (at - before).total_seconds() if at and before else None
-        found.append(Event(event["event"], event["detail"], at, later))
-        before = at or before
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +168,7 @@ class LastCall:
 def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
     """Return the last call under a derived key since the key last moved; None if there is none, or the key is finished."""
     for event in reversed(history_of(key)) if key.finished_at is None else ():
-        if event.name == "recovery point":
+        if event.name == RECOVERY_POINT:
             break
         if event.name == CALL_BEGUN and event.at is not None:
             return LastCall(event.detail, max(0.0, (now - event.at).total_seconds()))
@@ -191,16 +215,24 @@ def next_step(key: Any, *, has_view: bool) -> str:
 
 
 def _moment(at: datetime, now: datetime) -> str:
-    local = timezone.localtime(at) if timezone.is_aware(at) else at
-    distance = f"in {timeuntil(at, now, depth=1)}" if at > now else "now"
-    return f"{local:%Y-%m-%d %H:%M:%S} ({distance})"
+    distance = f"in {duration((at - now).total_seconds())}" if at > now else "now"
+    return f"{written(at)} ({distance})"
 
 
 def facts(key: Any) -> dict[str, Any]:
     """Return what the page and each question say of ``key``, for the template: its state, its cause, its cure, its next run."""
     return {
         "heading": heading(key),
+        "state_line": state_line(key),
+        **_last_error(key),
         "stuck_code": STUCK_CODES.get(key.stuck_code),
         "last_call": last_call(key, key.read_at),
         "next_step": next_step(key, has_view=key.declared is not None),
     }
+
+
+def _last_error(key: IdempotencyKey) -> dict[str, SafeString]:
+    """Return the last error of an unfinished key: its first line, and the whole of it if there is more."""
+    text = "" if key.finished_at else key.last_error.strip()
+    line = first_line_of(text)
+    return {"error_line": masked(line), "whole_error": masked(text if text != line else "")}

@@ -1,46 +1,74 @@
 """The page of one key, its buttons, and the questions behind them."""
 
 import json
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlencode
 
 from django.contrib import admin, messages
 from django.contrib.auth import get_user_model
-from django.core.exceptions import PermissionDenied
 from django.db import router
-from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
 
 from idempotency._request.atomic_requests import EVERY_ALIAS
-from idempotency.admin import answering, belongings, key_page
+from idempotency.admin import answering, belongings, copying, key_page
 from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
+from idempotency.admin.history import history_of
+from idempotency.admin.key_timeline import KeyTimeline
 from idempotency.admin.reading import ReadOnlyAdmin, masked, preformatted, pretty
+from idempotency.admin.refusals import refused
 from idempotency.models import IdempotencyKey
+from idempotency.templatetags.idempotency_admin import moment
 
 _REQUEST_PARTS = ("request_headers_shown", "request_shown")
 _TIMES = (
     *("created_at", "last_run_at", "locked_at", "finished_at", "refused_at", "stuck_at", "acknowledged_at"),
     *("handed_back_at", "next_run_at"),
 )
+_EMPTY = ("", str(preformatted("")))
 
 
 class KeyPageAdmin(ReadOnlyAdmin):
     """The page of one key, and its buttons. The keys are read with ``state``, ``read_at`` and ``due_at``."""
 
-    fieldsets = (
+    fieldsets: ClassVar[Any] = (
         (None, {"fields": ("error_shown",)}),
         ("Request", {"fields": ("request", "sender", "scope", "idempotency_key", "remote_addr", *_REQUEST_PARTS)}),
         ("Response", {"fields": ("response_code", "response_headers_shown", "response_shown")}),
-        ("Runs", {"fields": (*_TIMES, "attempts", "completer_attempts")}),
+        ("Runs", {"fields": (*(f"{name}_shown" for name in _TIMES), "attempts", "completer_attempts")}),
     )
 
+    class Media:
+        js = ["idempotency/copy.js"]
+
     def get_urls(self) -> list[URLPattern]:
-        """Add the buttons; the button of a key is under its own path."""
-        press = self.admin_site.admin_view(self.press_view)
-        return [path("<int:pk>/press/<slug:name>/", press, name="idempotency_press"), *super().get_urls()]
+        """Add the buttons and the JSON; each is under the path of the key."""
+        view = self.admin_site.admin_view
+        own = [
+            path("<int:pk>/press/<slug:name>/", view(self.press_view), name="idempotency_press"),
+            path("<int:pk>/json/", view(self.json_view), name="idempotency_json"),
+        ]
+        return own + super().get_urls()
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Return the fields that have a value; the others are in a last part, which is folded."""
+        if obj is None:
+            return self.fieldsets
+        kept, empty = [], []
+        for title, options in self.fieldsets:
+            fields = [name for name in options["fields"] if obj.finished_at or name != "error_shown"]  # else it is on top
+            full = [name for name in fields if self._has_value(name, obj)]
+            empty += [name for name in fields if name not in full]
+            kept += [(title, {"fields": full})] if full else []
+        return [*kept, ("Empty", {"fields": empty, "classes": ["collapse"]})] if empty else kept
+
+    def _has_value(self, name: str, key: IdempotencyKey) -> bool:
+        value = getattr(self, name)(key) if hasattr(self, name) else getattr(key, name)
+        return value is not None and str(value) not in _EMPTY
 
     @admin.display(description="request")
     def request(self, key: IdempotencyKey) -> SafeString:
@@ -57,7 +85,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
 
     @admin.display(description="headers")
     def request_headers_shown(self, key: IdempotencyKey) -> SafeString:
-        return preformatted(pretty(key.request_headers))
+        return preformatted(pretty(key.request_headers or None))
 
     @admin.display(description="body")
     def request_shown(self, key: IdempotencyKey) -> SafeString:
@@ -65,7 +93,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
 
     @admin.display(description="headers")
     def response_headers_shown(self, key: IdempotencyKey) -> SafeString:
-        return preformatted(pretty(key.response_headers))
+        return preformatted(pretty(key.response_headers or None))
 
     @admin.display(description="body")
     def response_shown(self, key: IdempotencyKey) -> SafeString:
@@ -83,15 +111,37 @@ class KeyPageAdmin(ReadOnlyAdmin):
     def render_change_form(self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any) -> HttpResponse:
         """Show where the key stands, what happened, what comes next, and what the person may do about it."""
         key = context["original"]
+        events = history_of(key)
+        looked = urlencode(looked_at(key, self._alias(key)))  # before the calls below are read, which may be newer
         context |= {
             **key_page.facts(key),
             "line": key_page.line(key, key.declared),
-            "events": key_page.history_of(key),
+            "events": events,
+            "timeline": KeyTimeline(key, events).drawn(),
+            "best": key_page.best_action(key),
             "buttons": offered(key, partial(self.holds, request)),
-            "looked_at": urlencode(looked_at(key, self._alias(key))),  # before the calls below are read, which may be newer
-            **belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
+            "missing": offered(key, lambda permission: not self.holds(request, permission)),
+            "looked_at": looked,
+            "curl": masked(copying.curl(key)),
+            "linked": belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
         return super().render_change_form(request, context, *args, **kwargs)
+
+    def change_view(self, request: HttpRequest, object_id: str, *args: Any, **kwargs: Any) -> HttpResponse:
+        """Show the page; who may not see it is told which permission is missing."""
+        if not self.has_view_permission(request):
+            return refused(request, self, "view_idempotencykey")
+        return super().change_view(request, object_id, *args, **kwargs)
+
+    def json_view(self, request: HttpRequest, pk: int) -> HttpResponse:
+        """Return the key as JSON, without its secrets."""
+        if not self.has_view_permission(request):
+            return refused(request, self, "view_idempotencykey")
+        key = self.get_object(request, str(pk))
+        if key is None:
+            raise Http404
+        linked = belongings.belongings(key, self.admin_site, request, using=self._alias(key))
+        return JsonResponse(copying.as_json(key, linked), json_dumps_params={"indent": 2})
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
         """Return the key with what its page needs beside its own columns."""
@@ -110,7 +160,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         if button is None:
             raise Http404
         if not self.holds(request, button.permission):
-            raise PermissionDenied
+            return refused(request, self, button.permission)
         key = self.get_object(request, str(pk))
         if key is None:
             raise Http404
@@ -147,7 +197,21 @@ class KeyPageAdmin(ReadOnlyAdmin):
             "sender": self.sender(key),
             "preview": form.preview(question["template"]) if isinstance(form, answering.AnswerFields) else None,
             **key_page.facts(key),
-            **belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
+            "linked": belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
         template = "admin/idempotency/idempotencykey/press.html"
         return TemplateResponse(request, template, self.admin_site.each_context(request) | shown | question)
+
+
+def _shown(name: str) -> Callable[[KeyPageAdmin, IdempotencyKey], str]:
+    """Return a method of the page that shows a time of the key as all pages write times."""
+
+    @admin.display(description=name.replace("_", " "))
+    def shown(self: KeyPageAdmin, key: IdempotencyKey) -> str:
+        return moment(getattr(key, name))
+
+    return shown
+
+
+for _name in _TIMES:
+    setattr(KeyPageAdmin, f"{_name}_shown", _shown(_name))

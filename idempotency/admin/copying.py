@@ -1,0 +1,62 @@
+"""What a person takes away from the page of a key: the request as a curl command, and the whole key as JSON."""
+
+import shlex
+from typing import Any
+
+from idempotency import conf
+from idempotency._request.redaction import REDACTED
+from idempotency._request.stored_request import address_of, client_headers, is_withheld
+from idempotency.admin.belongings import Linked
+from idempotency.admin.history import history_of
+from idempotency.admin.reading import MAX_SHOWN_CHARACTERS
+from idempotency.models import IdempotencyKey
+
+#: Columns that no ticket may hold: downstream keys are derived from the seed, and the token lets a run write.
+SECRET = ("seed", "claim_token")
+_BODIES = ("request_body", "response_body")
+
+
+def curl(key: IdempotencyKey) -> str:
+    """Return a command that sends the stored request again, with comments on what it leaves out."""
+    headers = {conf.get().HEADER_NAMES[0]: key.idempotency_key} | client_headers(key)
+    if key.request_content_type:
+        headers["Content-Type"] = key.request_content_type
+    parts = [f"curl -X {shlex.quote(key.request_method)} {shlex.quote(address_of(key))}"]
+    parts += [f"-H {shlex.quote(f'{name}: {value}')}" for name, value in headers.items()]
+    notes = ["# Left out: credentials, cookies, and each header that is not stored. Add credentials of your own."]
+    body = _text(key.request_body)
+    if key.request_body is None:
+        notes.append("# Left out: the body, which is not stored.")
+    elif body is None or len(body) > MAX_SHOWN_CHARACTERS:
+        notes.append("# Left out: the body, which is too long or no text.")
+    elif body:
+        parts.append(f"--data-raw {shlex.quote(body)}")
+    if key.request_body is not None and is_withheld(key):
+        notes.append(f"# Redacted values are {REDACTED}.")
+    return "\n".join([*notes, " \\\n  ".join(parts)])
+
+
+def as_json(key: Any, linked: list[Linked]) -> dict[str, Any]:
+    """Return the key for a ticket or a script: its columns but SECRET, bodies as text, and what belongs to it.
+
+    What the view redacts or does not store is as it is stored. A body that is no text is null, and its ``_bytes`` its length.
+    """
+    skipped = (*SECRET, *_BODIES, "history", "user")
+    columns = {field.name: field.value_from_object(key) for field in key._meta.concrete_fields if field.name not in skipped}
+    for name in _BODIES:
+        body = getattr(key, name)
+        columns |= {name: _text(body), f"{name}_bytes": None if body is None else len(bytes(body))}
+    return columns | {
+        "state": str(key.state),
+        "as_of": key.read_at,
+        "user": None if key.user_id is None else str(key.user_id),
+        "history": [{"at": event.at, "event": event.name, "detail": event.detail} for event in history_of(key)],
+        "linked": [{"kind": kind.name, "name": row.name, "state": row.state} for kind in linked for row in kind.rows],
+    }
+
+
+def _text(body: Any) -> str | None:
+    try:
+        return None if body is None else bytes(body).decode()
+    except UnicodeDecodeError:
+        return None

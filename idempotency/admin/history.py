@@ -1,0 +1,89 @@
+"""The history of a key: its events, and the runs that they tell of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from django.utils.dateparse import parse_datetime
+
+from idempotency._store.dialects import HISTORY_LIMIT
+from idempotency.templatetags.idempotency_admin import aware
+
+CLAIMED = "claimed"
+RECOVERY_POINT = "recovery point"
+ANSWERED = "answered"
+#: Events that only the run itself writes, as its last one.
+_OWN_ENDS = ("finished", "error", "refused")
+#: Events after which no run goes on: a person, or the completer, has changed a key that no run held.
+_OTHER_ENDS = (ANSWERED, "handed back", "lock released", "stuck")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A line of the history."""
+
+    name: str
+    detail: str
+    at: datetime | None
+    seconds_later: float | None
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of the key. ``ending`` is the event that ended it, "lost" if it fell silent, or "" while it may go on."""
+
+    by: str
+    begin: datetime
+    last: datetime
+    ending: str = ""
+    #: Recovery points and calls, in their order, and the event that ended the run.
+    events: list[Event] = field(default_factory=list)
+
+
+def history_of(key: Any) -> list[Event]:
+    """Return the history, the oldest first."""
+    found: list[Event] = []
+    before: datetime | None = None
+    for event in key.history:
+        at = parse_datetime(event["at"])
+        at = at and aware(at)
+        later = (at - before).total_seconds() if at and before else None
+        found.append(Event(event["event"], event["detail"], at, later))
+        before = at or before
+    return found
+
+
+def is_whole(key: Any) -> bool:
+    """Return whether the history has all events since the first claim."""
+    return bool(key.history) and key.history[0]["event"] == CLAIMED and len(key.history) < HISTORY_LIMIT
+
+
+def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[Run], list[Event]]:
+    """Return the runs, and the events that belong to none. A cut history may begin inside a run.
+
+    A run is lost if another claim follows it, or if a change that only an unlocked key takes follows it.
+    """
+    runs: list[Run] = []
+    others: list[Event] = []
+    for event in events:
+        if event.at is None:
+            continue
+        run = runs[-1] if runs and not runs[-1].ending else None
+        if event.name == CLAIMED or (run is None and event.name in (RECOVERY_POINT, *_OWN_ENDS) and not runs):
+            if run is not None:
+                run.ending = "lost"
+            run = Run(event.detail if event.name == CLAIMED else "run", event.at, event.at)
+            runs.append(run)
+            if event.name == CLAIMED:
+                continue
+        if run is None or event.name == "acknowledged":
+            others.append(event)
+        elif event.name in _OTHER_ENDS and (event.name != "stuck" or (event.at - run.last).total_seconds() > lock_seconds):
+            run.ending = "lost"
+            others.append(event)
+        else:
+            run.last = event.at
+            run.ending = event.name if event.name in (*_OWN_ENDS, "stuck") else ""
+            run.events.append(event)
+    return runs, others

@@ -1,0 +1,346 @@
+"""The page of one key: its state in words, the cure first, the timeline, what belongs to it, and what one takes away."""
+
+import json
+import re
+import shlex
+from datetime import timedelta
+from html import unescape
+from typing import Any
+from uuid import uuid4
+from xml.etree import ElementTree
+
+import pytest
+from django.conf import settings
+from django.contrib.auth.models import Group, Permission
+from django.db import connection
+from django.db.models.functions import Now
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+
+from idempotency import conf
+from idempotency.admin.actions import BUTTONS
+from idempotency.admin.key_timeline import MAX_ROWS
+from idempotency.admin.stuck_codes import STUCK_CODES
+from idempotency.inbox import STAGED_JOBS
+from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
+from tests.kit.ageing import ago
+
+pytestmark = pytest.mark.django_db
+
+KEYS = "/admin/idempotency/idempotencykey/"
+
+
+@pytest.fixture
+def staff(client: Client) -> Client:
+    client.force_login(UserFactory(is_staff=True, is_superuser=True))
+    return client
+
+
+def person(*permissions: str) -> Client:
+    """Return a client signed in as staff with these permissions of the app."""
+    user = UserFactory(is_staff=True)
+    user.user_permissions.add(*Permission.objects.filter(content_type__app_label="idempotency", codename__in=permissions))
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+def stuck_key(code: str = "attempts_exhausted", **changes: Any) -> IdempotencyKey:
+    state = {"stuck_at": ago(minutes=9), "stuck_code": code, "stuck_reason": "Look."} | changes
+    return IdempotencyKeyFactory(claim_token=uuid4(), **state)
+
+
+def page(client: Client, key: IdempotencyKey) -> Any:
+    return client.get(f"{KEYS}{key.pk}/change/")
+
+
+def history(begin: float, *events: tuple[float, str, str]) -> dict[str, Any]:
+    """Return the columns of a key that was created so many seconds ago, with events so many seconds later."""
+    created = timezone.now() - timedelta(seconds=begin)
+    written = [
+        {"at": (created + timedelta(seconds=later)).isoformat(), "event": name, "detail": detail}
+        for later, name, detail in events
+    ]
+    return {"created_at": created, "last_run_at": created, "history": written}
+
+
+# The state, and the cure.
+
+
+def test_the_state_is_in_the_heading_with_its_age_and_its_code(staff: Client) -> None:
+    assert page(staff, stuck_key()).context["heading"] == "Stuck, 9 min: attempts_exhausted"
+    assert page(staff, IdempotencyKeyFactory(finished=True, response_code=None)).context["heading"]
+    held = IdempotencyKeyFactory(claim_token=uuid4(), locked_at=Now(), last_run_at=ago(seconds=20))
+    assert re.fullmatch(r"In flight, 2\d s", page(staff, held).context["heading"])
+
+
+def test_an_answer_of_a_person_is_told_from_a_stored_response(staff: Client) -> None:
+    events = (0, "claimed", "client"), (300, "answered", "status 409, by jane")
+    line = page(staff, IdempotencyKeyFactory(finished=True, response_code=409, **history(400, *events))).context["state_line"]
+    assert "jane" in line
+
+
+@pytest.mark.parametrize("code", [*STUCK_CODES, "code_of_a_view"])
+def test_the_button_of_the_cure_is_the_first_and_the_primary_one(staff: Client, code: str) -> None:
+    best = STUCK_CODES[code].best if code in STUCK_CODES else "complete"
+    assert best in BUTTONS
+    buttons = re.findall(r'class="button ([\w-]+)" href="[^"]*/press/(\w+)/', page(staff, stuck_key(code)).text)
+    assert buttons[0] == ("default", best)
+    assert {style for style, _ in buttons[1:]} == {"idem-quiet"}
+
+
+def test_a_call_whose_result_came_late_is_cured_by_completing(staff: Client) -> None:
+    key = stuck_key("call_in_doubt")
+    call = ForeignCall.objects.create(key=key, name="sms", token=uuid4())
+    assert page(staff, key).context["best"] == "answer"
+    ForeignCall.objects.filter(pk=call.pk).update(recorded_at=Now(), result="sent")
+    assert page(staff, key).context["best"] == "complete"
+
+
+def test_a_run_that_is_going_on_has_no_cure(staff: Client) -> None:
+    held = IdempotencyKeyFactory(claim_token=uuid4(), locked_at=Now())
+    assert 'class="button default"' not in page(staff, held).text
+
+
+def test_the_docs_name_the_button_of_each_cure() -> None:
+    docs = (settings.BASE_DIR / "docs/how-to/a-key-is-stuck.md").read_text()
+    documented = dict(re.findall(r"^\| `(\w+)` \|.*\| ([\w ]+) \|$", docs, re.M))
+    assert {code: documented[code] for code in STUCK_CODES} == {
+        code: BUTTONS[found.best].label for code, found in STUCK_CODES.items()
+    }
+
+
+# Who may do what.
+
+
+def test_a_person_reads_which_permission_a_missing_button_needs() -> None:
+    text = page(person("view_idempotencykey", "answer_idempotencykey"), stuck_key()).text
+    for name in ("complete", "acknowledge"):
+        assert f"idempotency.{BUTTONS[name].permission}" in text
+    for name in ("answer", "release"):
+        assert f"idempotency.{BUTTONS[name].permission}" not in text
+
+
+@pytest.mark.parametrize(("name", "permission"), [("change", "view"), ("json", "view"), ("press/complete", "complete")])
+def test_a_refused_page_says_who_may(name: str, permission: str) -> None:
+    group = Group.objects.create(name="People on call")
+    group.permissions.add(Permission.objects.get(codename=f"{permission}_idempotencykey"))
+    refused = person("view_stagedjob").get(f"{KEYS}{stuck_key().pk}/{name}/")
+    assert refused.status_code == 403
+    assert f"idempotency.{permission}_idempotencykey" in refused.text
+    assert "People on call" in refused.text
+
+
+# The timeline.
+
+
+def timeline(staff: Client, key: IdempotencyKey) -> ElementTree.Element:
+    return ElementTree.fromstring(page(staff, key).context["timeline"])
+
+
+def captions(svg: ElementTree.Element) -> list[str]:
+    return [text.text or "" for text in svg.iter("text") if text.get("class") == "idem-caption"]
+
+
+def shapes(svg: ElementTree.Element) -> set[str]:
+    """Return the kinds of spans and marks that are drawn."""
+    classes = " ".join(element.get("class", "") for element in svg.iter())
+    return set(re.findall(r"idem-(?:span|mark)-(\w+)", classes))
+
+
+def test_the_timeline_shows_runs_phases_calls_the_lost_run_and_the_next_one(staff: Client) -> None:
+    first = (
+        (0, "claimed", "client"),
+        (0.1, "recovery point", "ride_created"),
+        (0.2, "call begun", "charge"),
+        (1, "error", "down"),
+    )
+    key = IdempotencyKeyFactory(recovery_point="ride_created", **history(250, *first, (2, "claimed", "client")))
+    svg = timeline(staff, key)
+    assert shapes(svg) == {"run", "call", "silent", "point", "error", "next"}
+    assert len(captions(svg)) == 3
+    assert [path.get("class") for path in svg.iter("path")].count("idem-break") >= 1
+    assert svg.find("title").text
+
+
+def test_the_timeline_of_a_run_that_goes_on_shows_when_its_lock_expires(staff: Client) -> None:
+    events = history(20, (0, "claimed", "client"))
+    svg = timeline(staff, IdempotencyKeyFactory(claim_token=uuid4(), locked_at=ago(seconds=20), **events))
+    assert shapes(svg) == {"run", "ahead", "expiry"}
+    begin, end = (written for text in svg.iter("text") if "UTC" in (written := text.text or ""))
+    assert timezone.datetime.fromisoformat(end[:19]) - timezone.datetime.fromisoformat(begin[:19]) == timedelta(
+        seconds=conf.get().LOCK_TIMEOUT_SECONDS
+    )
+
+
+def test_the_timeline_of_a_finished_key_ends_with_it(staff: Client) -> None:
+    events = history(4000, (0, "claimed", "client"), (1, "finished", "status 201"))
+    svg = timeline(staff, IdempotencyKeyFactory(finished=True, **events))
+    assert shapes(svg) == {"run", "finished"}
+    assert "now" not in [text.text for text in svg.iter("text")]
+
+
+def test_what_people_did_has_a_row_of_its_own(staff: Client) -> None:
+    events = (0, "claimed", "client"), (1, "stuck", "Look."), (60, "acknowledged", "by jane: ticket 7")
+    svg = timeline(staff, stuck_key(**history(100, *events)))
+    assert shapes(svg) == {"run", "stuck", "person"}
+
+
+def test_many_runs_share_rows(staff: Client) -> None:
+    runs = [event for at in range(0, 2500, 100) for event in ((at, "claimed", "completer"), (at + 1, "error", "down"))]
+    svg = timeline(staff, IdempotencyKeyFactory(**history(2600, *runs)))
+    assert len(captions(svg)) <= MAX_ROWS
+    assert len([rect for rect in svg.iter("rect") if rect.get("class") == "idem-span-run"]) == 25
+
+
+@pytest.mark.parametrize(
+    "events", [[], [{"at": "", "event": "claimed", "detail": ""}], [{"at": "2026-11-21T06:00:00Z", "event": "?", "detail": ""}]]
+)
+def test_any_history_can_be_shown(staff: Client, events: list[dict[str, str]]) -> None:
+    for changes in ({"finished": True}, {}, {"claim_token": uuid4(), "locked_at": Now()}):
+        assert page(staff, IdempotencyKeyFactory(history=events, **changes)).status_code == 200
+
+
+# What belongs to it.
+
+
+def test_what_belongs_to_a_key_has_its_state(staff: Client) -> None:
+    key = IdempotencyKeyFactory()
+    RideFactory(idempotency_key=key, stripe_charge_id="ch_7", paid_at=ago(minutes=1))
+    taken, _waiting = StagedJobFactory(idempotency_key=key), StagedJobFactory(idempotency_key=key, run_at=ago(seconds=130))
+    StagedJobFactory(idempotency_key=key, failed_at=ago(minutes=3), last_error="ImportError: gone")
+    ProcessedMessage.objects.create(source=STAGED_JOBS, message_id=str(taken.pk))
+    ForeignCall.objects.create(key=key, name="sms", token=uuid4(), recorded_at=Now(), result="sent <b>")
+    rows = {(kind.name, row.alarming, row.state) for kind in page(staff, key).context["linked"] for row in kind.rows}
+    ride, calls, jobs = (
+        [(alarming, state) for name, alarming, state in rows if name == kind] for kind in ("ride", "foreign call", "staged job")
+    )
+    assert "ch_7" in ride[0][1]
+    assert "UTC" in ride[0][1]
+    assert "sent <b>" in calls[0][1]
+    assert sorted((alarming, state.split()[0]) for alarming, state in jobs) == [
+        (False, "took"),
+        (False, "waiting,"),
+        (True, "failed"),
+    ]
+
+
+def test_a_person_who_may_not_see_a_model_sees_no_state_of_its_rows() -> None:
+    key = IdempotencyKeyFactory()
+    ride = RideFactory(idempotency_key=key, stripe_charge_id="ch_7")
+    text = page(person("view_idempotencykey"), key).text
+    assert f"ride: {ride.pk}" in text
+    assert "ch_7" not in text
+
+
+def test_the_page_costs_the_same_whatever_belongs_to_the_key(staff: Client) -> None:
+    keys = [IdempotencyKeyFactory() for _ in range(2)]
+    for number in (1, 9):
+        key = keys[number > 1]
+        for count in range(number):
+            StagedJobFactory(idempotency_key=key)
+            ForeignCall.objects.create(key=key, name=f"call {count}", token=uuid4())
+        RideFactory(idempotency_key=key)
+    page(staff, keys[0])
+    counts = []
+    for key in keys:
+        with CaptureQueriesContext(
+            connection,
+        ) as queries:
+            page(staff, key)
+        counts.append(len(queries))
+    assert counts[0] == counts[1]
+
+
+# What one takes away.
+
+
+def test_empty_fields_are_folded_away(staff: Client) -> None:
+    form = page(staff, IdempotencyKeyFactory()).context["adminform"]
+    names = {title: set(options["fields"]) for title, options in form.fieldsets}
+    assert {"finished_at_shown", "response_code", "response_shown"} < names["Empty"]
+    assert {"created_at_shown", "attempts"} < names["Runs"]
+    assert "Response" not in names
+    names = {title for title, _ in page(staff, IdempotencyKeyFactory(finished=True)).context["adminform"].fieldsets}
+    assert "Response" in names
+
+
+def test_all_times_are_written_alike_and_with_their_zone(staff: Client) -> None:
+    events = history(4000, (0, "claimed", "client"), (1, "finished", "status 201"))
+    with timezone.override("Europe/Berlin"):
+        text = page(staff, IdempotencyKeyFactory(finished=True, **events)).text
+    times = re.findall(r"<time[^>]*>([^<]*)</time>", text)
+    assert len(times) >= 7
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d CES?T", time) for time in times)
+    assert not re.search(r"[ap]\.m\.", text)
+
+
+def test_the_key_as_json_has_no_secret_and_is_redacted_as_it_is_stored(staff: Client) -> None:
+    key = stuck_key(request_body=b'{"card": "[redacted]"}', **history(9, (0, "claimed", "client")))
+    StagedJobFactory(idempotency_key=key)
+    read = staff.get(f"{KEYS}{key.pk}/json/").json()
+    assert not {"seed", "claim_token"} & read.keys()
+    columns = {field.attname for field in IdempotencyKey._meta.concrete_fields} - {"seed", "claim_token", "user_id"}
+    assert columns <= read.keys()
+    assert (read["state"], read["request_body"], read["history"][0]["event"]) == ("stuck", '{"card": "[redacted]"}', "claimed")
+    assert read["linked"][0]["name"] == StagedJob.objects.get().job_name
+    assert staff.get(f"{KEYS}987654/json/").status_code == 404
+
+
+@pytest.mark.parametrize("body", [None, b"", b"\xff", b"[" * 5000])
+def test_any_key_can_be_had_as_json(staff: Client, body: bytes | None) -> None:
+    key = IdempotencyKeyFactory(finished=True, request_body=body, response_body=body, response_headers=None)
+    assert staff.get(f"{KEYS}{key.pk}/json/").json()["request_body_bytes"] == (None if body is None else len(body))
+
+
+def curl_of(staff: Client, key: IdempotencyKey) -> tuple[list[str], str]:
+    """Return the words of the curl command on the page, as a shell reads them, and its comments."""
+    (text,) = re.findall(r'id="idem-curl">(.*?)</pre>', page(staff, key).text, re.S)
+    command = unescape(re.sub("<[^>]+>", "", text))
+    return shlex.split(command.replace("\\\n", " "), comments=True), command
+
+
+def test_the_request_can_be_had_as_a_curl_command(staff: Client) -> None:
+    headers = {"Host": "shop.example", "scheme": "https", "script_name": "/api", "Accept": "a/b; c='d'", "no_user": "true"}
+    key = IdempotencyKeyFactory(
+        idempotency_key='it\'s "one"',
+        request_headers=headers,
+        request_body=b'{"note": "it\'s $HOME"}',
+        request_path="/rides?a=1",
+    )
+    words, _ = curl_of(staff, key)
+    assert words[:4] == ["curl", "-X", "POST", "https://shop.example/api/rides?a=1"]
+    assert {words[at + 1] for at, word in enumerate(words) if word == "-H"} == {
+        'Idempotency-Key: it\'s "one"',
+        "Accept: a/b; c='d'",
+        "Content-Type: application/json",
+    }
+    assert words[-2:] == ["--data-raw", '{"note": "it\'s $HOME"}']
+
+
+@pytest.mark.parametrize(
+    ("changes", "sent"),
+    [({"request_body": None}, False), ({"request_body": b"\xff"}, False), ({"request_body": b"a" * 50_000}, False), ({}, True)],
+)
+def test_the_curl_command_says_what_it_leaves_out(staff: Client, changes: dict[str, Any], sent: bool) -> None:
+    words, text = curl_of(staff, IdempotencyKeyFactory(**changes))
+    assert ("--data-raw" in words) == sent
+    assert text.count("# Left out") == (1 if sent else 2)
+
+
+def test_a_redacted_value_is_no_value_of_the_curl_command(staff: Client) -> None:
+    key = IdempotencyKeyFactory(request_headers={"redacted": "true"}, request_body=b'{"card": "[redacted]"}')
+    words, text = curl_of(staff, key)
+    assert not any(word.startswith("redacted:") for word in words)
+    assert text.count("#") == 2
+
+
+def test_each_copy_button_names_a_text_of_the_page(staff: Client) -> None:
+    text = page(staff, IdempotencyKeyFactory()).text
+    named = re.findall(r'data-copy="([\w-]+)"', text)
+    assert len(named) == 3
+    assert all(f'id="{name}"' in text for name in named)
+    assert "idempotency/copy.js" in text
+    assert json.loads(staff.get(f"{KEYS}{IdempotencyKey.objects.get().pk}/json/").text)
