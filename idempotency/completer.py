@@ -190,9 +190,10 @@ def _leave_to_client(key: IdempotencyKey, alias: str) -> bool:
     runs. A key with ``on_abandon`` is not marked, because the reaper settles it."""
     if on_abandon_of(key) is not None:
         return False
+    refused = rows.read(key.pk, using=alias)
     reason = (
-        f"The completer ran the rebuilt request {key.completer_attempts} times, and each time it was refused before any "
-        f"effect. See the last error. A retry of the client still runs."
+        f"{key.completer_attempts} runs of the rebuilt request were refused before any effect; a retry of the client still "
+        f"runs. The last refusal: {summary(refused.last_error if refused else '')}"
     )
     try:
         fence.mark_stuck(key, StuckCode.REFUSED_WHEN_REBUILT, reason, using=alias)
@@ -208,7 +209,7 @@ def _give_up(pk: int, alias: str) -> bool:
     key = rows.read(pk, using=alias)
     if key is None or key.completer_attempts < conf.get().COMPLETER_MAX_ATTEMPTS or on_abandon_of(key) is not None:
         return False
-    reason = f"The completer ran it {key.completer_attempts} times without success. The last error: {summary(key.last_error)}"
+    reason = f"{key.completer_attempts} runs of the completer failed, the last with: {summary(key.last_error)}"
     if not settlement.give_up(pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias):
         return False
     events.announce_stuck(pk, None, using=alias)

@@ -34,7 +34,7 @@ def settle(pk: int, *, using: str) -> bool | None:
     if on_abandon is None:
         reason = (
             f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation or its last hand-back. "
-            f"See its last error and its history, then complete or answer the key."
+            f"Its last error: {_text.summary(key.last_error if key is not None else '')}"
         )
         if not settlement.give_up(pk, StuckCode.RETENTION_PASSED, reason, using=using):
             return None

@@ -90,9 +90,10 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
 
     @admin.display(description="stuck because, last error")
     def trouble(self, key: IdempotencyKey) -> SafeString:
-        """Return why it is stuck, if it is, and the first line of its last error, or else of the reason."""
-        line = first_line_of(key.last_error or key.stuck_reason)
-        return format_html("<strong>{}</strong><br>{}", key.stuck_code, line) if key.stuck_code else format_html("{}", line)
+        """Return why it is stuck, if it is; else the first line of its last error, unless it is finished."""
+        if key.stuck_code:
+            return format_html("<strong>{}</strong><br>{}", key.stuck_code, first_line_of(key.stuck_reason))
+        return format_html("{}", "" if key.finished_at else first_line_of(key.last_error))
 
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
         """Show how much waits, where, and for whom."""
