@@ -40,6 +40,17 @@ class Visitor:
     def book(self) -> Locator:
         return self.page.get_by_role("button", name="Book for $20.00")
 
+    @property
+    def kill(self) -> Locator:
+        return self.page.get_by_role("button", name="Kill the web worker")
+
+    def expect_killed(self) -> None:
+        """Wait until the page shows that the process is dead, and that its lock is not."""
+        expect(self.page.locator("#steps [data-point=charge_created]")).to_have_attribute("data-state", "killed")
+
+    def expect_story(self, text: str) -> None:
+        expect(self.page.locator("#story")).to_contain_text(text)
+
     def stripe(self, position: str) -> None:
         """Move the switch, and wait until it is there."""
         self.page.get_by_label(position, exact=True).check()
