@@ -103,10 +103,13 @@ export async function watch() {
   if (watching) return;
   watching = true;
   let idle = 0;
-  while ((!isOver() || presses.open) && idle < MAX_IDLE_POLLS) {
+  // What the page shows may be old: an operator may have finished a stuck booking.
+  let over = false;
+  while ((!over || presses.open) && idle < MAX_IDLE_POLLS) {
     await wait(POLL_SECONDS);
     try {
       await refresh();
+      over = isOver();
       if (unsettled && !presses.open && shown && shown.state === "finished") {
         unsettled = false;
         setStatus("The booking is finished. Press the button again for its response.", "good");
