@@ -3,6 +3,7 @@
 from django.contrib import admin
 from django.contrib.auth.admin import UserAdmin
 
+from idempotency.contrib.admin import KeyStateMixin
 from rides_demo.models import AuditRecord, Receipt, Ride, User
 
 
@@ -26,8 +27,9 @@ class RiderAdmin(UserAdmin):
 
 
 @admin.register(Ride)
-class RideAdmin(ReadOnlyAdmin):
-    list_display = ("id", "user", "origin", "target", "stripe_charge_id", "paid_at", "created_at")
+class RideAdmin(KeyStateMixin, ReadOnlyAdmin):
+    list_display = ("id", "user", "origin", "target", "stripe_charge_id", "paid_at", "created_at", "key_state")
+    readonly_fields = ("key_state",)
     list_select_related = ("user",)
     search_fields = ("=id", "stripe_charge_id", "user__email")
 

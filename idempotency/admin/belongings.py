@@ -67,7 +67,7 @@ def _of_other_apps(key: IdempotencyKey, site: AdminSite, request: HttpRequest, u
 
 def _columns(row_admin: Any, request: HttpRequest, pks: Collection[Any], link: str, using: str) -> dict[Any, str]:
     """Return what the admin's list of a model shows of these rows, as far as this person may see them."""
-    known = {"__str__", "pk", row_admin.model._meta.pk.name, link}
+    known = {"__str__", "pk", row_admin.model._meta.pk.name, link, "key_state"}  # the last one is of contrib.admin
     names = [name for name in row_admin.get_list_display(request) if name not in known][:MAX_COLUMNS]
     related = [name.name for name in row_admin.model._meta.fields if isinstance(name, ForeignKey) and name.name in names]
     rows = row_admin.get_queryset(request).using(using).filter(pk__in=pks)

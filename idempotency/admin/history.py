@@ -13,6 +13,7 @@ from idempotency.templatetags.idempotency_admin import aware
 CLAIMED = "claimed"
 RECOVERY_POINT = "recovery point"
 ANSWERED = "answered"
+RUN_LOST = "run lost"
 #: Events that only the run itself writes, as its last one.
 _OWN_ENDS = ("finished", "error", "refused")
 #: Events after which no run goes on: a person, or the completer, has changed a key that no run held.
@@ -62,7 +63,7 @@ def is_whole(key: Any) -> bool:
 def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[Run], list[Event]]:
     """Return the runs, and the events that belong to none. A cut history may begin inside a run.
 
-    A run is lost if another claim follows it, or if a change that only an unlocked key takes follows it.
+    A run is lost if an event says so, or if another claim follows it, or a change that only an unlocked key takes.
     """
     runs: list[Run] = []
     others: list[Event] = []
@@ -77,7 +78,10 @@ def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[Run], li
             runs.append(run)
             if event.name == CLAIMED:
                 continue
-        if run is None or event.name == "acknowledged":
+        if event.name == RUN_LOST:
+            if run is not None:
+                run.ending = "lost"
+        elif run is None or event.name == "acknowledged":
             others.append(event)
         elif event.name in _OTHER_ENDS and (event.name != "stuck" or (event.at - run.last).total_seconds() > lock_seconds):
             run.ending = "lost"

@@ -107,8 +107,13 @@ def heading(key: Any) -> str:
     """Return the state of the key in a few words, with the stuck code or the stored status."""
     if key.state == KeyState.FINISHED:
         return f"Finished: answered {key.response_code}" if key.response_code else "Finished: without a response"
-    state = f"{str(key.state).capitalize()}, {for_how_long(key)}"
+    state = short_state(key).capitalize()
     return f"{state}: {key.stuck_code}" if key.stuck_code else state
+
+
+def short_state(key: Any) -> str:
+    """Return the state of the key and its age, for a cell of a table: ``stuck, 9 min``."""
+    return f"{key.state}, {for_how_long(key)}"
 
 
 def state_line(key: Any) -> str:
@@ -130,7 +135,7 @@ def state_line(key: Any) -> str:
             return f"It was given up {ago} at {place}, after {runs}. It has no response."
         case KeyState.ACKNOWLEDGED:
             return f"It is stuck at {place}, after {runs}. A person took it off the list {ago}. It has no response."
-    return f"No run holds it. The last of {runs} began {ago}. The key stands at {place}."
+    return f"No run holds it. Its last run, number {key.attempts}, began {ago}. The key stands at {place}."
 
 
 def best_action(key: Any) -> str:
@@ -233,6 +238,13 @@ def facts(key: Any) -> dict[str, Any]:
 
 def _last_error(key: IdempotencyKey) -> dict[str, SafeString]:
     """Return the last error of an unfinished key: its first line, and the whole of it if there is more."""
-    text = "" if key.finished_at else key.last_error.strip()
-    line = first_line_of(text)
-    return {"error_line": masked(line), "whole_error": masked(text if text != line else "")}
+    line = "" if key.finished_at else first_line_of(key.last_error)
+    return {
+        "error_line": masked(line),
+        "whole_error": masked("" if key.finished_at or is_error_on_top(key) else key.last_error),
+    }
+
+
+def is_error_on_top(key: IdempotencyKey) -> bool:
+    """Return whether the facts of the key hold its whole last error."""
+    return key.finished_at is None and first_line_of(key.last_error) == key.last_error.strip()

@@ -82,7 +82,9 @@ class KeyTimeline:
             return f"lost, last sign of life after {duration((run.last - run.begin).total_seconds())}"
         end = run.last if run.ending else self._key.read_at
         lasted = duration((end - run.begin).total_seconds())
-        return f"{lasted}, {run.ending}" if run.ending else f"running for {lasted}"
+        if not run.ending:
+            return f"running for {lasted}"
+        return f"{lasted}, {run.ending}" + (f", {run.events[-1].detail}" if run.ending == "finished" else "")
 
     def _folded(self, rows: list[Row]) -> Row:
         runs = self._runs[_FIRST:-_LAST]

@@ -60,7 +60,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
             return self.fieldsets
         kept, empty = [], []
         for title, options in self.fieldsets:
-            fields = [name for name in options["fields"] if obj.finished_at or name != "error_shown"]  # else it is on top
+            fields = [name for name in options["fields"] if name != "error_shown" or not key_page.is_error_on_top(obj)]
             full = [name for name in fields if self._has_value(name, obj)]
             empty += [name for name in fields if name not in full]
             kept += [(title, {"fields": full})] if full else []

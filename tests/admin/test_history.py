@@ -42,6 +42,12 @@ def test_a_run_is_lost_if_another_one_follows_it() -> None:
     assert endings(*events) == [("client", "lost"), ("completer", "finished")]
 
 
+def test_a_run_is_lost_if_its_history_says_so() -> None:
+    events = ((90, "run lost", "lock expired"), (91, "stuck", ""), (95, "run lost", "lock expired"))
+    assert endings(*events) == [("client", "lost")]
+    assert others(*events) == ["stuck"]
+
+
 @pytest.mark.parametrize("name", ["answered", "handed back", "lock released"])
 def test_a_run_is_lost_if_a_person_decides_about_its_key(name: str) -> None:
     assert endings((120, name, "by jane")) == [("client", "lost")]

@@ -112,6 +112,15 @@ def test_the_docs_name_the_button_of_each_cure() -> None:
     }
 
 
+@pytest.mark.parametrize(("error", "below"), [("OSError: down", False), ("OSError: down\nat last", True), ("", False)])
+def test_an_error_of_many_lines_is_below_the_buttons(staff: Client, error: str, below: bool) -> None:
+    top, _, rest = page(staff, stuck_key(last_error=error)).text.partition('class="button default"')
+    assert error.partition("\n")[0] in top
+    assert ("at last" in rest) == below
+    assert ("OSError: down" in rest) == below
+    assert "at last" not in top
+
+
 # Who may do what.
 
 

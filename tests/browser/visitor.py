@@ -81,14 +81,22 @@ class Visitor:
         """Return whether nothing is wider than the window."""
         return bool(self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
 
-    def barriers(self, axe_script: str) -> list[str]:
-        """Return the serious and critical violations that axe-core finds, with the elements."""
+    def tabs_to(self, selector: str, at_most: int) -> int:
+        """Return how often Tab is pressed, on a page that was just opened, until it is on such an element; 0 if never."""
+        for pressed in range(1, at_most + 1):
+            self.page.keyboard.press("Tab")
+            if self.page.evaluate("(selector) => document.activeElement?.matches(selector)", selector):
+                return pressed
+        return 0
+
+    def barriers(self, axe_script: str, *, every: bool = False) -> list[str]:
+        """Return the violations that axe-core finds, with the elements: the serious and critical ones, or every one."""
         self.page.evaluate(axe_script)
         found: list[dict[str, Any]] = self.page.evaluate("axe.run().then((result) => result.violations)")
         return [
             f"{violation['id']}: {node['html']}"
             for violation in found
-            if violation["impact"] in ("serious", "critical")
+            if every or violation["impact"] in ("serious", "critical")
             for node in violation["nodes"]
         ]
 
