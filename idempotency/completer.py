@@ -21,6 +21,7 @@ from idempotency._request import responses
 from idempotency._request.lookup import on_abandon_of, options_for
 from idempotency._request.phased_run import Completion
 from idempotency._request.rerun import run_again
+from idempotency._request.stored_request import is_withheld
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.transactions import connection_lost, takes_no_writes
 from idempotency._text import error_text, summary
@@ -149,7 +150,8 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
     try:
         response = run_again(completion)
         refused = responses.is_refusal(response)
-        ended = f"A decorator or the framework responded with status {response.status_code}, before @idempotent ran the view."
+        told = responses.described(response, withheld=is_withheld(key))
+        ended = f"A decorator or the framework, outside of @idempotent, responded with {told}"
     except KeyStuck as error:  # CannotRun, or raised by PREPARE_REQUEST.
         ended = ""
         with suppress(LockLost):  # It was settled in the admin meanwhile.

@@ -68,7 +68,8 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
         if responses.is_stored(response):
             fence.finish(key, *responses.stored_parts(response), using=using)
             return True
-        failure = f"on_abandon returned status {response.status_code}, which is never stored."
+        told = responses.described(response, withheld=is_withheld(key))
+        failure = f"The response of on_abandon cannot be stored: {told}"
     except LockLost:
         raise
     except (Exception, CancelledError) as error:
