@@ -43,7 +43,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
     )
 
     class Media:
-        js = ["idempotency/copy.js"]
+        js = ["idempotency/copy.js", "idempotency/live.js"]
 
     def get_urls(self) -> list[URLPattern]:
         """Add the buttons and the JSON; each is under the path of the key."""

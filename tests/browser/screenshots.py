@@ -16,6 +16,7 @@ from rides_demo.management.commands.serve import NO_KEEP_ALIVE
 from rides_demo.processes import web_workers
 from tests.browser import chromium
 from tests.browser.visitor import Visitor
+from tests.murphy.rider import Rider
 from tests.murphy.service import Service
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +75,12 @@ def main() -> int:
             first.sign_in()
             first.book.click()
             first.expect_counts(rides=1, charges=1, receipts=1)
+            service.strike_stripe({"fault": "500_begun"})
+            rider = Rider(service.url)
+            while rider.post().status_code != 409:  # The last answer: the key is stuck.
+                pass
+            rider.close()
+            service.strike_stripe()
             for statement in TROUBLE:
                 service.rows(f"{statement} RETURNING 1")
             for scheme in ("light", "dark"):

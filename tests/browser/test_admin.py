@@ -254,3 +254,15 @@ def test_the_key_is_copied_at_a_press(stuck: dict[str, Any], visitor: Visitor) -
     visitor.page.get_by_role("button", name="Copy the key").click()
     expect(visitor.page.get_by_role("button", name="Copied")).to_be_visible()
     assert visitor.page.evaluate("navigator.clipboard.readText()") == stuck["idempotency_key"]
+
+
+def test_the_page_of_a_key_follows_what_happens(service: Service, stuck: dict[str, Any], visitor: Visitor) -> None:
+    visitor.page.clock.install()
+    visitor.sign_in_to_admin(f"{KEYS}{stuck['id']}/change/")
+    heading = visitor.page.locator("#idem-state")
+    expect(heading).to_contain_text("Stuck")
+
+    service.rows("UPDATE idempotency_idempotencykey SET acknowledged_at = now() WHERE id = %s RETURNING id", (stuck["id"],))
+    visitor.page.clock.fast_forward(6_000)
+
+    expect(heading).to_contain_text("Acknowledged")

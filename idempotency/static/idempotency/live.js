@@ -1,7 +1,7 @@
 // Refreshes the region #idem-live from the address of the page, until somebody pauses it.
 "use strict";
 
-(() => {
+document.addEventListener("DOMContentLoaded", () => {
   const region = document.getElementById("idem-live");
   const bar = document.querySelector(".idem-live-bar");
   if (!region || !bar) return;
@@ -22,11 +22,12 @@
     : element.getAttribute("href") ? `a[href="${CSS.escape(element.getAttribute("href"))}"]` : "");
 
   const show = (fresh) => {
-    const open = [...region.querySelectorAll("details[open][id]")].map((details) => details.id);
+    const name = (details) => details.querySelector("summary").textContent;
+    const open = new Set([...region.querySelectorAll("details[open]")].map(name));
     const focused = region.contains(document.activeElement) ? place(document.activeElement) : "";
     region.replaceChildren(...fresh.getElementById("idem-live").childNodes);
     document.getElementById("idem-as-of").replaceWith(fresh.getElementById("idem-as-of"));
-    for (const id of open) document.getElementById(id)?.setAttribute("open", "");
+    for (const details of region.querySelectorAll("details")) if (open.has(name(details))) details.open = true;
     if (focused) region.querySelector(focused)?.focus({preventScroll: true});
   };
 
@@ -54,4 +55,4 @@
     if (!paused) refresh();
   });
   again();
-})();
+});
