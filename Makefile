@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-processes test-all test-pools conformance fuzz proof coverage mutants docs bench bench-scale package matrix lint clean
+.PHONY: demo soak serve test test-processes test-all test-pools conformance screenshots fuzz proof coverage mutants docs bench bench-scale package matrix lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -69,6 +69,11 @@ test-pools:
 	step env RIDES_TEST_POOL=1 $(PY) -m pytest -m "$(IN_PROCESS)" $(CORE) $(WORKERS) $(PYTEST_ARGS); \
 	step env RIDES_TEST_PGBOUNCER=1 $(PY) -m pytest -m "$(IN_PROCESS)" $(CORE) $(WORKERS) $(PYTEST_ARGS); \
 	$(call end,test-pools)
+
+# Pictures of the demo and the admin, for the docs.
+screenshots:
+	$(call set-up,screenshots,test)
+	@exec $(PY) -m tests.browser.screenshots
 
 # Each number of the contract as a line, and what the suites of others say.
 conformance:

@@ -17,12 +17,19 @@ def error_text(error: BaseException, *, withheld: bool = False) -> str:
 
 def storable(text: str) -> str:
     """Return ``text`` without NUL and lone surrogates, which the databases reject, and at most 2,000 characters long."""
-    return text.replace("\x00", "").encode("utf-8", "replace").decode()[:_MAX_ERROR_LENGTH] or "No reason was given."
+    return cut(text.replace("\x00", "").encode("utf-8", "replace").decode(), _MAX_ERROR_LENGTH) or "No reason was given."
 
 
-def summary(text: str) -> str:
-    """Return the first line of ``text``, at most 200 characters, for the history of a key."""
-    return storable(text).partition("\n")[0][:_MAX_SUMMARY_LENGTH]
+def summary(text: str, length: int = _MAX_SUMMARY_LENGTH) -> str:
+    """Return the first line of ``text``, at most ``length`` characters, for the history of a key. An ellipsis is the sign that
+    there is more."""
+    line, _, more = storable(text).strip().partition("\n")
+    return cut(f"{line.rstrip()} …" if more else line, length)
+
+
+def cut(text: str, length: int) -> str:
+    """Return ``text``, or its beginning with an ellipsis: ``length`` characters at most."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def printable(text: str) -> str:
@@ -31,3 +38,15 @@ def printable(text: str) -> str:
 
 def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with a suitable unit: ``20 ms``, ``1.4 s``, ``45 s``, ``3 min``, ``2 h``, ``5 d``."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

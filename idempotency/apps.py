@@ -1,7 +1,7 @@
 """The Django application."""
 
 from django.apps import AppConfig
-from django.core.signals import request_started
+from django.core.signals import request_finished, request_started
 
 
 class IdempotencyConfig(AppConfig):
@@ -13,8 +13,11 @@ class IdempotencyConfig(AppConfig):
 
     def ready(self) -> None:
         """Import the modules that register checks and receivers."""
-        from idempotency import _prompt  # noqa: F401
+        from idempotency import _prompt, signals  # noqa: F401
         from idempotency._request import atomic_requests
         from idempotency.checks import settings, views  # noqa: F401
+        from idempotency.monitoring import traffic
 
         request_started.connect(atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests")
+        signals.request_answered.connect(traffic.count, dispatch_uid="idempotency.traffic.count")
+        request_finished.connect(traffic.write_after_request, dispatch_uid="idempotency.traffic.write")

@@ -21,9 +21,10 @@ from idempotency._request import responses
 from idempotency._request.lookup import on_abandon_of, options_for
 from idempotency._request.phased_run import Completion
 from idempotency._request.rerun import run_again
+from idempotency._request.stored_request import is_withheld
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.transactions import connection_lost, takes_no_writes
-from idempotency._text import error_text
+from idempotency._text import error_text, summary
 from idempotency.exceptions import KeyStuck, LockLost, StuckCode
 from idempotency.models import IdempotencyKey
 
@@ -149,7 +150,8 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
     try:
         response = run_again(completion)
         refused = responses.is_refusal(response)
-        ended = f"A decorator or the framework responded with status {response.status_code}, before @idempotent ran the view."
+        told = responses.described(response, withheld=is_withheld(key))
+        ended = f"A decorator or the framework, outside of @idempotent, responded with {told}"
     except KeyStuck as error:  # CannotRun, or raised by PREPARE_REQUEST.
         ended = ""
         with suppress(LockLost):  # It was settled in the admin meanwhile.
@@ -190,9 +192,10 @@ def _leave_to_client(key: IdempotencyKey, alias: str) -> bool:
     runs. A key with ``on_abandon`` is not marked, because the reaper settles it."""
     if on_abandon_of(key) is not None:
         return False
+    refused = rows.read(key.pk, using=alias)
     reason = (
-        f"The completer ran the rebuilt request {key.completer_attempts} times, and each time it was refused before any "
-        f"effect. See the last error. A retry of the client still runs."
+        f"{key.completer_attempts} runs of the rebuilt request were refused before any effect; a retry of the client still "
+        f"runs. The last refusal: {summary(refused.last_error if refused else '')}"
     )
     try:
         fence.mark_stuck(key, StuckCode.REFUSED_WHEN_REBUILT, reason, using=alias)
@@ -208,7 +211,7 @@ def _give_up(pk: int, alias: str) -> bool:
     key = rows.read(pk, using=alias)
     if key is None or key.completer_attempts < conf.get().COMPLETER_MAX_ATTEMPTS or on_abandon_of(key) is not None:
         return False
-    reason = f"The completer ran it {key.completer_attempts} times without success. See its last error and its history."
+    reason = f"{key.completer_attempts} runs of the completer failed, the last with: {summary(key.last_error)}"
     if not settlement.give_up(pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias):
         return False
     events.announce_stuck(pk, None, using=alias)

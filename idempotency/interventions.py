@@ -7,6 +7,8 @@ at once, one succeeds. Common arguments:
 - ``at``: the recovery point that the operator saw. If a run has moved the key since, nothing changes; None does not compare
   it.
 - ``by``: the name of the operator, for the history.
+- ``note``: the finding of the operator, or the number of a ticket, for the history, which keeps the first line. A name and a
+  note together have at most 300 characters.
 """
 
 import uuid
@@ -29,27 +31,33 @@ from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.models import IdempotencyKey, StagedJob
 
 
-def release_lock(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, using: str | None = None) -> bool:
+def release_lock(
+    pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, note: str = "", using: str | None = None
+) -> bool:
     """Release the lock of a running key; return whether this call did it.
 
     On return the key is unlocked at its last recovery point. A retry of the client continues there at once; the completer
     does so when the key is old and idle enough. The former run can commit nothing more for the key, but its calls to other
     services continue: the effect is an early expiry of the lock.
     """
-    return settlement.release_lock(Decision(pk, seen, at, by, _alias(using)))
+    return settlement.release_lock(Decision(pk, seen, at, by, note, _alias(using)))
 
 
-def hand_back(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, using: str | None = None) -> bool:
+def hand_back(
+    pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, note: str = "", using: str | None = None
+) -> bool:
     """Hand a key back to the completer with all its attempts; return whether this call did it.
 
     On return the key is due and neither locked nor stuck, and its retention counts anew. Nothing changes if a run holds the
     key, if it is finished or refused, or if its ``on_abandon`` was begun. Such a key can only be answered, because
     ``on_abandon`` may have undone its work.
     """
-    return settlement.hand_back(Decision(pk, seen, at, by, _alias(using)))
+    return settlement.hand_back(Decision(pk, seen, at, by, note, _alias(using)))
 
 
-def complete_now(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, using: str | None = None) -> str | None:
+def complete_now(
+    pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, note: str = "", using: str | None = None
+) -> str | None:
     """Hand a key back as ``hand_back`` does, and run it in this process; return the result of ``complete_key``.
 
     Return "handed back" if another run claimed it first; None, without any change, if it could not be handed back. If this
@@ -57,7 +65,7 @@ def complete_now(pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = N
     Raises RuntimeError in a transaction.
     """
     refuse_outer_transaction(_alias(using))
-    if not hand_back(pk, seen, by=by, at=at, using=using):
+    if not hand_back(pk, seen, by=by, at=at, note=note, using=using):
         return None
     return complete_key(pk, using=_alias(using)) or "handed back"
 
@@ -75,6 +83,7 @@ def answer(
     by: str,
     at: str | None = None,
     calls: str | None = None,
+    note: str = "",
     using: str | None = None,
 ) -> bool:
     """Finish an unlocked key, stuck or not, with the response of the operator; return whether this call did it.
@@ -87,7 +96,7 @@ def answer(
     if problem := answer_problem(response):
         raise ValueError(problem)
     alias = _alias(using)
-    if done := settlement.answer(Decision(pk, seen, at, by, alias), *responses.stored_parts(response), calls=calls):
+    if done := settlement.answer(Decision(pk, seen, at, by, note, alias), *responses.stored_parts(response), calls=calls):
         events.emit(signals.key_finished, rows.read(pk, using=alias), None)
     return done
 
@@ -112,7 +121,7 @@ def acknowledge(
     On return the key is still stuck: it has no response, its client gets 409, and nothing runs or deletes it. The key is in
     ``QuerySet.acknowledged()``. If it becomes stuck again, it is back on the list.
     """
-    return settlement.acknowledge(Decision(pk, seen, at, by, _alias(using)), note)
+    return settlement.acknowledge(Decision(pk, seen, at, by, note, _alias(using)))
 
 
 def retry_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None = None) -> int:

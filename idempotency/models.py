@@ -284,3 +284,17 @@ class ProcessHeartbeat(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host}, process {self.pid}"
+
+
+class TrafficCount(models.Model):
+    """The number of requests of one kind in one minute, of all processes; deleted after eight days."""
+
+    minute = models.PositiveIntegerField(help_text="Minutes since 1970, by the clock of the process that counted.")
+    kind = models.CharField(max_length=20, help_text="The outcome of the requests; for requests that ran, their duration.")
+    count = models.PositiveBigIntegerField()
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["minute", "kind"], name="idempotency_traffic_unique")]
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.kind} in minute {self.minute}"

@@ -20,10 +20,12 @@ from idempotency import conf
 from idempotency._request.abandonment import settle
 from idempotency._states import IdempotencyKeyQuerySet, held
 from idempotency.inbox import STAGED_JOBS
-from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob, TrafficCount
 
 #: The time for which a second delivery of a message is recognised. Senders stop retrying earlier.
 MESSAGE_RETENTION = timedelta(days=30)
+#: The dashboard shows the traffic of seven days.
+TRAFFIC_RETENTION_MINUTES = 8 * 24 * 60
 #: After a batch the reaper sleeps for this multiple of its duration, to limit the load on claims. It can still delete
 #: forty million keys a day; see ``python -m benchmarks.reaper``.
 RESTS_FOR_A_BATCH = 19
@@ -58,8 +60,8 @@ def reap_once(
     """Delete expired rows and settle overdue keys. Several reapers may run concurrently.
 
     Each batch is deleted in one transaction, followed by a pause. A pass deletes finished and refused keys after the
-    retention, and messages of the inbox after 30 days. It keeps the message of a job that is still staged. Foreign keys to a
-    deleted key are honoured; a key that one of them protects is kept.
+    retention, messages of the inbox after 30 days, and counts of requests after 8 days. It keeps the message of a job that is
+    still staged. Foreign keys to a deleted key are honoured; a key that one of them protects is kept.
 
     Other unfinished keys are overdue after the retention, counted from their creation or from the last hand-back. Unless a
     run holds the key, ``on_abandon`` of its view settles it, or it becomes stuck.
@@ -86,6 +88,9 @@ def reap_once(
         counts.update(batch)
         progress(ReapPass(**counts))
         _rest(RESTS_FOR_A_BATCH * took, stop)
+    if not stop():
+        # At most some thirty rows a minute: one statement deletes them.
+        TrafficCount.objects.using(alias).filter(minute__lt=time.time() // 60 - TRAFFIC_RETENTION_MINUTES).delete()
     return ReapPass(**counts)
 
 

@@ -2,10 +2,29 @@
 
 The sender is ``IdempotencyKey``. The arguments are ``key`` and ``request``, which is None in commands. The signal
 ``key_conflict`` also has the ``code`` of the error. Each signal is sent after COMMIT with ``send_robust``: Django logs an
-exception of a receiver, and it has no other effect.
+exception of a receiver, and it has no other effect. The signal ``request_answered`` is sent at the end of each protected
+request of a client, with its ``outcome``, a ``RequestOutcome``, and the ``seconds`` that it took; its ``key`` may be None.
 """
 
+from enum import StrEnum
+
 from django.dispatch import Signal
+
+
+class RequestOutcome(StrEnum):
+    """The outcome of a protected request of a client."""
+
+    #: The view ran and returned a response below 500.
+    RAN = "ran"
+    #: The stored response was sent.
+    REPLAYED = "replayed"
+    #: The key was in use, stuck, or used with another request.
+    CONFLICT = "conflict"
+    #: The request had no valid key or no scope; no key was claimed.
+    REFUSED = "refused"
+    #: An exception, or a response of 500 or above.
+    FAILED = "failed"
+
 
 key_claimed = Signal()
 key_replayed = Signal()
@@ -13,3 +32,4 @@ key_conflict = Signal()
 phase_committed = Signal()
 key_finished = Signal()
 key_stuck = Signal()
+request_answered = Signal()

@@ -1,4 +1,4 @@
-"""Authentication with ``Authorization: Bearer <token>``."""
+"""Authentication: ``Authorization: Bearer <token>`` for the API, the session for the web page."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,6 +12,9 @@ from rides_demo.models import User
 from rides_demo.responses import database_unavailable, error_response
 
 View = Callable[..., HttpResponse]
+
+#: The session key of the token of the rider who is signed in on the web page.
+SESSION_TOKEN = "rides_token"
 
 
 def token_required(view: View) -> View:
@@ -37,6 +40,12 @@ def token_required(view: View) -> View:
             return database_unavailable()
 
     return authenticated
+
+
+def rider_of_session(request: HttpRequest) -> User | None:
+    """Return the rider who is signed in on the web page, or None."""
+    token = request.session.get(SESSION_TOKEN, "")
+    return User.objects.filter(api_token_hash=User.hash_token(token), is_active=True).first()
 
 
 def prepare_request(request: HttpRequest, key: IdempotencyKey) -> None:

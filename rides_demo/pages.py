@@ -1,28 +1,29 @@
-"""The web page: sign in as a demo user, book rides, inject Stripe faults, follow the booking.
+"""The web page: sign in as a demo user, book rides, follow the booking.
 
 The page is an ordinary client of the API. Its script sends the form with the user's token and the
-idempotency key of a hidden field, so a double click books one ride. Two more routes return the
-state of the booking and set the behaviour of Stripe. The session authenticates these routes, and
-they book nothing.
+idempotency key of a hidden field, so a double click books one ride. Another route returns the state
+of the booking. The session authenticates it, and it books nothing.
 """
 
 import uuid
+from collections.abc import Callable
+from datetime import timedelta
 from http import HTTPStatus
+from typing import Any
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import redirect, render
 from django.urls import reverse
+from django.utils import timezone
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_GET, require_POST
 
 from idempotency import conf
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
+from rides_demo.auth import SESSION_TOKEN, rider_of_session
 from rides_demo.models import Receipt, Ride, User
 from rides_demo.parameters import RIDE_PARAMETERS
-from rides_demo.sandbox import switch
 
-#: The session key of the token of the signed-in user.
-TOKEN = "rides_token"
 #: The demo users by token: name, and the result of their payments.
 DEMO_RIDERS = {
     "demo-jane": ("Jane", "Her card works."),
@@ -42,24 +43,30 @@ STEPS = {
 }
 
 
+#: How the page names the states of a key; the others are waiting.
+SHOWN_STATES = {"finished": "finished", "stuck": "stuck", "acknowledged": "stuck", "in flight": "running"}
+#: How long the page retries after the completer could have finished the booking.
+PATIENCE_SECONDS = 60
+
+
 @require_GET
 @never_cache
-def home(request: HttpRequest) -> HttpResponse:
-    """Return the page; each rendering contains a new idempotency key."""
-    rider = _rider(request)
+def home(request: HttpRequest, switches: Callable[[], dict[str, Any]]) -> HttpResponse:
+    """Return the page with its ``switches``; each rendering contains a new idempotency key."""
+    rider, limits = rider_of_session(request), conf.get()
     rides = Ride.objects.filter(user=rider).select_related("receipt", "idempotency_key").order_by("-pk")[:SHOWN_RIDES]
     context = {
         "rider": rider,
-        "token": request.session.get(TOKEN, ""),
+        "token": request.session.get(SESSION_TOKEN, ""),
         "demo_riders": DEMO_RIDERS.items(),
         "rides": rides,
         "fields": [(name, LABELS[name], value) for name, value in EXAMPLE.items()],
         "steps": STEPS.items(),
-        "behaviours": switch.BEHAVIOURS.items(),
-        "behaviour": switch.behaviour() if rider else None,
-        "completer_minutes": max(1, round(conf.get().COMPLETER_MIN_AGE_SECONDS / 60)),
+        "lock_seconds": limits.LOCK_TIMEOUT_SECONDS,
+        "completer_seconds": limits.COMPLETER_MIN_AGE_SECONDS,
+        "patience_seconds": 2 * limits.LOCK_TIMEOUT_SECONDS + limits.COMPLETER_MIN_AGE_SECONDS + PATIENCE_SECONDS,
         "idempotency_key": uuid.uuid4(),
-    }
+    } | (switches() if rider else {})
     return render(request, "rides_demo/home.html", context)
 
 
@@ -67,27 +74,12 @@ def home(request: HttpRequest) -> HttpResponse:
 @never_cache
 def booking(request: HttpRequest) -> HttpResponse:
     """Return the state of the rider's booking with the key ``?key=``, or null."""
-    rider = _rider(request)
+    rider = rider_of_session(request)
     if rider is None:
         return JsonResponse({"error": "Sign in first."}, status=HTTPStatus.FORBIDDEN)
     sent = request.GET.get("key", "").replace("\x00", "")
-    key = IdempotencyKey.objects.filter(scope=f"user:{rider.pk}", idempotency_key=sent).first()
+    key = IdempotencyKey.objects.with_state().filter(scope=f"user:{rider.pk}", idempotency_key=sent).first()
     return JsonResponse({"booking": None if key is None else _booking_json(key)})
-
-
-@require_POST
-def stripe(request: HttpRequest) -> HttpResponse:
-    """Set the Stripe sandbox to the posted ``behaviour``; return 404 without a sandbox."""
-    name = request.POST.get("behaviour", "")
-    if _rider(request) is None:
-        return JsonResponse({"error": "Sign in first."}, status=HTTPStatus.FORBIDDEN)
-    if name not in switch.BEHAVIOURS:
-        return JsonResponse({"error": "There is no such behaviour."}, status=HTTPStatus.BAD_REQUEST)
-    try:
-        switch.set_behaviour(name)
-    except switch.NoSandbox:
-        return JsonResponse({"error": "No Stripe sandbox is in use."}, status=HTTPStatus.NOT_FOUND)
-    return JsonResponse({"behaviour": name})
 
 
 @require_POST
@@ -96,41 +88,43 @@ def sign_in(request: HttpRequest) -> HttpResponse:
     token = request.POST.get("token", "")
     if User.objects.filter(api_token_hash=User.hash_token(token), is_active=True).exists():
         request.session.cycle_key()  # prevents session fixation
-        request.session[TOKEN] = token
+        request.session[SESSION_TOKEN] = token
     return redirect("home")
 
 
 @require_POST
 def sign_out(request: HttpRequest) -> HttpResponse:
     """Remove the token from the session."""
-    request.session.pop(TOKEN, None)
+    request.session.pop(SESSION_TOKEN, None)
     return redirect("home")
-
-
-def _rider(request: HttpRequest) -> User | None:
-    token = request.session.get(TOKEN, "")
-    return User.objects.filter(api_token_hash=User.hash_token(token), is_active=True).first()
 
 
 def _booking_json(key: IdempotencyKey) -> dict[str, object]:
     ride = Ride.objects.filter(idempotency_key=key).first()
-    receipt = Receipt.objects.filter(ride=ride).first() if ride else None
+    state = SHOWN_STATES.get(key.state, "waiting")
     return {
-        "recovery_point": key.recovery_point,
-        "state": _state(key),
-        "stuck_reason": key.stuck_reason,
+        "state": state,
+        "steps": _steps(key, state),
+        "runs": key.attempts,
+        "lock_seconds": _lock_seconds(key) if state == "running" else None,
         "response_code": key.response_code,
         "history": key.history,
         "rides": int(ride is not None),
-        "charges": switch.charges_of(ride.pk) if ride else 0,
-        "receipts": int(receipt is not None),
+        "receipts": Receipt.objects.filter(ride=ride).count() if ride else 0,
         "admin": reverse("admin:idempotency_idempotencykey_change", args=[key.pk]),
     }
 
 
-def _state(key: IdempotencyKey) -> str:
-    if key.finished_at is not None:
-        return "finished"
-    if key.stuck_at is not None:
-        return "stuck"
-    return "running" if key.locked_at is not None else "waiting"
+def _steps(key: IdempotencyKey, state: str) -> dict[str, str]:
+    """Return the state of each step. A step that the history does not hold, and that is behind the key, was skipped."""
+    reached = {STARTED, key.recovery_point}
+    reached |= {event["detail"] for event in key.history if event["event"] == "recovery point"}
+    order = list(STEPS)
+    here = order.index(key.recovery_point)
+    steps = {name: "done" if name in reached else "skipped" for name in order[: here + 1]}
+    return steps | dict(zip(order[here + 1 :], [state, *["todo"] * len(order)], strict=False))
+
+
+def _lock_seconds(key: IdempotencyKey) -> float:
+    expires = key.locked_at + timedelta(seconds=conf.get().LOCK_TIMEOUT_SECONDS)
+    return max(0.0, (expires - timezone.now()).total_seconds())

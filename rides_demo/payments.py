@@ -11,6 +11,7 @@ import requests
 import stripe
 from django.conf import settings
 
+from idempotency import conf
 from idempotency.exceptions import KeyStuck
 from rides_demo.models import RIDE_AMOUNT, RIDE_CURRENCY, Ride
 
@@ -33,11 +34,14 @@ class PaymentUnavailable(Exception):
 def stripe_client() -> stripe.StripeClient:
     """Return the Stripe client that the settings describe.
 
-    It does not retry, as the client of the service retries the whole request. Its timeout keeps
-    the calls of one request well below the lock timeout of the key.
+    It does not retry, as the client of the service retries the whole request.
     """
-    lock_seconds = settings.IDEMPOTENCY.get("LOCK_TIMEOUT_SECONDS", 90)
-    return _stripe_client(settings.STRIPE_API_KEY, settings.STRIPE_API_BASE, min(10, lock_seconds / 5))
+    return _stripe_client(settings.STRIPE_API_KEY, settings.STRIPE_API_BASE, timeout_seconds())
+
+
+def timeout_seconds() -> float:
+    """Return the timeout of a call to Stripe: two calls take less than the lock timeout of the key."""
+    return min(10, 0.4 * conf.get().LOCK_TIMEOUT_SECONDS)
 
 
 @functools.lru_cache(maxsize=1)

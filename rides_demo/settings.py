@@ -53,6 +53,7 @@ INSTALLED_APPS = [
     "rides_demo",
 ]
 MIDDLEWARE = [
+    "rides_demo.switches.register_bookings",
     "django.middleware.security.SecurityMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
@@ -139,7 +140,8 @@ LOGGING = {
     "loggers": {
         "django": {"handlers": [], "propagate": True},
         "django.server": {"handlers": [], "propagate": True},
-        # Stripe logs two lines for each call.
+        # Stripe logs two lines for each call, and httpx one.
         "stripe": {"level": "WARNING"},
+        "httpx": {"level": "WARNING"},
     },
 }

@@ -4,7 +4,7 @@ from django.contrib import admin
 from django.urls import path, register_converter
 from django.urls.converters import UUIDConverter
 
-from rides_demo import documents, pages, views, webhooks
+from rides_demo import documents, pages, switches, views, webhooks
 
 
 class AnyCaseUUIDConverter(UUIDConverter):
@@ -16,11 +16,13 @@ class AnyCaseUUIDConverter(UUIDConverter):
 register_converter(AnyCaseUUIDConverter, "any_case_uuid")
 
 urlpatterns = [
-    path("", pages.home, name="home"),
+    path("", pages.home, {"switches": switches.shown}, name="home"),
     path("sign-in", pages.sign_in, name="sign-in"),
     path("sign-out", pages.sign_out, name="sign-out"),
     path("page/booking", pages.booking, name="page-booking"),
-    path("page/stripe", pages.stripe, name="page-stripe"),
+    path("switches/charges", switches.charges, name="switches-charges"),
+    path("switches/stripe", switches.stripe, name="switches-stripe"),
+    path("switches/kill", switches.kill, name="switches-kill"),
     path("rides", views.create_ride),
     path("rides/<int:ride_id>", views.ride_detail),
     path("rides/<int:ride_id>/texts", views.text_pilot),

@@ -105,6 +105,7 @@ def models_tables() -> str:
         models.ForeignCall,
         models.ProcessedMessage,
         models.ProcessHeartbeat,
+        models.TrafficCount,
     )
     return "\n\n".join(_model(model) for model in made)
 
@@ -139,6 +140,7 @@ def _kind_of(field: Any) -> str:
         "PositiveIntegerField": "whole number",
         "BooleanField": "true or false",
         "PositiveSmallIntegerField": "whole number",
+        "PositiveBigIntegerField": "whole number",
     }.get(kind)
     if name is None:
         name = f"to {field.related_model.__name__ if field.related_model._meta.app_label == 'idempotency' else 'the user'}"

@@ -34,7 +34,7 @@ def settle(pk: int, *, using: str) -> bool | None:
     if on_abandon is None:
         reason = (
             f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation or its last hand-back. "
-            f"See its last error and its history, then complete or answer the key."
+            f"Its last error: {_text.summary(key.last_error if key is not None else '')}"
         )
         if not settlement.give_up(pk, StuckCode.RETENTION_PASSED, reason, using=using):
             return None
@@ -68,7 +68,8 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
         if responses.is_stored(response):
             fence.finish(key, *responses.stored_parts(response), using=using)
             return True
-        failure = f"on_abandon returned status {response.status_code}, which is never stored."
+        told = responses.described(response, withheld=is_withheld(key))
+        failure = f"The response of on_abandon cannot be stored: {told}"
     except LockLost:
         raise
     except (Exception, CancelledError) as error:

@@ -1,23 +1,27 @@
 """The entry point of a protected request: read its key and scope, capture it, and run it as a plain or a phased view."""
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from django.db.utils import Error
 from django.http import HttpResponseBase
 
-from idempotency import scopes
+from idempotency import conf, scopes, signals
 from idempotency._request import key_header, problems, stored_request
 from idempotency._request.options import Options
 from idempotency._request.phased import run_claimed, run_phased
 from idempotency._request.phased_run import completion_of
 from idempotency._request.plain import run_plain
-from idempotency._request.problems import Problem
-from idempotency._request.responses import SAFE_METHODS
+from idempotency._request.problems import NOT_CLAIMED, Problem
+from idempotency._request.responses import HTTP_EXCEPTIONS, SAFE_METHODS
 from idempotency._request.view_call import Call
+from idempotency._store import events
 from idempotency._store.transactions import atomic_request, connection_lost
 from idempotency._text import error_text, summary
+from idempotency.signals import RequestOutcome
 
 logger = logging.getLogger("idempotency")
 
@@ -36,14 +40,7 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
             if options.required:
                 raise problems.key_missing()
             return _unprotected(call)
-        using = options.alias(request)
-        with _reachable(using, options):
-            scope = _scope(call, options)
-            if options.validate is not None and (refusal := options.validate(call.seen_request)) is not None:
-                return refusal
-            captured = stored_request.capture(request, scope, value, options)
-            run = run_plain if options.recovery_points is None else run_phased
-            return run(call, options, captured, using=using)
+        return _announced(call, partial(_protected, call, options, value))
     except Problem as problem:
         return problem.response()
 
@@ -52,6 +49,49 @@ def _unprotected(call: Call) -> HttpResponseBase:
     """Call the view with the transactions of ATOMIC_REQUESTS, from which it was excluded for all methods."""
     with atomic_request(call.view):
         return call()  # type: ignore[no-any-return]
+
+
+def _protected(call: Call, options: Options, value: str) -> HttpResponseBase:
+    request, using = call.request, options.alias(call.request)
+    with _reachable(using, options):
+        scope = _scope(call, options)
+        if options.validate is not None and (refusal := options.validate(call.seen_request)) is not None:
+            return refusal
+        captured = stored_request.capture(request, scope, value, options)
+        run = run_plain if options.recovery_points is None else run_phased
+        return run(call, options, captured, using=using)
+
+
+def _announced(call: Call, run: Callable[[], HttpResponseBase]) -> HttpResponseBase:
+    """Call ``run``, and send ``request_answered`` with the outcome of the request and its time."""
+    start, outcome = time.monotonic(), RequestOutcome.FAILED
+    try:
+        response = run()
+        outcome = _outcome_of(response)
+        return response
+    except Problem as problem:
+        outcome = _outcome_of_problem(problem)
+        raise
+    except Exception as error:
+        if isinstance(error, HTTP_EXCEPTIONS) or getattr(error, "status_code", 500) < 500:
+            outcome = RequestOutcome.RAN  # The framework makes a 4xx of it.
+        raise
+    finally:
+        seconds = time.monotonic() - start
+        key = call.request.idempotency_key  # type: ignore[attr-defined]
+        events.emit(signals.request_answered, key, call.request, outcome=outcome, seconds=seconds)
+
+
+def _outcome_of(response: HttpResponseBase) -> RequestOutcome:
+    if response.status_code >= 500:
+        return RequestOutcome.FAILED
+    return RequestOutcome.REPLAYED if conf.get().REPLAYED_HEADER in response else RequestOutcome.RAN
+
+
+def _outcome_of_problem(problem: Problem) -> RequestOutcome:
+    if problem.status >= 500:
+        return RequestOutcome.FAILED
+    return RequestOutcome.REFUSED if problem.code in NOT_CLAIMED else RequestOutcome.CONFLICT
 
 
 def _scope(call: Call, options: Options) -> str:

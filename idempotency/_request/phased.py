@@ -80,7 +80,7 @@ def _in_attempts(call: Call, run: PhasedRun, options: Options) -> HttpResponseBa
             with attempt:
                 run.begin_attempt()
                 with call.bound(run.key):
-                    return _respond(call, run)
+                    return _respond(call, run, options)
         raise problems.conflict()
     except responses.HTTP_EXCEPTIONS as error:
         # Outside the attempt, because a further attempt would need the lock.
@@ -90,7 +90,7 @@ def _in_attempts(call: Call, run: PhasedRun, options: Options) -> HttpResponseBa
         raise
 
 
-def _respond(call: Call, run: PhasedRun) -> HttpResponseBase:
+def _respond(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
     """Call the view once. Its response is stored, or releases the key, or raises, since a retry could not get it."""
     cause: Exception | None = None
     try:
@@ -107,7 +107,8 @@ def _respond(call: Call, run: PhasedRun) -> HttpResponseBase:
     # Do not store an early response to the rebuilt request: the client might get another one.
     if not run.finished and (not definitive or (early and run.sender is None)):
         refusal = 400 <= response.status_code < 500
-        _let_go(run, f"The view responded with status {response.status_code}.", refusal=refusal)
+        told = responses.described(response, withheld=options.withholds)
+        _let_go(run, f"The view responded with {told}", refusal=refusal)
         return response
     if early:
         fence.finish(run.key, *responses.stored_parts(response), using=run.using, untouched=True)

@@ -24,6 +24,9 @@ _TITLES = {
     "unknown_recovery_point": "This version of the service cannot continue the request",
 }
 
+#: The codes of requests that have claimed no key.
+NOT_CLAIMED = frozenset({"key_missing", "key_invalid", "body_incomplete", "scope_missing"})
+
 
 class Problem(Exception):
     """An error response of this app; ``entry.answer`` catches it and returns its response."""

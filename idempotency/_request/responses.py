@@ -1,7 +1,9 @@
 """Responses: which are stored, in which form, and the responses to requests that may not run."""
 
+import json
 import logging
 from http import HTTPStatus
+from typing import Any
 
 from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
 from django.core.handlers.exception import response_for_exception
@@ -17,6 +19,7 @@ from idempotency._request.problems import Problem
 from idempotency._request.view_call import Call
 from idempotency._store import events, settlement
 from idempotency._store.claims import Claim, Outcome
+from idempotency._text import cut
 from idempotency.exceptions import IdempotencyError, StuckCode
 from idempotency.http import is_not_stored, not_stored
 from idempotency.models import IdempotencyKey
@@ -33,6 +36,10 @@ _FRESH_HEADERS = frozenset(
     | {"transfer-encoding", "www-authenticate", "x-request-id", "x-correlation-id", "request-id", "traceparent"}
 )
 _FRESH_PREFIXES = ("ratelimit", "x-ratelimit", "x-rate-limit")
+
+#: A longer body is no message of an error; a longer message is cut.
+_MAX_READ_BYTES = 20_000
+_MAX_MESSAGE_LENGTH = 500
 
 
 def is_stored(response: HttpResponseBase) -> bool:
@@ -59,6 +66,42 @@ def stored_parts(response: HttpResponseBase) -> tuple[int, dict[str, str], bytes
     if body is not None and len(body) > conf.get().MAX_STORED_BODY_BYTES:
         body = None
     return response.status_code, headers, body
+
+
+def described(response: HttpResponseBase, *, withheld: bool) -> str:
+    """Return the status and the message of a response that is not stored, for the last error of a key. If ``withheld``, the
+    message could quote what must not be stored."""
+    status = f"status {response.status_code}"
+    message = "" if withheld else _message(response)
+    return f"{status}: {cut(message, _MAX_MESSAGE_LENGTH)}" if message else f"{status}."
+
+
+def _message(response: HttpResponseBase) -> str:
+    """Return the first line of a short text, or the member of a JSON body that describes the error; else an empty string."""
+    if not isinstance(response, HttpResponse) or not getattr(response, "is_rendered", True):
+        return ""
+    content = response.content
+    if len(content) > _MAX_READ_BYTES:
+        return ""
+    kind = response.get("Content-Type", "").partition(";")[0].strip().lower()
+    text = content.decode("utf-8", "replace").strip()
+    if kind == "text/plain":
+        return text.partition("\n")[0].strip()
+    if kind != "application/json" and not kind.endswith("+json"):
+        return ""
+    try:
+        return _first_text(json.loads(text))
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _first_text(body: Any) -> str:
+    if not isinstance(body, dict):
+        return body.strip() if isinstance(body, str) else ""
+    error = body.get("error")
+    nested = error if isinstance(error, dict) else {}
+    told = (body.get("detail"), nested.get("message"), body.get("message"), error, body.get("title"))
+    return next((text.strip() for text in told if isinstance(text, str) and text.strip()), "")
 
 
 def stored_response(key: IdempotencyKey) -> HttpResponse:

@@ -16,6 +16,7 @@ from django.db import Error, connections
 
 from idempotency._store import statements
 from idempotency._store.advisory_locks import HOLDER, lock_parameters, way_of
+from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, key_as_read, key_of_row, statements_for, token_parameter, vendor
 from idempotency._store.transactions import refuse_second_wait, retryable_failure
 from idempotency.exceptions import OPEN_TO_RETRIES
@@ -145,7 +146,7 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
         "claim_token": token_parameter(uuid.uuid4(), using),
         "delay": delay_seconds,
         "early": early,
-        "event": "claimed",
+        "event": HistoryEvent.CLAIMED,
         "detail": "reaper" if early else "completer",
     }
     try:
@@ -254,6 +255,6 @@ def _parameters(request: ClaimedRequest, using: str) -> tuple[uuid.UUID, dict[st
         "remote_addr": request.remote_addr,
         "request_fingerprint": request.fingerprint,
         "seed": random_seed(),
-        "event": "claimed",
+        "event": HistoryEvent.CLAIMED,
         "detail": "client",
     }

@@ -1,6 +1,7 @@
 """Log lines and signals about a key."""
 
 import logging
+from typing import Any
 
 from django.dispatch import Signal
 from django.http import HttpRequest
@@ -16,7 +17,7 @@ def about(key: IdempotencyKey) -> dict[str, str]:
     return {"key_hash": key.key_hash}
 
 
-def emit(signal: Signal, key: IdempotencyKey | None, request: HttpRequest | None, **more: str) -> None:
+def emit(signal: Signal, key: IdempotencyKey | None, request: HttpRequest | None, **more: Any) -> None:
     signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from idempotency._store import statements
 from idempotency._store.events import about
+from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
 from idempotency._text import storable, summary
 from idempotency.exceptions import KeyStuck, LockLost, StuckCode
@@ -19,7 +20,7 @@ from idempotency.models import IdempotencyKey
 logger = logging.getLogger("idempotency")
 
 #: The event in the history at the begin of a ``key.call()`` block; its detail is the name of the call.
-CALL_BEGUN = "call begun"
+CALL_BEGUN = HistoryEvent.CALL_BEGUN
 
 _MAX_CODE_LENGTH = 50
 
@@ -32,7 +33,7 @@ def advance(key: IdempotencyKey, recovery_point: str, *, using: str) -> None:
         using,
         reached=key.recovery_point,
         recovery_point=recovery_point,
-        event="recovery point",
+        event=HistoryEvent.RECOVERY_POINT,
         detail=recovery_point,
     )
 
@@ -64,7 +65,7 @@ def finish(
         code=code,
         headers=json.dumps(headers),
         body=body,
-        event="finished",
+        event=HistoryEvent.FINISHED,
         detail=f"status {code}",
     )
 
@@ -72,7 +73,7 @@ def finish(
 def release(key: IdempotencyKey, error: str, *, using: str) -> None:
     """Unlock an unfinished key and store ``error``; do nothing if another claim has taken it over."""
     try:
-        _fenced("release", key, using, error=storable(error), event="error", detail=summary(error))
+        _fenced("release", key, using, error=storable(error), event=HistoryEvent.ERROR, detail=summary(error))
     except LockLost:
         logger.info("key %s was taken over by another run before it was released", key.key_hash, extra=about(key))
 
@@ -85,9 +86,9 @@ def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:
     """
     described = {"error": storable(error), "detail": summary(error)}
     if key.untouched:
-        _fenced("refuse", key, using, reached=key.recovery_point, event="refused", **described)
+        _fenced("refuse", key, using, reached=key.recovery_point, event=HistoryEvent.REFUSED, **described)
     else:
-        _fenced("release", key, using, event="error", **described)
+        _fenced("release", key, using, event=HistoryEvent.ERROR, **described)
 
 
 def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> None:
@@ -119,6 +120,6 @@ def stuck_parameters(code: str, reason: str) -> dict[str, Any]:
         "reason": storable(reason),
         # Reset the attempts, because the next deploy may declare the recovery point.
         "counting": 0 if code == StuckCode.UNKNOWN_RECOVERY_POINT else 1,
-        "event": "stuck",
+        "event": HistoryEvent.STUCK,
         "detail": summary(reason),
     }

@@ -14,6 +14,7 @@ from typing import Any
 
 from idempotency._store.events import about
 from idempotency._store.fence import stuck_parameters
+from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
 from idempotency._store.statements import CLEAR_STUCK, TABLE
 from idempotency._text import summary
@@ -22,6 +23,8 @@ from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
+#: A name of 100 characters and a note of 150 fit.
+_MAX_DETAIL_LENGTH = 300
 #: A text that changes with each foreign call that is begun, recorded or deleted, and with each ``key.call()``.
 _CALLS = (
     "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above
@@ -38,7 +41,12 @@ class Decision:
     seen: uuid.UUID | None
     at: str | None
     by: str
+    note: str
     using: str
+
+    @property
+    def signed(self) -> str:
+        return f"by {self.by}: {self.note}" if self.note else f"by {self.by}"
 
 
 def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
@@ -47,7 +55,9 @@ def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
 
 
 def release_lock(decision: Decision) -> bool:
-    return _change(decision, "locked_at = NULL", "k.locked_at IS NOT NULL", event="lock released", detail=f"by {decision.by}")
+    return _change(
+        decision, "locked_at = NULL", "k.locked_at IS NOT NULL", event=HistoryEvent.LOCK_RELEASED, detail=decision.signed
+    )
 
 
 def hand_back(decision: Decision) -> bool:
@@ -56,8 +66,8 @@ def hand_back(decision: Decision) -> bool:
         decision,
         f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, handed_back_at = {text.now}, {CLEAR_STUCK}",
         f"{text.unlocked} AND NOT k.refused AND k.stuck_code <> '{StuckCode.ON_ABANDON}'",
-        event="handed back",
-        detail=f"to the completer, by {decision.by}",
+        event=HistoryEvent.HANDED_BACK,
+        detail=f"to the completer, {decision.signed}",
     )
 
 
@@ -68,8 +78,8 @@ def answer(decision: Decision, code: int, headers: dict[str, str], body: bytes |
         f"recovery_point = '{FINISHED}', finished_at = {text.now}, locked_at = NULL, refused_at = NULL, "
         f"{CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
         text.unlocked + (f" AND {_CALLS} = %(calls)s" if calls is not None else ""),
-        event="answered",
-        detail=f"status {code}, by {decision.by}",
+        event=HistoryEvent.ANSWERED,
+        detail=f"status {code}, {decision.signed}",
         calls=calls,
         code=code,
         headers=json.dumps(headers),
@@ -77,13 +87,13 @@ def answer(decision: Decision, code: int, headers: dict[str, str], body: bytes |
     )
 
 
-def acknowledge(decision: Decision, note: str) -> bool:
+def acknowledge(decision: Decision) -> bool:
     return _change(
         decision,
         f"acknowledged_at = {statements_for(decision.using).now}",
         "k.stuck_at IS NOT NULL AND (k.acknowledged_at IS NULL OR k.acknowledged_at < k.stuck_at)",
-        event="acknowledged",
-        detail=f"by {decision.by}{': ' if note else ''}{note}",
+        event=HistoryEvent.ACKNOWLEDGED,
+        detail=decision.signed,
         moves=False,
     )
 
@@ -111,7 +121,7 @@ def _change(decision: Decision, changes: str, condition: str, *, moves: bool = T
         "at": decision.at,
         "seen": token_parameter(decision.seen, using),
         "token": token_parameter(uuid.uuid4(), using),
-        "detail": summary(parameters["detail"]),
+        "detail": summary(parameters["detail"], _MAX_DETAIL_LENGTH),
     }
     if (row := fetch(statement, parameters, using)) is None:
         return False

@@ -67,6 +67,8 @@ class Statements:
         self.lock_timeout_seconds = lock_timeout_seconds
         self.now = dialect.now
         self.unlocked = f"(k.locked_at IS NULL OR k.locked_at < {dialect.ago.format(lock_timeout_seconds)})"
+        #: The new history of an unlocked key. An expired lock is that of a lost run, as each end of a run clears it.
+        self.history_of_unlocked = dialect.append_after_lock.format(lock_timeout_seconds)
         self.expired = f"COALESCE(k.finished_at < {dialect.ago.format(retention_seconds)}, false)"
         # A retry may claim a stuck key only with a code of OPEN_TO_RETRIES, and if the code declares its recovery point.
         self.claimable = (
@@ -127,7 +129,7 @@ class Statements:
         return (
             self._insert(finished=False, source=source)
             + f"ON CONFLICT (scope, idempotency_key) DO UPDATE SET claim_token = excluded.claim_token, locked_at = {self.now}, "  # nosec B608  # see the docstring
-            f"last_run_at = {self.now}, {_NEXT_ATTEMPT}, {CLEAR_STUCK}, history = {self.dialect.append_event} "
+            f"last_run_at = {self.now}, {_NEXT_ATTEMPT}, {CLEAR_STUCK}, history = {self.history_of_unlocked} "
             f"WHERE {self.claimable} RETURNING {self._claimed}"
         )
 
@@ -177,7 +179,7 @@ class Statements:
         return (
             f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at = {self.now}, "  # nosec B608  # see the docstring
             f"{_NEXT_ATTEMPT}, completer_attempts = k.completer_attempts + 1, "
-            f"next_run_at = {self.dialect.later.format('%(delay)s')}, {CLEAR_STUCK}, history = {self.dialect.append_event} "
+            f"next_run_at = {self.dialect.later.format('%(delay)s')}, {CLEAR_STUCK}, history = {self.history_of_unlocked} "
             f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND NOT k.refused AND {self.unlocked} AND {_NOT_STUCK} "
             f"AND (%(early)s OR k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._read('')}"
         )
@@ -241,20 +243,21 @@ class Statements:
             f"history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED} AND {_UNTOUCHED}"
         )
 
-    def _mark_stuck(self, condition: str) -> str:
+    def _mark_stuck(self, condition: str, history: str) -> str:
         return (
             f"UPDATE {TABLE} AS k SET locked_at = NULL, stuck_at = {self.now}, stuck_code = %(code)s, "  # nosec B608  # see the docstring
             f"completer_attempts = k.completer_attempts * %(counting)s, "
-            f"stuck_reason = %(reason)s, history = {self.dialect.append_event} WHERE {condition} AND k.finished_at IS NULL"
+            f"stuck_reason = %(reason)s, history = {history} WHERE {condition} AND k.finished_at IS NULL"
         )
 
     @cached_property
     def mark_stuck(self) -> str:
-        return self._mark_stuck(_FENCE)
+        return self._mark_stuck(_FENCE, self.dialect.append_event)
 
     @cached_property
     def give_up(self) -> str:
-        return self._mark_stuck(f"k.id = %(id)s AND k.stuck_at IS NULL AND NOT k.refused AND {self.unlocked}")
+        condition = f"k.id = %(id)s AND k.stuck_at IS NULL AND NOT k.refused AND {self.unlocked}"
+        return self._mark_stuck(condition, self.history_of_unlocked)
 
 
 #: The parameters of a claim that are columns of the key.

@@ -23,24 +23,28 @@ Result = tuple[int, str, str]
 TOO_LATE = "Nothing was done: the key has moved since you looked at it. This is how it stands now."
 
 
+def note_field() -> forms.CharField:
+    """Return the field of each form that changes something."""
+    help_text = "For the history: what you found, or the number of a ticket."
+    return forms.CharField(max_length=150, required=False, help_text=help_text, widget=forms.TextInput(attrs={"size": 60}))
+
+
 class PressForm(forms.Form):
-    """What every button sends: the claim, the recovery point and the foreign calls that the person saw."""
+    """What every button sends: the claim, the recovery point and the calls that the person saw, and a note."""
 
     seen = forms.UUIDField(required=False, widget=forms.HiddenInput)
     at = forms.CharField(strip=False, widget=forms.HiddenInput)
     calls = forms.CharField(widget=forms.HiddenInput)
+    note = note_field()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Put the note below the fields of a subclass."""
+        super().__init__(*args, **kwargs)
+        self.fields["note"] = self.fields.pop("note")
 
     def asks_again(self) -> bool:
         """Tell whether the person has yet to confirm what was sent."""
         return False
-
-
-class NoteForm(PressForm):
-    """A button with a note for the history."""
-
-    note = forms.CharField(
-        max_length=150, required=False, help_text="For the history: what you found, or the number of a ticket."
-    )
 
 
 class AnswerForm(AnswerFields, PressForm):
@@ -60,7 +64,7 @@ class Button:
 
 
 def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    match interventions.complete_now(key.pk, sent["seen"], by=by, at=sent["at"], using=using):
+    match interventions.complete_now(key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using):
         case None:
             return messages.WARNING, TOO_LATE, ""
         case "finished":
@@ -74,14 +78,15 @@ def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) ->
 
 
 def _release(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    if not interventions.release_lock(key.pk, sent["seen"], by=by, at=sent["at"], using=using):
+    if not interventions.release_lock(key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using):
         return messages.WARNING, TOO_LATE, ""
     return messages.SUCCESS, "The lock is released: the run that held it can commit nothing any more.", "Released the lock."
 
 
 def _answer(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
     response = sent["response"]
-    if not interventions.answer(key.pk, sent["seen"], response, by=by, at=sent["at"], calls=sent["calls"], using=using):
+    seen = {"at": sent["at"], "calls": sent["calls"]}
+    if not interventions.answer(key.pk, sent["seen"], response, by=by, note=sent["note"], using=using, **seen):
         return messages.WARNING, TOO_LATE, ""
     text = f"Answered with status {response.status_code}."
     return messages.SUCCESS, f"{text} Each retry of the client gets this response.", text
@@ -123,7 +128,6 @@ BUTTONS = {
         "refused as before, and it is kept until it is answered or completed.",
         possible=lambda key: key.state == KeyState.STUCK,
         press=_acknowledge,
-        form=NoteForm,
     ),
     "release": Button(
         label="Release the lock",
@@ -150,3 +154,8 @@ def offered(key: IdempotencyKey, may: Callable[[str], bool]) -> dict[str, Button
 def username(request: HttpRequest) -> str:
     """Return who presses, for the history."""
     return request.user.get_username()[:100]
+
+
+def noted(logged: str, note: str) -> str:
+    """Return what the admin log keeps of an action: what was done, and the note of the person."""
+    return f"{logged} {note}" if note else logged

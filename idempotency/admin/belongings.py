@@ -12,10 +12,11 @@ from django.db.models import ForeignKey
 from django.http import HttpRequest
 from django.utils.html import strip_tags
 
+from idempotency._text import duration
 from idempotency.admin.reading import admin_url, first_line_of
 from idempotency.inbox import STAGED_JOBS
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
-from idempotency.templatetags.idempotency_admin import humanize_seconds, written
+from idempotency.templatetags.idempotency_admin import written
 
 #: How many rows of one kind, and how many columns of a row, are shown.
 MAX_LINKED, MAX_COLUMNS = 10, 5
@@ -106,7 +107,7 @@ def _state_of_job(job: StagedJob, processed_at: datetime | None, now: datetime) 
     if job.hand_overs:
         return f"handed over, no effect yet{refused}"
     if job.run_at > now:
-        return f"due in {humanize_seconds((job.run_at - now).total_seconds())}"
+        return f"due in {duration((job.run_at - now).total_seconds())}"
     return f"waiting, due {_ago(job.run_at, now)}{refused}"
 
 
@@ -122,4 +123,4 @@ def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linke
 
 
 def _ago(at: datetime, now: datetime) -> str:
-    return f"{humanize_seconds(max(0.0, (now - at).total_seconds()))} ago"
+    return f"{duration(max(0.0, (now - at).total_seconds()))} ago"

@@ -1,6 +1,6 @@
-"""The dashboard: how much waits, where, for how long, and whether the processes are alive.
+"""The dashboard: what is wrong, what waits, where, for how long, how many requests came, and whether the processes are alive.
 
-The numbers are those of ``monitoring.measures``: however large a table is, the page costs the same.
+The numbers are those of ``monitoring.measures`` and ``monitoring.traffic``: however large a table is, the page costs the same.
 """
 
 from collections import Counter
@@ -14,16 +14,21 @@ from django.contrib.admin import AdminSite
 from django.db import router
 from django.http import HttpRequest
 from django.urls import reverse
+from django.utils import timezone
 
 from idempotency._states import KeyState
+from idempotency.admin import charts
+from idempotency.admin.charts import Line
 from idempotency.admin.filters import AGES, Age
 from idempotency.models import STARTED, IdempotencyKey
-from idempotency.monitoring import heartbeats, measures
+from idempotency.monitoring import doctor, heartbeats, measures, traffic
 
 #: How many rows of a kind are read, the oldest first. More is said to be more.
 MAX_READ = 5000
 #: How many processes are shown, those with the youngest heartbeats.
 MAX_PROCESSES = 100
+#: How many groups of each kind are shown, the largest.
+MAX_GROUPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +42,68 @@ class Bar:
     alarming: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A span of time that the charts show, in ``intervals`` of so many ``minutes``."""
+
+    name: str
+    label: str
+    intervals: int
+    minutes: int
+    time_format: str
+
+
+SPANS = (Span("1h", "1 hour", 60, 1, "%H:%M"), Span("24h", "24 hours", 96, 15, "%H:%M"), Span("7d", "7 days", 84, 120, "%d %b"))
+
+
 def numbers(request: HttpRequest, site: AdminSite) -> dict[str, Any]:
-    """Return what the template shows, in two queries, and in two more for who may see staged jobs."""
+    """Return what the template shows, in four queries, and in three more for who may see staged jobs."""
     alias = router.db_for_read(IdempotencyKey)
-    keys = measures.unfinished_keys(alias, MAX_READ)
-    shown: dict[str, Any] = _of_keys(keys, _list_url(site, "idempotencykey"))
-    shown |= {"max_read": MAX_READ, "more_keys": keys.count == MAX_READ, **_processes(alias)}
+    url, jobs_url = _list_url(site, "idempotencykey"), _list_url(site, "stagedjob")
+    keys, processes = measures.unfinished_keys(alias, MAX_READ), _recent_processes(alias)
+    shown: dict[str, Any] = _of_keys(keys, measures.groups_of_stuck_keys(alias, MAX_READ), url)
+    shown |= {"max_read": MAX_READ, "more_keys": keys.count == MAX_READ, "as_of": timezone.now(), **_of_processes(processes)}
+    findings = [*doctor.findings_of_keys(keys), *doctor.findings_of_processes(processes)]
     if request.user.has_perm("idempotency.view_stagedjob"):
-        shown |= _of_jobs(measures.staged_jobs(alias, MAX_READ), _list_url(site, "stagedjob"))
-    return shown
+        jobs = measures.staged_jobs(alias, MAX_READ)
+        shown |= _of_jobs(jobs, measures.groups_of_failed_jobs(alias, MAX_READ), jobs_url)
+        findings += doctor.findings_of_jobs(jobs)
+    behind = {
+        **{"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"},
+        **{"jobs_late": f"{jobs_url}?state=waiting", "jobs_failed": f"{jobs_url}?state=failed"},
+    }
+    shown["findings"] = [(finding, behind.get(finding.code, "")) for finding in findings]
+    return shown | _charts(alias, request.GET.get("span", ""))
 
 
-def _of_keys(keys: measures.UnfinishedKeys, url: str) -> dict[str, Any]:
+def _charts(alias: str, chosen: str) -> dict[str, Any]:
+    """Return the charts of the chosen span, in one query."""
+    span = next((span for span in SPANS if span.name == chosen), SPANS[0])
+    found = traffic.read(alias, intervals=span.intervals, minutes=span.minutes)
+    begins = [timezone.localtime(interval.begin) for interval in found]
+
+    def chart(title: str, unit: str, *lines: Line) -> dict[str, Any]:
+        drawn = charts.chart(title, lines, begins, unit=unit, time_format=span.time_format)
+        return {"title": title, "unit": unit, "lines": lines, "svg": drawn}
+
+    return {
+        "spans": SPANS,
+        "span": span,
+        "charts": [
+            chart("Requests", "a minute", Line("requests", [each.requests for each in found])),
+            chart(
+                "Retries",
+                "a minute",
+                Line("replays", [each.replays for each in found]),
+                Line("conflicts", [each.conflicts for each in found]),
+            ),
+            chart("Errors", "a minute", Line("errors", [each.errors for each in found])),
+            chart("Run time", "s", Line("p50", [each.p50 for each in found]), Line("p95", [each.p95 for each in found])),
+        ],
+    }
+
+
+def _of_keys(keys: measures.UnfinishedKeys, groups: list[measures.Group], url: str) -> dict[str, Any]:
     points = {point: _by_age(ages) for point, ages in keys.ages_by_point.items()}
     largest = max((count for ages in points.values() for count in ages.values()), default=0)
 
@@ -73,10 +128,11 @@ def _of_keys(keys: measures.UnfinishedKeys, url: str) -> dict[str, Any]:
             _bar(code, count, max(stuck.values()), url, True, state="stuck", stuck_code=code)
             for code, count in stuck.most_common()
         ],
+        "groups": [(group, _link(url, state="stuck", stuck_code=group.cause)) for group in groups[:MAX_GROUPS]],
     }
 
 
-def _of_jobs(jobs: measures.StagedJobs, url: str) -> dict[str, Any]:
+def _of_jobs(jobs: measures.StagedJobs, groups: list[measures.Group], url: str) -> dict[str, Any]:
     ages, failed = _by_age(jobs.waiting), jobs.failed_by_name
     largest = max(ages.values(), default=0)
     bars = [_bar(f"due for {age.label}", ages[age.name], largest, url, state="waiting", age=age.name) for age in AGES]
@@ -88,14 +144,30 @@ def _of_jobs(jobs: measures.StagedJobs, url: str) -> dict[str, Any]:
             _bar(name, count, max(failed.values()), url, True, state="failed", job_name=name)
             for name, count in failed.most_common(20)
         ],
+        "job_groups": [(group, _link(url, state="failed", job_name=group.cause)) for group in groups[:MAX_GROUPS]],
     }
 
 
-def _processes(alias: str) -> dict[str, Any]:
-    """Return the heartbeats of the last KEPT_DAYS, and the loops without."""
-    recent = [process for process in measures.processes(alias) if process.age < heartbeats.KEPT_DAYS * 86400]
-    shown = sorted(recent[:MAX_PROCESSES], key=attrgetter("name", "host", "pid"))
-    return {"processes": shown, "absent": [name for name in heartbeats.LOOPS if name not in measures.lags(recent)]}
+def _recent_processes(alias: str) -> list[measures.Process]:
+    """Return the processes with a heartbeat in the last KEPT_DAYS, the youngest first."""
+    return [process for process in measures.processes(alias) if process.age < heartbeats.KEPT_DAYS * 86400]
+
+
+def _of_processes(processes: list[measures.Process]) -> dict[str, Any]:
+    """Return the processes, those that are gone although their loop runs elsewhere apart, and the loops without any."""
+    shown = sorted(processes[:MAX_PROCESSES], key=attrgetter("name", "host", "pid"))
+    lags = measures.lags(processes)
+    gone = [process for process in shown if process.age > heartbeats.SILENT_SECONDS and not process.silent]
+    return {
+        "processes": [process for process in shown if process not in gone],
+        "gone": gone,
+        "absent": [name for name in heartbeats.LOOPS if name not in lags],
+        "loops": [(name, _state_of(lags.get(name))) for name in heartbeats.LOOPS],
+    }
+
+
+def _state_of(lag: float | None) -> str:
+    return "no heartbeat" if lag is None else "silent" if lag > heartbeats.SILENT_SECONDS else "ok"
 
 
 def _by_age(ages: Iterable[float]) -> Counter[str]:
@@ -104,7 +176,11 @@ def _by_age(ages: Iterable[float]) -> Counter[str]:
 
 
 def _bar(label: str, count: int, largest: int, url: str, alarming: bool = False, **chosen: str) -> Bar:
-    return Bar(label, count, round(100 * count / largest, 1) if largest else 0, f"{url}?{urlencode(chosen)}", alarming)
+    return Bar(label, count, round(100 * count / largest, 1) if largest else 0, _link(url, **chosen), alarming)
+
+
+def _link(url: str, **chosen: str) -> str:
+    return f"{url}?{urlencode(chosen)}"
 
 
 def _list_url(site: AdminSite, model: str) -> str:

@@ -1,20 +1,19 @@
 """Staged jobs, foreign calls, and messages of the inbox."""
 
-from typing import Any, cast
+from typing import Any
 
-from django.contrib import admin, messages
-from django.contrib.admin.models import DELETION, LogEntry
+from django.contrib import admin
 from django.db.models import QuerySet
 from django.db.models.functions import Now
-from django.http import HttpRequest, HttpResponse
-from django.template.response import TemplateResponse
+from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.timesince import timesince
 
+from idempotency.admin.bulk_jobs import Discard, Retry
+from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.filters import AgeFilter, ChosenFilter
-from idempotency.admin.reading import MAX_CHOSEN, ReadOnlyAdmin, preformatted, pretty
-from idempotency.interventions import discard_jobs, retry_jobs
+from idempotency.admin.reading import ReadOnlyAdmin, preformatted, pretty
 from idempotency.models import ForeignCall, ProcessedMessage, StagedJob
 
 
@@ -53,12 +52,12 @@ class JobNameFilter(ChosenFilter):
 
 
 @admin.register(StagedJob)
-class StagedJobAdmin(ReadOnlyAdmin):
+class StagedJobAdmin(BulkAdmin):
     """Jobs that the broker has not got yet."""
 
     list_display = ("job_name", "state", "hand_overs", "refusals", "last_error_line", "queue", "key")
     list_filter = (JobStateFilter, DueFilter, JobNameFilter)
-    actions = ("retry", "discard")
+    bulk = (Retry(), Discard())
     ordering = ("-id",)
     fields = (
         "job_name",
@@ -104,45 +103,6 @@ class StagedJobAdmin(ReadOnlyAdmin):
     @admin.display(description="last error")
     def error(self, job: StagedJob) -> str:
         return preformatted(job.last_error)
-
-    def has_retry_permission(self, request: HttpRequest) -> bool:
-        """Tell whether the person may have failed jobs handed over again."""
-        return self.holds(request, "retry_stagedjob")
-
-    def has_discard_permission(self, request: HttpRequest) -> bool:
-        """Tell whether the person may discard failed jobs."""
-        return self.holds(request, "discard_stagedjob")
-
-    @admin.action(description="Retry: hand failed jobs over again", permissions=["retry"])
-    def retry(self, request: HttpRequest, chosen: QuerySet[Any]) -> None:
-        """Make each chosen job that has failed due again."""
-        done = 0
-        jobs = list(chosen[:MAX_CHOSEN])
-        for job in jobs:
-            if retry_jobs([job.pk], using=job._state.db):
-                self.log_change(request, job, "Made due again.")
-                done += 1
-        self._report(request, done, len(jobs), "made due again")
-
-    @admin.action(description="Discard failed jobs for good", permissions=["discard"])
-    def discard(self, request: HttpRequest, chosen: QuerySet[Any]) -> HttpResponse | None:
-        """Ask, then delete each chosen job that has failed."""
-        jobs = list(chosen[:MAX_CHOSEN])
-        if not request.POST.get("confirmed"):
-            context = {"title": "Discard failed jobs", "opts": self.opts, "jobs": jobs, "media": self.media}
-            template = "admin/idempotency/stagedjob/discard.html"
-            return TemplateResponse(request, template, self.admin_site.each_context(request) | context)
-        done, person = 0, cast(int, request.user.pk)
-        for job in jobs:
-            if discard_jobs([job.pk], using=job._state.db):
-                LogEntry.objects.log_actions(person, [job], DELETION, "Discarded.")
-                done += 1
-        self._report(request, done, len(jobs), "discarded")
-        return None
-
-    def _report(self, request: HttpRequest, done: int, chosen: int, what: str) -> None:
-        left = "" if done == chosen else f" {chosen - done} had not failed, or not any more, or run now, and were left alone."
-        self.message_user(request, f"{done} {what}.{left}", messages.WARNING if left else messages.SUCCESS)
 
 
 @admin.register(ForeignCall)

@@ -12,12 +12,13 @@ from idempotency._request.lookup import on_abandon_of, options_for
 from idempotency._request.stored_request import urlconf_of
 from idempotency._states import KeyState
 from idempotency._store.fence import CALL_BEGUN
+from idempotency._text import duration
 from idempotency.admin.history import ANSWERED, RECOVERY_POINT, history_of, is_whole
 from idempotency.admin.reading import first_line_of, masked
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.exceptions import StuckCode
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
-from idempotency.templatetags.idempotency_admin import aware, humanize_seconds, written
+from idempotency.templatetags.idempotency_admin import aware, written
 
 #: How many foreign calls of a key are looked at for one in doubt.
 MAX_CALLS = 100
@@ -99,7 +100,7 @@ def since(key: Any) -> datetime:
 
 def for_how_long(key: Any) -> str:
     """Return how long the key has been in its state."""
-    return humanize_seconds(max(0.0, (key.read_at - since(key)).total_seconds()))
+    return duration(max(0.0, (key.read_at - since(key)).total_seconds()))
 
 
 def heading(key: Any) -> str:
@@ -124,7 +125,7 @@ def state_line(key: Any) -> str:
             events = history_of(key)
             if events and events[-1].name == ANSWERED:
                 return f"A person wrote its response {ago} ({events[-1].detail}), after {runs}."
-            took = humanize_seconds((key.finished_at - key.created_at).total_seconds())
+            took = duration((key.finished_at - key.created_at).total_seconds())
             return f"Its response was stored {ago}, {took} after the request, in {runs}."
         case KeyState.REFUSED:
             return f"Its client was refused {ago}, in {runs}. Nothing was begun."
@@ -219,7 +220,7 @@ def next_step(key: Any, *, has_view: bool) -> str:
 
 
 def _moment(at: datetime, now: datetime) -> str:
-    distance = f"in {humanize_seconds((at - now).total_seconds())}" if at > now else "now"
+    distance = f"in {duration((at - now).total_seconds())}" if at > now else "now"
     return f"{written(at)} ({distance})"
 
 

@@ -10,9 +10,10 @@ from django.utils.safestring import SafeString
 from idempotency import conf
 from idempotency._states import KeyState
 from idempotency._store.fence import CALL_BEGUN
+from idempotency._text import duration
 from idempotency.admin.history import RECOVERY_POINT, Event, Run, runs_of
 from idempotency.admin.timeline import Bar, Mark, Row, draw
-from idempotency.templatetags.idempotency_admin import aware, humanize_seconds, written
+from idempotency.templatetags.idempotency_admin import aware, written
 
 #: Of more runs, those in the middle share one row.
 MAX_ROWS = 7
@@ -79,9 +80,9 @@ class KeyTimeline:
     def _told(self, run: Run) -> str:
         """Return how long a run lasted, and how it ended."""
         if run.ending == "lost":
-            return f"lost, last sign of life after {humanize_seconds((run.last - run.begin).total_seconds())}"
+            return f"lost, last sign of life after {duration((run.last - run.begin).total_seconds())}"
         end = run.last if run.ending else self._now
-        lasted = humanize_seconds((end - run.begin).total_seconds())
+        lasted = duration((end - run.begin).total_seconds())
         if not run.ending:
             return f"running for {lasted}"
         return f"{lasted}, {run.ending}" + (f", {run.events[-1].detail}" if run.ending == "finished" else "")
@@ -99,10 +100,10 @@ class KeyTimeline:
             case KeyState.IN_FLIGHT:
                 expiry = self._at(self._key.locked_at) + self._lock_seconds
                 bar = Bar(now, expiry, "ahead")
-                return [Row(f"Lock, expires in {humanize_seconds(expiry - now)}", (bar,), (Mark(expiry, "expiry", "expires"),))]
+                return [Row(f"Lock, expires in {duration(expiry - now)}", (bar,), (Mark(expiry, "expiry", "expires"),))]
             case KeyState.WAITING | KeyState.ABANDONED:
                 due = max(now, self._at(self._key.due_at))
-                label = f"in {humanize_seconds(due - now)}" if due > now else "in its next pass"
+                label = f"in {duration(due - now)}" if due > now else "in its next pass"
                 return [Row(f"Next run, completer: {label}", marks=(Mark(due, "next", "due"),))]
         return []
 

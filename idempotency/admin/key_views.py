@@ -16,7 +16,7 @@ from django.utils.safestring import SafeString
 
 from idempotency._request.atomic_requests import EVERY_ALIAS
 from idempotency.admin import answering, belongings, copying, key_page
-from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, offered, username
+from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
 from idempotency.admin.history import history_of
 from idempotency.admin.key_timeline import KeyTimeline
 from idempotency.admin.reading import ReadOnlyAdmin, masked, preformatted, pretty
@@ -176,7 +176,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         if request.method == "POST" and form.is_valid() and not form.asks_again():
             level, text, logged = button.press(key, form.cleaned_data, username(request), self._alias(key))
             if logged:
-                self.log_change(request, key, logged)
+                self.log_change(request, key, noted(logged, form.cleaned_data["note"]))
             self.message_user(request, text, level)
             return HttpResponseRedirect(page)
         question = {"title": button.label, "name": name, "button": button, "form": form, "page": page, "template": template}

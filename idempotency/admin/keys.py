@@ -1,9 +1,8 @@
 """Keys: the list, and what is done to many keys at once."""
 
 from typing import Any
-from uuid import UUID
 
-from django.contrib import admin, messages
+from django.contrib import admin
 from django.contrib.auth import get_user_model
 from django.core.exceptions import PermissionDenied
 from django.db.models import Q, QuerySet
@@ -15,28 +14,27 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.timesince import timesince
 
-from idempotency import interventions
 from idempotency._states import due_at
 from idempotency.admin import dashboard, key_page
-from idempotency.admin.actions import username
+from idempotency.admin.bulk_keys import Acknowledge, HandBack
+from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.filters import AgeFilter, RecoveryPointFilter, StateFilter, StuckCodeFilter
 from idempotency.admin.key_views import KeyPageAdmin
-from idempotency.admin.reading import MAX_CHOSEN, first_line_of
+from idempotency.admin.reading import first_line_of
 from idempotency.models import IdempotencyKey
 from idempotency.scopes import OWN
 
 _BIGGEST_ID = 2**63 - 1
 _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history", "seed")
-_PRESSED = ("pk", "claim_token", "recovery_point", "request_method", "request_path")
 
 
 @admin.register(IdempotencyKey)
-class IdempotencyKeyAdmin(KeyPageAdmin):
+class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     """The list of keys with its actions, and the dashboard."""
 
     list_display = ("id", "request", "state", "progress", "age", "attempts", "trouble", "sender")
     list_filter = (StateFilter, AgeFilter, StuckCodeFilter, RecoveryPointFilter)
-    actions = ("hand_back", "acknowledge")
+    bulk = (HandBack(), Acknowledge())
     ordering = ("-created_at",)
     search_fields = ("idempotency_key",)
     search_help_text = "The whole idempotency key, the number of its row, a scope such as user:7, or the name of a user."
@@ -92,41 +90,10 @@ class IdempotencyKeyAdmin(KeyPageAdmin):
 
     @admin.display(description="stuck because, last error")
     def trouble(self, key: IdempotencyKey) -> SafeString:
-        """Return why it is stuck, if it is, and the first line of its last error, or else of the reason."""
-        line = first_line_of(key.last_error or key.stuck_reason)
-        return format_html("<strong>{}</strong><br>{}", key.stuck_code, line) if key.stuck_code else format_html("{}", line)
-
-    def has_complete_permission(self, request: HttpRequest) -> bool:
-        """Tell whether the person may have keys completed."""
-        return self.holds(request, "complete_idempotencykey")
-
-    def has_acknowledge_permission(self, request: HttpRequest) -> bool:
-        """Tell whether the person may acknowledge keys."""
-        return self.holds(request, "acknowledge_idempotencykey")
-
-    @admin.action(description="Hand back to the completer, which runs them", permissions=["complete"])
-    def hand_back(self, request: HttpRequest, chosen: QuerySet[Any]) -> None:
-        """Give each of the chosen keys back to the completer."""
-        self._each(request, chosen, interventions.hand_back, "Handed back to the completer.")
-
-    @admin.action(description="Acknowledge: take off the list, leave as they are", permissions=["acknowledge"])
-    def acknowledge(self, request: HttpRequest, chosen: QuerySet[Any]) -> None:
-        """Take each of the chosen keys off the list of stuck ones."""
-        self._each(request, chosen, interventions.acknowledge, "Acknowledged.")
-
-    def _each(self, request: HttpRequest, chosen: QuerySet[Any], intervene: Any, logged: str) -> None:
-        keys: list[IdempotencyKey] = list(chosen.only(*_PRESSED)[: MAX_CHOSEN + 1])
-        done = 0
-        for key in keys[:MAX_CHOSEN]:
-            seen: UUID | None = key.claim_token
-            if intervene(key.pk, seen, by=username(request), at=key.recovery_point, using=self._alias(key)):
-                self.log_change(request, key, logged)
-                done += 1
-        left = len(keys) - done
-        text = f"{done} done." if not left else f"{done} done; the others were running, finished, or not in a state for it."
-        if len(keys) > MAX_CHOSEN:
-            text += f" At most {MAX_CHOSEN} are taken at once."
-        self.message_user(request, text, messages.WARNING if left else messages.SUCCESS)
+        """Return why it is stuck, if it is; else the first line of its last error, unless it is finished."""
+        if key.stuck_code:
+            return format_html("<strong>{}</strong><br>{}", key.stuck_code, first_line_of(key.stuck_reason))
+        return format_html("{}", "" if key.finished_at else first_line_of(key.last_error))
 
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
         """Show how much waits, where, and for whom."""

@@ -1,10 +1,12 @@
 """What all pages share: rows that the machine writes and a person reads, on tables with millions of them."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from django.contrib import admin
 from django.contrib.admin import AdminSite
+from django.contrib.admin.views.main import PAGE_VAR
 from django.core.paginator import Paginator
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest
@@ -14,24 +16,45 @@ from django.utils.html import escape, format_html
 from django.utils.safestring import SafeString, mark_safe
 
 from idempotency._request.redaction import REDACTED
+from idempotency._text import summary
 
 #: A page counts at most so many rows; the further ones are found by a filter or the search.
 MAX_COUNT = 5000
-#: How many rows one action takes at most.
-MAX_CHOSEN = 500
+#: The pages of a list end here: a page is found by passing over the rows of those before it.
+MAX_DEPTH = 100_000
 MAX_SHOWN_CHARACTERS = 20_000
 _ENCODED_REDACTED = "%5Bredacted%5D"
 _MASK = '<mark class="idem-redacted" title="not kept: see redact=">redacted</mark>'
 
 
+class AtLeast(int):
+    """A number of rows behind which there are more; pages write it as ``5000+``."""
+
+    def __str__(self) -> str:
+        return f"{int(self)}+"
+
+    __html__ = __str__
+
+
 class BoundedPaginator(Paginator):  # type: ignore[type-arg]
-    """A paginator that counts up to MAX_COUNT rows: counting a million takes longer than showing fifty."""
+    """A paginator that counts to MAX_COUNT rows: counting a million takes longer than showing fifty.
+
+    Behind the last page that it counts there may be more. Each of the later pages counts MAX_COUNT rows further, up to
+    MAX_DEPTH; filters and the search reach the rows behind that.
+    """
+
+    page_number = 1
 
     @cached_property
     def count(self) -> int:
-        """Return how many rows there are, or MAX_COUNT if there are more."""
+        """Return how many rows there are, or AtLeast how many."""
         rows = self.object_list
-        return rows.order_by()[:MAX_COUNT].count() if isinstance(rows, QuerySet) else len(rows)
+        if not isinstance(rows, QuerySet):
+            return len(rows)
+        passed = (self.page_number - 1) * self.per_page
+        limit = min((2 + passed // MAX_COUNT) * MAX_COUNT if passed else MAX_COUNT, MAX_DEPTH)
+        counted = rows.order_by()[: limit + 1].count()
+        return AtLeast(limit) if counted > limit else counted
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in the stubs alone
@@ -43,6 +66,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
     show_facets = admin.ShowFacets.NEVER  # they count the whole table, once for each choice of a filter
     sortable_by = ()
     list_per_page = 50
+    list_max_show_all = 100  # The ids of all fit into the address of a question.
 
     class Media:
         css = {"all": ["idempotency/admin.css"]}
@@ -55,6 +79,13 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
 
     def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         return False
+
+    def get_paginator(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        """Return a paginator that counts beyond the page of ``request``."""
+        paginator: Any = super().get_paginator(request, *args, **kwargs)
+        with suppress(ValueError):
+            paginator.page_number = max(1, int(request.GET.get(PAGE_VAR, 1)))
+        return paginator
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
         """Allow the filters of the page alone: any other lookup may read the whole table, or be refused by the database."""
@@ -72,8 +103,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
 
 def first_line_of(text: str) -> str:
     """Return the beginning of ``text``, fit for a cell of a table."""
-    line = text.strip().partition("\n")[0]
-    return line if len(line) <= 100 else f"{line[:99]}…"
+    return summary(text, 100) if text else ""
 
 
 def pretty(value: Any) -> str:

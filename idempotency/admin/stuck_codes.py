@@ -11,6 +11,11 @@ class Explanation:
     cure: str
     best: str
 
+    @property
+    def stops_again(self) -> bool:
+        """Whether another run stops at the same place until somebody has answered the key."""
+        return self.best == "answer"
+
 
 STUCK_CODES = {
     "attempts_exhausted": Explanation(

@@ -177,6 +177,18 @@ class Migration(migrations.Migration):
             model_name='stagedjob',
             constraint=models.CheckConstraint(condition=models.Q(models.Q(('job_name', ''), _negated=True), models.Q(('queue', ''), _negated=True)), name='idempotency_job_not_empty'),
         ),
+        migrations.CreateModel(
+            name='TrafficCount',
+            fields=[
+                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
+                ('minute', models.PositiveIntegerField(help_text='Minutes since 1970, by the clock of the process that counted.')),
+                ('kind', models.CharField(help_text='The outcome of the requests; for requests that ran, their duration.', max_length=20)),
+                ('count', models.PositiveBigIntegerField()),
+            ],
+            options={
+                'constraints': [models.UniqueConstraint(fields=('minute', 'kind'), name='idempotency_traffic_unique')],
+            },
+        ),
         # Nothing to undo: the table is dropped.
         migrations.RunPython(set_fillfactor, migrations.RunPython.noop, elidable=False),
     ]

@@ -11,6 +11,7 @@ from typing import Any
 from django.db import connections, router
 
 from idempotency._states import KeyState
+from idempotency._text import duration
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS
@@ -62,50 +63,62 @@ def diagnose(*, using: str | None = None) -> Diagnosis:
     return found
 
 
+def findings_of_keys(keys: measures.UnfinishedKeys) -> Iterator[Finding]:
+    """Yield what is wrong with the unfinished keys; the dashboard says the same."""
+    if keys.need_a_person:
+        yield Finding(
+            "stuck_keys",
+            f"Keys that need manual review: {_at_least(keys.need_a_person)}, the oldest for {duration(keys.stuck_for)}.",
+            "Open the admin's list of keys with the filter 'stuck': each says why, and offers what can be done.",
+        )
+    if keys.completer_lag > LATE_SECONDS:
+        yield Finding(
+            "completer_late",
+            f"An abandoned request has waited {duration(keys.completer_lag)} for the completer.",
+            "Start manage.py complete_keys --loop; if it runs, give it --concurrency, and look for errors in its log.",
+        )
+
+
 def _keys(found: Diagnosis) -> Iterator[Finding]:
     keys = measures.unfinished_keys(found.database)
-    lag = round(keys.completer_lag, 1)
     found.measured |= {
         "keys_unfinished": keys.count,
         "keys_stuck": keys.by_state[KeyState.STUCK],
         "keys_acknowledged": keys.by_state[KeyState.ACKNOWLEDGED],
-        "completer_lag_seconds": lag,
+        "completer_lag_seconds": round(keys.completer_lag, 1),
     }
-    if keys.need_a_person:
-        yield Finding(
-            "stuck_keys",
-            f"{_at_most(keys.need_a_person)} need manual review.",
-            "Open the admin's list of keys with the filter 'stuck': each says why, and offers what can be done.",
-        )
-    if lag > LATE_SECONDS:
-        yield Finding(
-            "completer_late",
-            f"An abandoned request has waited {lag:.0f} s for the completer.",
-            "Start manage.py complete_keys --loop; if it runs, give it --concurrency, and look for errors in its log.",
-        )
+    yield from findings_of_keys(keys)
     found.measured["keys_to_reap"] = to_reap = measures.keys_to_reap(found.database, REAPER_LATE_SECONDS)
     if to_reap:
         yield Finding(
             "reaper_late",
-            f"{_at_most(to_reap)} should have been deleted more than {REAPER_LATE_SECONDS:.0f} s ago.",
+            f"Keys that should have been deleted {duration(REAPER_LATE_SECONDS)} ago: {_at_least(to_reap)}.",
             "Start manage.py reap_keys --loop. If it counts them as 'protected', rows of yours hold them: on_delete=PROTECT.",
         )
 
 
 def _jobs(found: Diagnosis) -> Iterator[Finding]:
     jobs = measures.staged_jobs(found.database)
-    due, failed, oldest = jobs.due, jobs.failed_by_name.total(), round(jobs.oldest, 1)
-    found.measured |= {"jobs_due": due, "jobs_failed": failed, "oldest_job_seconds": oldest}
-    if oldest > LATE_SECONDS:
+    found.measured |= {
+        "jobs_due": jobs.due,
+        "jobs_failed": jobs.failed_by_name.total(),
+        "oldest_job_seconds": round(jobs.oldest, 1),
+    }
+    yield from findings_of_jobs(jobs)
+
+
+def findings_of_jobs(jobs: measures.StagedJobs) -> Iterator[Finding]:
+    """Yield what is wrong with the staged jobs."""
+    if jobs.oldest > LATE_SECONDS:
         yield Finding(
             "jobs_late",
-            f"{due} staged jobs are due, the oldest for {oldest:.0f} s.",
+            f"Staged jobs that are due: {_at_least(jobs.due)}, the oldest for {duration(jobs.oldest)}.",
             "Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it cannot reach.",
         )
-    if failed:
+    if failed := jobs.failed_by_name.total():
         yield Finding(
             "jobs_failed",
-            f"{failed} staged jobs have failed.",
+            f"Staged jobs that have failed: {_at_least(failed)}.",
             "manage.py staged_jobs list --failed says why. Correct the cause, then staged_jobs retry, or purge.",
         )
 
@@ -116,14 +129,19 @@ def _processes(found: Diagnosis) -> Iterator[Finding]:
         {"name": process.name, "process": f"{process.host}/{process.pid}", "lag_seconds": round(process.age, 1)}
         for process in processes
     ]
+    for name in LOOPS.keys() - measures.lags(processes):
+        found.cannot_tell.append(f"No loop of {name} has a heartbeat. If cron does not run it, {LOOPS[name]}.")
+    yield from findings_of_processes(processes)
+
+
+def findings_of_processes(processes: list[measures.Process]) -> Iterator[Finding]:
+    """Yield which loops are silent. A loop that has never written a heartbeat may be run by cron."""
     lags, silent = measures.lags(processes), {process.name for process in processes if process.silent}
     for name, otherwise in LOOPS.items():
-        if name not in lags:
-            found.cannot_tell.append(f"No loop of {name} has a heartbeat. If cron does not run it, {otherwise}.")
-        elif name in silent:
+        if name in silent:
             yield Finding(
                 "process_silent",
-                f"No loop of {name} has written a heartbeat for {lags[name]:.0f} s: {otherwise}.",
+                f"No loop of {name} has written a heartbeat for {duration(lags[name])}: {otherwise}.",
                 "Start it again; see docs/how-to/run-the-processes.md. If it runs, its log has the error.",
             )
 
@@ -189,8 +207,8 @@ def _durability(found: Diagnosis) -> Iterator[Finding]:
         )
 
 
-def _at_most(count: int) -> str:
-    return f"{count} keys or more" if count == COUNT_LIMIT else f"{count} keys"
+def _at_least(count: int) -> str:
+    return f"{count} or more" if count == COUNT_LIMIT else str(count)
 
 
 def _fetch(found: Diagnosis, text: str, parameters: list[Any] | None = None) -> Any:

@@ -4,27 +4,32 @@ Each one reads a bounded number of rows through a partial index, the oldest firs
 A count that equals the limit means "at least so many". Ages and lags are seconds.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from django.db.models import BooleanField, ExpressionWrapper, F
-from django.db.models.functions import Now
+from django.db.models.functions import Left, Now
 
 from idempotency import conf
 from idempotency._states import NOT_GIVEN_UP, KeyState, due_at
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey, ProcessHeartbeat, StagedJob
+from idempotency.monitoring.error_groups import group_of
 from idempotency.monitoring.heartbeats import SILENT_SECONDS
 
 #: How many rows of a kind are read at most. That there are more does not change what is to be done.
 COUNT_LIMIT = 10_000
+#: So much of an error is read to tell its group.
+_GROUPED_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedKeys:
-    """The unfinished keys. ``oldest`` and ``completer_lag`` regard those that the completer may still run."""
+    """The unfinished keys. ``oldest`` and ``completer_lag`` regard those that the completer may still run, ``stuck_for`` those
+    for which somebody is paged."""
 
     count: int
     by_state: Counter[str]
@@ -32,11 +37,12 @@ class UnfinishedKeys:
     ages_by_point: dict[str, list[float]]
     oldest: float
     completer_lag: float
+    stuck_for: float
 
     @property
     def need_a_person(self) -> int:
-        """The number of stuck keys for which somebody is paged. Keys with ``refused_when_rebuilt`` wait for their clients."""
-        return self.stuck_by_code.total() - self.stuck_by_code[StuckCode.REFUSED_WHEN_REBUILT]
+        """The number of stuck keys for which somebody is paged."""
+        return sum(count for code, count in self.stuck_by_code.items() if _pages(code))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,21 @@ class StagedJobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Stuck keys or failed jobs with the same cause: a code or a job name, the error, and the place.
+
+    ``oldest`` and ``newest`` are the seconds since the first and the last of them became stuck or failed.
+    """
+
+    cause: str
+    error: str
+    place: str
+    count: int
+    oldest: float
+    newest: float
+
+
+@dataclass(frozen=True, slots=True)
 class Process:
     """A loop of a process and the age of its heartbeat. Only the youngest heartbeat of a loop tells whether it is silent."""
 
@@ -60,12 +81,19 @@ class Process:
     silent: bool
 
 
+def _pages(code: str) -> bool:
+    """Return whether a key that is stuck with this code pages somebody. Those that are refused when rebuilt wait for their
+    clients."""
+    return code != StuckCode.REFUSED_WHEN_REBUILT
+
+
 def unfinished_keys(using: str, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
     """Measure the unfinished keys in one query; in a second one too if there are more than ``limit``."""
     keys: Any = IdempotencyKey.objects.using(using).unfinished().with_state().order_by("created_at")
     open_to_completer = ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField())
     keys = keys.annotate(age=Now() - F("created_at"), lag=Now() - due_at(), open=open_to_completer)
-    keys = keys.values_list("state", "stuck_code", "recovery_point", "age", "lag", "open", named=True)
+    keys = keys.annotate(stuck_for=Now() - F("stuck_at"))
+    keys = keys.values_list("state", "stuck_code", "recovery_point", "age", "lag", "open", "stuck_for", named=True)
     rows = list(keys[:limit])
     if len(rows) == limit:  # Nobody deletes acknowledged keys: they must not hide the younger ones.
         rows = [row for row in rows if row.state == KeyState.ACKNOWLEDGED]
@@ -80,6 +108,7 @@ def unfinished_keys(using: str, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
         ages,
         max((_seconds(row.age) for row in rows if row.open), default=0.0),
         max((_seconds(row.lag) for row in rows if row.open and row.state != KeyState.IN_FLIGHT), default=0.0),
+        max((_seconds(row.stuck_for) for row in rows if row.state == KeyState.STUCK and _pages(row.stuck_code)), default=0.0),
     )
 
 
@@ -97,6 +126,35 @@ def staged_jobs(using: str, limit: int = COUNT_LIMIT) -> StagedJobs:
     failed = jobs.filter(failed_at__isnull=False).order_by("failed_at").values_list("job_name", flat=True)
     waiting = [age.total_seconds() for age in ages[:limit]]
     return StagedJobs(waiting, sum(age >= 0 for age in waiting), max([0.0, *waiting]), Counter(failed[:limit]))
+
+
+def groups_of_stuck_keys(using: str, limit: int = COUNT_LIMIT) -> list[Group]:
+    """Group the stuck keys, the oldest ``limit`` of them, by stuck code, error and request; the largest group first."""
+    keys: Any = IdempotencyKey.objects.using(using).stuck().order_by("created_at")
+    since, text = Now() - F("stuck_at"), Left("stuck_reason", _GROUPED_CHARACTERS)
+    rows = keys.values_list("stuck_code", text, "request_method", "request_path", since)[:limit]
+    return _groups((code, reason, request_group(method, path), _seconds(age)) for code, reason, method, path, age in rows)
+
+
+def request_group(method: str, path: str) -> str:
+    """Return method and path without what differs from request to request."""
+    return group_of(f"{method} {path.partition('?')[0]}")
+
+
+def groups_of_failed_jobs(using: str, limit: int = COUNT_LIMIT) -> list[Group]:
+    """Group the failed jobs, the ``limit`` that failed first, by name, error and queue; the largest group first."""
+    jobs = StagedJob.objects.using(using).filter(failed_at__isnull=False).order_by("failed_at")
+    since, text = Now() - F("failed_at"), Left("last_error", _GROUPED_CHARACTERS)
+    rows = jobs.values_list("job_name", text, "queue", since)[:limit]
+    return _groups((name, error, queue, _seconds(age)) for name, error, queue, age in rows)
+
+
+def _groups(rows: Iterable[tuple[str, str, str, float]]) -> list[Group]:
+    ages: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for cause, error, place, age in rows:
+        ages[cause, group_of(error), place].append(age)
+    groups = [Group(*key, len(found), max(found), min(found)) for key, found in ages.items()]
+    return sorted(groups, key=lambda group: (-group.count, -group.oldest))
 
 
 def processes(using: str) -> list[Process]:

@@ -7,20 +7,12 @@ from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from idempotency._text import duration
+
 register = template.Library()
 
 
-@register.filter
-def humanize_seconds(seconds: float) -> str:
-    """Return a duration with the unit that suits it: ``20 ms``, ``1.4 s``, ``45 s``, ``3 min``, ``2 h``, ``5 d``."""
-    if seconds < 0.9995:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+register.filter("humanize_seconds", duration)
 
 
 @register.filter

@@ -26,6 +26,14 @@ from rides_demo.processes.embedded import Postgres, Redis
 from rides_demo.processes.ports import free_port, port_is_free, sandbox_port
 from rides_demo.processes.process import Process, ProcessError
 
+#: The defaults of 90, 300 and 60 seconds, scaled down for a demo. A visitor or the simulator waits until a lock expires, and
+#: until the completer finishes a key.
+SHORT_LIMITS = {
+    "LOCK_TIMEOUT_SECONDS": "10",
+    "COMPLETER_MIN_AGE_SECONDS": "15",
+    "COMPLETER_IDLE_SECONDS": "5",
+    "COMPLETER_INTERVAL_SECONDS": "1",
+}
 BASE_FOLDER = Path(__file__).resolve().parents[2]
 #: The interval between two checks of the processes.
 WATCH_SECONDS = 0.1

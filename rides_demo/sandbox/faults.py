@@ -9,6 +9,7 @@ from typing import Any
 #: The kinds of fault.
 KINDS = {
     "slow": "waits for `seconds` before the execution; the same key gets 409 during this time",
+    "slow_after": "executes at once, and waits for `seconds` before the response; a replay does not wait",
     "500_before": "returns 500 before the execution: not stored, the key stays new",
     "500_begun": "returns 500 during the execution and creates no object: stored and replayed",
     "500_after": "returns 500 after the object was created: stored and replayed",

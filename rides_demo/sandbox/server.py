@@ -147,6 +147,8 @@ class Handler(BaseHTTPRequestHandler):
                 self._execute(execution, path, params)
             finally:
                 account.release(api_key, execution)
+            if slow := faults.fires("slow_after", path):
+                time.sleep(slow.seconds)
         if faults.fires("cut_after", path):
             raise Cut
         return execution.status, execution.body, not first

@@ -12,8 +12,6 @@ import httpx
 from django.conf import settings
 
 TIMEOUT_SECONDS = 2
-#: Long enough to press a button twice, and shorter than the timeout of the Stripe client.
-SLOW_SECONDS = 4
 _CHARGES = {"path": "/v1/charges"}
 
 
@@ -30,8 +28,8 @@ BEHAVIOURS = {
     "works": Behaviour("Works", "It charges the card and responds."),
     "slow": Behaviour(
         "Is slow",
-        f"It takes {SLOW_SECONDS} seconds. Press the button again during this time.",
-        ({"fault": "slow", "seconds": SLOW_SECONDS},),
+        "It charges the card at once, and responds some seconds later. Press “Book” again during this time.",
+        ({"fault": "slow_after"},),
     ),
     "down": Behaviour(
         "Is down", "It closes every connection. Book, then choose “Works” and watch the retry.", ({"fault": "down"},)
@@ -66,11 +64,11 @@ def behaviour() -> str | None:
     return ""
 
 
-def set_behaviour(name: str) -> None:
+def set_behaviour(name: str, *, slow_seconds: float) -> None:
     """Set the behaviour ``name`` of BEHAVIOURS; raise NoSandbox without a sandbox."""
     if behaviour() is None:
         raise NoSandbox
-    _ask("POST", "/_faults", [_on_charges(fault) for fault in BEHAVIOURS[name].faults])
+    _ask("POST", "/_faults", [_on_charges(fault) | {"seconds": slow_seconds} for fault in BEHAVIOURS[name].faults])
 
 
 def charges_of(ride_id: int) -> int | None:

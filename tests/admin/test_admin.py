@@ -125,8 +125,15 @@ def test_the_list_costs_the_same_for_one_key_and_for_fifty(staff, django_assert_
 
 def test_a_long_list_is_counted_up_to_a_limit(staff, monkeypatch):
     monkeypatch.setattr(reading, "MAX_COUNT", 3)
-    IdempotencyKeyFactory.create_batch(5)
-    assert staff.get(KEYS).context["cl"].result_count == 3
+    monkeypatch.setattr(reading, "MAX_DEPTH", 8)
+    monkeypatch.setattr(reading.ReadOnlyAdmin, "list_per_page", 2)
+    IdempotencyKeyFactory.create_batch(3)
+    assert "3 idempotency keys" in staff.get(KEYS).text
+    IdempotencyKeyFactory.create_batch(6)
+    counted = {page: staff.get(KEYS, {"p": page}) for page in ("", "2", "3", "4")}
+    assert [f"{page.context['cl'].result_count}" for page in counted.values()] == ["3+", "6+", "8+", "8+"]
+    assert all("3+ idempotency keys" in " ".join(page.text.split()) for page in [counted[""]])
+    assert {len(shown(page)) for page in counted.values()} == {2}
 
 
 def test_a_key_shows_its_request_its_response_and_its_history(staff):
@@ -209,7 +216,8 @@ def test_the_list_says_how_far_each_request_came_who_sent_it_and_what_stopped_it
     user = UserFactory(username="jane")
     stuck = {"stuck_at": timezone.now(), "stuck_code": "call_in_doubt", "stuck_reason": "Look."}
     IdempotencyKeyFactory(recovery_point="ride_created", user=user, last_error="OSError: down\nmore", **stuck)
-    IdempotencyKeyFactory(recovery_point="renamed")
+    IdempotencyKeyFactory(recovery_point="renamed", last_error="ValueError: half\nof it")
+    IdempotencyKeyFactory(finished=True, last_error="OSError: once")
     IdempotencyKeyFactory(request_path="/nowhere?card=%5Bredacted%5D")
     page = staff.get(KEYS).text
     for shown_there in (
@@ -217,9 +225,11 @@ def test_the_list_says_how_far_each_request_came_who_sent_it_and_what_stopped_it
         ">renamed<",
         "started<",
         f"jane ({user.pk})",
-        "call_in_doubt</strong><br>OSError: down<",
+        "call_in_doubt</strong><br>Look.<",
+        "ValueError: half …<",
     ):
         assert shown_there in page
+    assert "OSError" not in page, "the reason of a stuck key, and no error of a finished one"
     assert page.count("idem-redacted") == 1
 
 

@@ -1,5 +1,7 @@
 """The dashboard, the lists behind its numbers, and what all of them cost on large tables."""
 
+import re
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,9 +14,10 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from idempotency.admin import dashboard
+from idempotency.admin import bulk, dashboard
 from idempotency.admin.actions import looked_at
-from idempotency.models import ForeignCall, IdempotencyKey, StagedJob
+from idempotency.models import ForeignCall, IdempotencyKey, ProcessHeartbeat, StagedJob, TrafficCount
+from idempotency.monitoring.doctor import diagnose
 from idempotency.monitoring.heartbeats import LOOPS
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago
@@ -66,6 +69,72 @@ def test_each_number_leads_to_the_list_that_it_counts() -> None:
 
 
 @pytest.mark.django_db
+def test_stuck_keys_with_one_cause_are_one_group_and_lead_to_their_list() -> None:
+    for number, minutes in enumerate([30, 9, 4]):
+        changes = stuck("view_gave_up") | {"stuck_at": ago(minutes=minutes), "stuck_reason": f"No charge for ride {number}."}
+        IdempotencyKeyFactory(**changes, request_path=f"/rides/{number}/pay?page={number}")
+    IdempotencyKeyFactory(**stuck("call_in_doubt"))
+    client = staff()
+    (largest, url), (other, _) = client.get(DASHBOARD).context["groups"]
+    assert (largest.cause, largest.count, other.cause, other.count) == ("view_gave_up", 3, "call_in_doubt", 1)
+    assert (largest.error, largest.place) == ("No charge for ride #.", "POST /rides/#/pay")
+    assert (round(largest.oldest / 60), round(largest.newest / 60)) == (30, 4)
+    assert client.get(url).context["cl"].result_count == 3
+
+
+@pytest.mark.django_db
+def test_failed_jobs_with_one_cause_are_one_group() -> None:
+    for name, error in (("a.b", "Refused: job 1"), ("a.b", "Refused: job 2"), ("a.b", "Timeout"), ("a.c", "Timeout")):
+        StagedJobFactory(failed_at=timezone.now(), job_name=name, last_error=error)
+    client = staff()
+    groups = client.get(DASHBOARD).context["job_groups"]
+    assert (groups[0][0].cause, groups[0][0].error, groups[0][0].count) == ("a.b", "Refused: job #", 2)
+    assert client.get(groups[0][1]).context["cl"].result_count == 3
+
+
+@pytest.mark.django_db
+def test_the_banner_says_what_the_doctor_says() -> None:
+    client = staff()
+    assert client.get(DASHBOARD).context["findings"] == []
+    IdempotencyKeyFactory(**stuck("view_gave_up"))
+    IdempotencyKeyFactory(created_at=ago(minutes=10), last_run_at=ago(minutes=10))
+    StagedJobFactory(run_at=ago(minutes=7))
+    StagedJobFactory(failed_at=timezone.now())
+    ProcessHeartbeat.objects.create(name="reap_keys", host="web1", pid=1, beat_at=ago(minutes=9))
+    context = client.get(DASHBOARD).context
+    codes = {finding.code: url for finding, url in context["findings"]}
+    assert set(codes) == {"stuck_keys", "completer_late", "jobs_late", "jobs_failed", "process_silent"}
+    assert {finding.code for finding in diagnose().findings} >= set(codes)
+    assert all(client.get(url).context["cl"].result_count == 1 for url in codes.values() if url)
+    assert dict(context["loops"]) == {"enqueue_jobs": "no heartbeat", "complete_keys": "no heartbeat", "reap_keys": "silent"}
+
+
+@pytest.mark.django_db
+def test_a_process_that_another_one_has_replaced_is_gone_not_silent() -> None:
+    for pid, minutes in ((1, 9), (2, 0)):
+        ProcessHeartbeat.objects.create(name="reap_keys", host="web1", pid=pid, beat_at=ago(minutes=minutes))
+    context = staff().get(DASHBOARD).context
+    assert [process.pid for process in context["gone"]] == [1]
+    assert [process.pid for process in context["processes"]] == [2]
+    assert context["findings"] == []
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("span", dashboard.SPANS, ids=lambda span: span.name)
+def test_the_charts_show_what_was_counted(span: dashboard.Span) -> None:
+    minute = int(time.time()) // 60 // span.minutes * span.minutes - span.minutes
+    for kind, count in (("ran 7", 8), ("replayed", 4), ("conflict", 2), ("failed", 1)):
+        TrafficCount.objects.create(minute=minute, kind=kind, count=count * span.minutes)
+    context = staff().get(f"{DASHBOARD}?span={span.name}").context
+    last = {line.name: line.values[-2] for chart in context["charts"] for line in chart["lines"]}
+    assert last == {
+        "requests": 15, "replays": 4, "conflicts": 2, "errors": 1,
+        "p50": pytest.approx(0.0113, abs=1e-4), "p95": pytest.approx(0.0113, abs=1e-4),
+    }  # fmt: skip
+    assert all(len(line.values) == span.intervals for chart in context["charts"] for line in chart["lines"])
+
+
+@pytest.mark.django_db
 def test_an_empty_site_and_one_without_processes_are_shown() -> None:
     page = staff().get(DASHBOARD)
     assert (page.context["processes"], page.context["absent"]) == ([], [*LOOPS])
@@ -91,6 +160,7 @@ PAGES = [
     KEYS, f"{KEYS}?state=stuck", f"{KEYS}?state=abandoned", f"{KEYS}?state=waiting_for_a_retry", f"{KEYS}?state=finished",
     f"{KEYS}?state=stuck&stuck_code=view_gave_up", f"{KEYS}?state=unfinished&recovery_point=started&age=older",
     f"{KEYS}?q=user:1", JOBS, f"{JOBS}?state=failed", f"{JOBS}?state=waiting&age=hour", DASHBOARD,
+    f"{KEYS}bulk/hand_back/", f"{KEYS}bulk/acknowledge/?state=stuck&stuck_code=view_gave_up", f"{JOBS}bulk/retry/?state=failed",
 ]  # fmt: skip
 
 
@@ -126,10 +196,23 @@ def costs(client: Client) -> dict[str, list[str]]:
     return found
 
 
-def scans_whole_table(sql: str) -> bool:
+def second_chunk(client: Client, page: str) -> list[str]:
+    """Return the statements of the second chunk of an action that read its rows."""
+    work = re.findall(r'name="work" value="([^"]+)"', client.get(page).text)
+    work = re.findall(r'name="work" value="([^"]+)"', client.post(page, {"work": work}).text)
+    with CaptureQueriesContext(connection) as queries:
+        assert client.post(page, {"work": work}).context["work"].done == 20
+    return [query["sql"] for query in queries.captured_queries if '"place"' in (query["sql"] or "")]
+
+
+def plan_of(sql: str) -> str:
     with connection.cursor() as cursor:
         cursor.execute(f"EXPLAIN (GENERIC_PLAN) {sql}")
-        plan = "\n".join(row[0] for row in cursor.fetchall())
+        return "\n".join(row[0] for row in cursor.fetchall())
+
+
+def scans_whole_table(sql: str) -> bool:
+    plan = plan_of(sql)
     # The other tables have few rows here, for which the planner may choose either.
     large = ("Seq Scan on idempotency_idempotencykey", "Seq Scan on idempotency_stagedjob")
     lines = [line for line in plan.splitlines() if any(scan in line for scan in large)]
@@ -158,4 +241,11 @@ def test_no_page_costs_more_at_two_hundred_thousand_keys_than_at_one_thousand(mo
     assert max(few.values()) <= 12, few
     scanning = [sql for statements in many.values() for sql in statements if scans_whole_table(sql)]
     assert not scanning
+    monkeypatch.setattr(bulk, "CHUNK_ROWS", 10)
+    for page, index in (
+        (f"{KEYS}bulk/hand_back/", "idempotency_key_unfinished"),
+        (f"{JOBS}bulk/retry/", "idempotency_job_failed"),
+    ):
+        (statement,) = second_chunk(client, page)
+        assert index in plan_of(statement)
     assert StagedJob.objects.count() > 200_000

@@ -351,7 +351,21 @@ def test_of_many_who_press_at_once_one_succeeds(intervene: Any, state: dict[str,
 def test_any_note_can_be_written_down(note: str) -> None:
     key = stuck_key({})
     assert interventions.acknowledge(key.pk, key.claim_token, by="jane", note=note)
-    assert len(the_key().history[-1]["detail"]) <= 200
+    assert len(the_key().history[-1]["detail"]) <= 300
+
+
+@pytest.mark.parametrize("intervention", [*INTERVENTIONS, "complete"])
+def test_the_history_keeps_the_note_of_each_intervention(intervention: str) -> None:
+    intervene, state = INTERVENTIONS.get(intervention, (interventions.complete_now, {}))
+    key = stuck_key(state)
+    assert intervene(key.pk, key.claim_token, by="j" * 100, note="ticket 7" * 15)
+    assert [event for event in the_key().history if event["detail"].endswith(f"by {'j' * 100}: {'ticket 7' * 15}")]
+
+
+def test_a_note_that_is_cut_shows_a_sign() -> None:
+    key = stuck_key({})
+    assert interventions.acknowledge(key.pk, key.claim_token, by="jane", note="x" * 5000)
+    assert the_key().history[-1]["detail"].endswith("x…")
 
 
 def test_each_intervention_is_one_statement(django_assert_num_queries: Any) -> None:

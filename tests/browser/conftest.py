@@ -1,5 +1,6 @@
 """One browser and one service for all tests of pages; a window of its own, and all in order, for each."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 from django.conf import settings
 from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
+from rides_demo.management.commands.serve import NO_KEEP_ALIVE
+from rides_demo.processes import web_workers
 from tests.browser import chromium
 from tests.browser.visitor import Visitor
 from tests.murphy.service import Service
@@ -38,7 +41,9 @@ def processes(browser: Browser) -> Iterator[Service]:
     """Start the service, after the browser: without one there is nothing to do."""
     folder = Path(settings.RUN_FOLDER) / "browser"
     folder.mkdir(parents=True)
-    with Service(folder) as service:
+    # As `make serve` does it, for the button that kills the web worker.
+    environment = {web_workers.SUPERVISOR: str(os.getpid()), "GUNICORN_CMD_ARGS": NO_KEEP_ALIVE}
+    with Service(folder, environment) as service:
         yield service
     shutil.rmtree(folder, ignore_errors=True)
 

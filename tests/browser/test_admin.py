@@ -24,6 +24,14 @@ _STUCK = """
     FROM idempotency_idempotencykey AS k JOIN rides AS r ON r.idempotency_key_id = k.id JOIN users AS u ON u.id = r.user_id
     WHERE k.stuck_at IS NOT NULL ORDER BY k.id DESC LIMIT 1
 """
+_ADD_STUCK = """
+    INSERT INTO idempotency_idempotencykey (
+        scope, idempotency_key, attempts, completer_attempts, request_method, request_path, request_headers, remote_addr,
+        request_content_type, request_fingerprint, seed, recovery_point, stuck_at, stuck_code, stuck_reason, last_error, history
+    ) VALUES (
+        'user:1', %s, 1, 0, 'POST', '/rides', '{}', '', '', 'v1:0', '', 'started', now(), 'view_gave_up', 'Look.', '', '[]'
+    ) RETURNING id
+"""
 #: Let a run hold the key whose charge failed: the page shows it as in flight, for as long as the lock lasts.
 _HOLD = """
     UPDATE idempotency_idempotencykey SET locked_at = now()
@@ -163,6 +171,40 @@ def test_the_dashboard_renders_without_errors_and_keeps_nobody_out(
 
     assert visitor.errors == []
     assert visitor.elsewhere == []
+
+
+def test_the_dashboard_follows_what_happens_until_it_is_paused(service: Service, visitor: Visitor) -> None:
+    visitor.page.clock.install()
+    visitor.sign_in_to_admin(DASHBOARD)
+    banner = visitor.page.locator(".idem-banner")
+    (before,) = service.rows("SELECT count(*) AS stuck FROM idempotency_idempotencykey WHERE stuck_at IS NOT NULL")
+
+    def expect_stuck(added: int) -> None:
+        expect(banner).to_contain_text(f"Keys that need manual review: {before['stuck'] + added},")
+
+    service.rows(_ADD_STUCK, ("first",))
+    visitor.page.clock.fast_forward(11_000)
+    expect_stuck(1)
+
+    visitor.page.get_by_role("button", name="Pause").click()
+    service.rows(_ADD_STUCK, ("second",))
+    visitor.page.clock.fast_forward(60_000)
+    expect(visitor.page.locator("#idem-live-note")).to_have_text("(paused)")
+    expect_stuck(1)
+
+    visitor.page.get_by_role("button", name="Resume").click()
+    expect_stuck(2)
+
+
+def test_a_dashboard_whose_person_is_signed_out_says_so(service: Service, visitor: Visitor) -> None:
+    visitor.page.clock.install()
+    visitor.sign_in_to_admin(DASHBOARD)
+    expect(visitor.page.get_by_role("button", name="Pause")).to_be_visible()
+    visitor.page.context.clear_cookies()
+
+    visitor.page.clock.fast_forward(11_000)
+
+    expect(visitor.page.locator("#idem-live-note")).to_contain_text("reload the page")
 
 
 @pytest.fixture

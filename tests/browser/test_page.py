@@ -30,7 +30,7 @@ def test_a_double_click_books_once(service: Service, visitor: Visitor) -> None:
     visitor.expect_status(ACCEPTED)
     expect_one_booking(service, visitor)
     assert visitor.requests_sent() >= 2
-    expect(visitor.page.locator("#responses")).to_contain_text("Replay of the stored response")
+    visitor.expect_story("Replay of the stored response")
 
 
 def test_nothing_can_be_pressed_before_the_script_listens(service: Service, visitor: Visitor) -> None:
@@ -56,9 +56,7 @@ def test_a_click_after_the_answer_gets_the_same_answer(service: Service, visitor
 
     visitor.book.click()
 
-    expect(visitor.page.locator("#responses")).to_contain_text(
-        "201 Payment accepted. Your pilot is on their way! Replay of the stored response"
-    )
+    visitor.expect_story("201 Payment accepted. Your pilot is on their way! Replay of the stored response")
     expect_one_booking(service, visitor)
 
 
@@ -100,6 +98,91 @@ def test_a_declined_card_is_an_answer_that_stands(service: Service, visitor: Vis
     visitor.expect_status("Your card was declined.")
     visitor.expect_counts(rides=1, charges=0, receipts=0)
     assert visitor.requests_sent() == 1
+    expect(visitor.page.locator("#state")).to_contain_text("402")
+    expect(visitor.page.locator("#steps [data-state=done]")).to_have_count(3)
+    expect(visitor.page.locator("#steps [data-point=charge_created]")).to_have_attribute("data-state", "skipped")
+    visitor.shoot("page-declined")
+
+
+def expect_lost_run(service: Service, heir: str) -> None:
+    """The history of the only key: a run that reached Stripe and was lost, and the run that took over."""
+    (booking,) = service.books()
+    (row,) = service.rows("SELECT history FROM idempotency_idempotencykey WHERE idempotency_key = %s", [booking["key"]])
+    assert [(event["event"], event["detail"]) for event in row["history"]] == [
+        ("claimed", "client"),
+        ("recovery point", "ride_created"),
+        ("call begun", "charge"),
+        ("run lost", "lock expired"),
+        ("claimed", heir),
+        ("call begun", "charge"),
+        ("recovery point", "charge_created"),
+        ("finished", "status 201"),
+    ]
+
+
+def test_the_button_kills_the_worker_after_the_charge_and_the_retry_continues(service: Service, visitor: Visitor) -> None:
+    visitor.sign_in()
+
+    visitor.kill.click()
+
+    visitor.expect_killed()
+    visitor.expect_counts(rides=1, charges=1, receipts=0)
+    visitor.expect_story("no response")
+    visitor.expect_status("409")
+    visitor.shoot("page-killed")
+    service.let_locks_expire()
+    visitor.expect_status(ACCEPTED)
+    expect_one_booking(service, visitor)
+    expect_lost_run(service, "client")
+    expect(visitor.page.locator("#lesson")).to_contain_text("2 runs, 1 ride, 1 charge, 1 receipt")
+    visitor.shoot("page-survived")
+    expect(visitor.page.get_by_label(STRIPE_WORKS, exact=True)).to_be_checked()
+
+
+def test_the_button_kills_the_worker_of_a_booking_that_is_under_way_and_the_completer_continues(
+    service: Service, visitor: Visitor
+) -> None:
+    visitor.sign_in()
+    visitor.stripe("Is slow")
+    visitor.book.click()
+    visitor.expect_counts(charges=1)
+
+    visitor.kill.click()
+
+    visitor.expect_killed()
+    visitor.page.route("**/rides", lambda route: route.abort())
+    service.let_locks_expire()
+    service.processes["completer"].start()
+    expect(visitor.page.locator("#lesson")).to_contain_text("completer")
+    visitor.page.unroute("**/rides")
+    visitor.expect_status(ACCEPTED)
+    visitor.expect_story("Replay of the stored response")
+    expect_one_booking(service, visitor)
+    expect_lost_run(service, "completer")
+
+
+def test_the_button_books_a_new_ride_when_the_last_booking_is_over(service: Service, visitor: Visitor) -> None:
+    visitor.sign_in()
+    visitor.book.click()
+    visitor.expect_counts(receipts=1)
+
+    visitor.kill.click()
+
+    visitor.expect_killed()
+    service.let_locks_expire()
+    visitor.expect_status(ACCEPTED)
+    visitor.expect_counts(rides=1, charges=1, receipts=1)
+    assert len(service.books()) == len(service.charges()) == 2
+
+
+def test_the_button_kills_nothing_when_no_card_was_charged(service: Service, visitor: Visitor) -> None:
+    visitor.sign_in("demo-joe")
+
+    visitor.kill.click()
+
+    visitor.expect_status("Your card was declined.")
+    expect(visitor.page.locator("#kill-outcome")).to_contain_text("nothing was killed")
+    expect(visitor.page.locator("#state")).to_contain_text("402")
 
 
 @looks

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import BrowserContext, Locator, Page, expect
+from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Page, expect
 
 STRIPE_WORKS = "Works"
 
@@ -17,11 +17,16 @@ class Visitor:
         self.errors: list[str] = []
         self.elsewhere: list[str] = []
         self._screenshots = screenshots
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("console", self._note)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         context.on(
             "request", lambda request: None if request.url.startswith((url, "data:")) else self.elsewhere.append(request.url)
         )
+
+    def _note(self, message: ConsoleMessage) -> None:
+        # The admin has no icon, for which a browser asks once.
+        if message.type == "error" and not message.location["url"].endswith("/favicon.ico"):
+            self.errors.append(message.text)
 
     def go(self, path: str) -> None:
         self.page.goto(f"{self.url}{path}")
@@ -39,6 +44,17 @@ class Visitor:
     @property
     def book(self) -> Locator:
         return self.page.get_by_role("button", name="Book for $20.00")
+
+    @property
+    def kill(self) -> Locator:
+        return self.page.get_by_role("button", name="Kill the web worker")
+
+    def expect_killed(self) -> None:
+        """Wait until the page shows that the process is dead, and that its lock is not."""
+        expect(self.page.locator("#steps [data-point=charge_created]")).to_have_attribute("data-state", "killed")
+
+    def expect_story(self, text: str) -> None:
+        expect(self.page.locator("#story")).to_contain_text(text)
 
     def stripe(self, position: str) -> None:
         """Move the switch, and wait until it is there."""

@@ -7,9 +7,11 @@ import hmac
 import json
 import time
 import uuid
+from datetime import timedelta
 
 import pytest
 from django.conf import settings
+from django.db.models.functions import Now
 from django.test import Client
 from django.utils import timezone
 
@@ -17,7 +19,7 @@ from idempotency.models import IdempotencyKey, ProcessedMessage
 from rides_demo.models import AuditRecord, Receipt, Ride
 from rides_demo.sandbox.switch import BEHAVIOURS
 from tests.factories import ReceiptFactory, RideFactory
-from tests.kit.rides import RIDE, jane, max_, sandbox  # noqa: F401
+from tests.kit.rides import RIDE, jane, joe, max_, sandbox  # noqa: F401
 
 pytestmark = pytest.mark.django_db
 TARGET = {"target_lat": 1.5, "target_lon": -2.5}
@@ -309,14 +311,14 @@ class TestPage:
         client.post("/sign-in", {"token": "demo-jane"})
 
         assert 'name="behaviour"' not in client.get("/").content.decode()
-        assert client.post("/page/stripe", {"behaviour": "down"}).status_code == 404
+        assert client.post("/switches/stripe", {"behaviour": "down"}).status_code == 404
 
     def test_the_page_says_when_the_completer_would_come(self, jane, settings):
-        settings.IDEMPOTENCY = settings.IDEMPOTENCY | {"COMPLETER_MIN_AGE_SECONDS": 180}
+        settings.IDEMPOTENCY = settings.IDEMPOTENCY | {"COMPLETER_MIN_AGE_SECONDS": 30}
         client = Client()
         client.post("/sign-in", {"token": "demo-jane"})
 
-        assert "soon after it is 3 minutes old" in " ".join(client.get("/").content.decode().split())
+        assert "soon after it is 30 seconds old" in " ".join(client.get("/").content.decode().split())
 
 
 class TestPageState:
@@ -331,10 +333,38 @@ class TestPageState:
 
         shown = window.get("/page/booking?key=k").json()["booking"]
 
-        assert (shown["state"], shown["recovery_point"], shown["response_code"]) == ("finished", "finished", 201)
-        assert (shown["rides"], shown["charges"], shown["receipts"]) == (1, 1, 0)
+        assert (shown["state"], shown["response_code"], set(shown["steps"].values())) == ("finished", 201, {"done"})
+        assert (shown["rides"], shown["receipts"], shown["runs"]) == (1, 0, 1)
+        assert window.get("/switches/charges?key=k").json() == {"charges": 1}
         assert shown["history"][0]["event"] == "claimed"
         assert shown["admin"] == f"/admin/idempotency/idempotencykey/{IdempotencyKey.objects.get().pk}/change/"
+
+    def test_a_declined_card_is_a_step_that_was_skipped(self, joe, sandbox):
+        window = Client()
+        window.post("/sign-in", {"token": "demo-joe"})
+        joe.book(key="k")
+
+        shown = window.get("/page/booking?key=k").json()["booking"]
+
+        assert (shown["state"], shown["response_code"]) == ("finished", 402)
+        assert shown["steps"] == {
+            "started": "done", "ride_created": "done", "charge_created": "skipped", "finished": "done",
+        }  # fmt: skip
+        assert window.get("/switches/charges?key=k").json() == {"charges": 0}
+
+    def test_a_lock_that_has_expired_holds_nobody_up(self, jane, window, sandbox):
+        sandbox.faults.replace([{"fault": "down"}])
+        jane.book(key="k")
+        booking = "/page/booking?key=k"
+
+        IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=1))
+        held = window.get(booking).json()["booking"]
+        IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=91))
+        free = window.get(booking).json()["booking"]
+
+        assert (held["state"], held["steps"]["charge_created"]) == ("running", "running")
+        assert 80 < held["lock_seconds"] < 90
+        assert (free["state"], free["steps"]["charge_created"], free["lock_seconds"]) == ("waiting", "waiting", None)
 
     @pytest.mark.parametrize(("fault", "tries", "state"), [("down", 1, "waiting"), ("500_begun", 2, "stuck")])
     def test_a_booking_that_stands_still_says_how(self, jane, window, sandbox, fault, tries, state):
@@ -344,12 +374,17 @@ class TestPageState:
 
         shown = window.get("/page/booking?key=k").json()["booking"]
 
-        assert (shown["state"], shown["recovery_point"], shown["rides"], shown["charges"]) == (state, "ride_created", 1, 0)
+        assert (shown["state"], shown["rides"]) == (state, 1)
+        assert shown["steps"] == {
+            "started": "done", "ride_created": "done", "charge_created": state, "finished": "todo",
+        }  # fmt: skip
+        assert window.get("/switches/charges?key=k").json() == {"charges": 0}
 
     def test_the_booking_of_another_rider_looks_like_none(self, max_, window):
         max_.book(key="k")
 
         assert window.get("/page/booking?key=k").json() == {"booking": None} == window.get("/page/booking?key=none").json()
+        assert window.get("/switches/charges?key=k").json() == {"charges": 0}
 
     @pytest.mark.parametrize("key", ["", "%00", "%ff"])
     def test_a_key_that_cannot_be_is_none(self, window, key):
@@ -357,7 +392,7 @@ class TestPageState:
 
     @pytest.mark.parametrize("position", BEHAVIOURS)
     def test_the_switch_stays_where_it_was_put(self, window, sandbox, position):
-        assert window.post("/page/stripe", {"behaviour": position}).json() == {"behaviour": position}
+        assert window.post("/switches/stripe", {"behaviour": position}).json() == {"behaviour": position}
 
         assert f'value="{position}" aria-describedby="stripe-{position}-text" checked' in window.get("/").content.decode()
         assert [fault["fault"] for fault in sandbox.faults.state()["faults"]] == [
@@ -370,16 +405,17 @@ class TestPageState:
         assert " checked" not in window.get("/").content.decode()
 
     def test_an_unknown_position_changes_nothing(self, window, sandbox):
-        window.post("/page/stripe", {"behaviour": "down"})
+        window.post("/switches/stripe", {"behaviour": "down"})
 
-        assert window.post("/page/stripe", {"behaviour": "sideways"}).status_code == 400
+        assert window.post("/switches/stripe", {"behaviour": "sideways"}).status_code == 400
         assert [fault["fault"] for fault in sandbox.faults.state()["faults"]] == ["down"]
 
     def test_a_stranger_sees_no_booking_and_moves_no_switch(self, jane, sandbox):
         jane.book(key="k")
 
         assert Client().get("/page/booking?key=k").status_code == 403
-        assert Client().post("/page/stripe", {"behaviour": "down"}).status_code == 403
+        assert Client().get("/switches/charges?key=k").status_code == 403
+        assert Client().post("/switches/stripe", {"behaviour": "down"}).status_code == 403
         assert sandbox.faults.state()["faults"] == []
 
     def test_another_site_moves_no_switch(self, jane, sandbox):
@@ -388,7 +424,7 @@ class TestPageState:
         session["rides_token"] = "demo-jane"
         session.save()
 
-        assert client.post("/page/stripe", {"behaviour": "down"}).status_code == 403
+        assert client.post("/switches/stripe", {"behaviour": "down"}).status_code == 403
         assert sandbox.faults.state()["faults"] == []
 
 

@@ -207,6 +207,17 @@ def test_a_charge_whose_client_gave_up_waiting_is_made_all_the_same(customer, sa
     eventually(lambda: state(sandbox)["charges"])
 
 
+def test_a_late_response_is_that_of_a_charge_which_was_made_at_once(client, customer, sandbox, slowness):
+    put_faults(sandbox, {"fault": "slow_after"})
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(charge, client, customer, "k")
+        eventually(lambda: state(sandbox)["charges"])
+        again = charge(client_of(sandbox), customer, "k")
+        assert not first.done()
+        slowness.set()
+        assert (replayed(again), again.id) == (True, first.result().id)
+
+
 def test_down_answers_nobody_until_it_is_up_again(client, customer, sandbox):
     put_faults(sandbox, {"fault": "down", "path": "/v1"})
     for call in (lambda: charge(client, customer, "k"), client.v1.charges.list):

@@ -18,6 +18,7 @@ from kombu.transport.redis import Channel
 
 from idempotency import _prompt, client, completer, conf, enqueuer, inbox, signals
 from idempotency._request import problems, stored_request
+from idempotency._store.history import HistoryEvent
 from idempotency.checks import settings as setting_checks
 from idempotency.conf import Settings
 from idempotency.contrib.celery import CeleryBackend
@@ -99,6 +100,11 @@ def test_every_signal_is_documented() -> None:
     page = (DOCS / "reference/signals-and-metrics.md").read_text().partition("## Metrics")[0]
     made = {name for name, value in vars(signals).items() if isinstance(value, Signal)}
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == made
+
+
+def test_every_event_of_the_history_is_documented() -> None:
+    section = (DOCS / "reference/models.md").read_text().partition("## The history of a key")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([a-z ]+)` \|", section, re.M) == [event.value for event in HistoryEvent]
 
 
 def derived() -> str:

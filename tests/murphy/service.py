@@ -1,7 +1,7 @@
 """Rocket Rides with processes, database, Redis and Stripe of its own; what dies stays dead until the test starts it again."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ logger.setLevel(logging.INFO)
 
 #: A stall of some seconds is no silence; no test waits for its end, see ``let_locks_expire``.
 LOCK_TIMEOUT_SECONDS = 30
-#: Long enough to strike while Stripe works, short of the timeout of the Stripe client, which is a fifth of the lock's.
+#: Long enough to strike while Stripe works, short of the timeout of the Stripe client.
 SLOW_SECONDS = LOCK_TIMEOUT_SECONDS / 10
 ENVIRONMENT = {
     "LOCK_TIMEOUT_SECONDS": str(LOCK_TIMEOUT_SECONDS),
@@ -53,9 +53,10 @@ class Service:
     What is asked of it is about the present test: the rows, charges and keys that came after ``begin``.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
-        self._supervisor = Supervisor(folder, free_port(), say=logger.info, environment=ENVIRONMENT)
+        environment = {**ENVIRONMENT, **(environment or {})}
+        self._supervisor = Supervisor(folder, free_port(), say=logger.info, environment=environment)
         self.processes = self._supervisor.processes
         self.url, self.second_url = self._supervisor.url, f"http://127.0.0.1:{free_port()}"
         # No proxy of the environment: everything is on this machine.

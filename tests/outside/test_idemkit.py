@@ -158,7 +158,7 @@ def _date_back(column: str, key: IdempotencyKey, seconds: float) -> None:
 def _result(claim: Claim, request: ClaimedRequest) -> ClaimResult:
     if claim.outcome is Outcome.CLAIMED:
         before = [entry["event"] for entry in _row(request.idempotency_key).history][-2:-1]
-        kind = ClaimResultType.LEASE_RECLAIMED if before == ["claimed"] else ClaimResultType.NEW_CLAIMED
+        kind = ClaimResultType.LEASE_RECLAIMED if before == ["run lost"] else ClaimResultType.NEW_CLAIMED
         return ClaimResult(kind, _record(claim.key), str(claim.key.claim_token))
     kinds = {Outcome.IN_PROGRESS: ClaimResultType.ALREADY_CLAIMED, Outcome.FINISHED: ClaimResultType.ALREADY_COMPLETED}
     # While the winner of a race has not committed, nobody can see its row.

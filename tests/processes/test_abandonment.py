@@ -125,7 +125,7 @@ def test_without_one_a_person_hears_of_it(abandoned: Any, sender: Sender) -> Non
     [
         (OSError("Stripe is down"), "OSError: Stripe is down"),
         (CancelledError("by its event loop"), "CancelledError: by its event loop"),
-        (HttpResponse(status=503), "status 503, which is never stored"),
+        (HttpResponse(status=503), "status 503"),
         (None, "it returned NoneType, not a response"),
     ],
     ids=["raises", "is cancelled", "503", "nothing"],

@@ -201,7 +201,7 @@ def test_what_ends_before_the_views_decorator_releases_the_key_and_says_so(
     assert complete_once() == CompletePass(failed=1)
     key = IdempotencyKey.objects.get()
     assert (key.locked_at, key.recovery_point, key.history[-1]["event"]) == (None, "entry_created", "error")
-    assert key.last_error.startswith("A decorator or the framework responded with status 429")
+    assert "status 429" in key.last_error
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": tenant_is_gone}
     abandon()
     assert complete_once() == CompletePass(failed=1)

@@ -147,6 +147,7 @@ def test_an_unfinished_key_past_the_retention_is_handed_to_a_person():
         key_stuck.disconnect(listen)
     assert told == [(IdempotencyKey, key.pk, "retention_passed", None)]
     key.refresh_from_db()
+    assert key.stuck_reason.endswith("ConnectionError: no route")
     assert key.stuck_at is not None
     assert key.finished_at is None
     assert "72 hours" in key.stuck_reason

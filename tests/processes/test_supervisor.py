@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
+import httpx
 import psutil
 import pytest
 
 from rides_demo.management.commands.demo import within_reach
 from rides_demo.processes.ports import free_port
-from rides_demo.processes.supervisor import BASE_FOLDER
+from rides_demo.processes.supervisor import BASE_FOLDER, SHORT_LIMITS
 from rides_demo.simulator.crashes import VICTIMS, Crashes
 from rides_demo.simulator.simulation import FAULTS
 from tests.kit.waiting import eventually
@@ -132,6 +133,24 @@ def test_everything_listens_on_loopback_only(served):
         if connection.status == psutil.CONN_LISTEN
     }
     assert addresses == {"127.0.0.1"}
+
+
+def test_the_button_of_the_page_kills_a_web_worker_which_comes_back(served):
+    master = psutil.Process(served.pids()["web"])
+    with httpx.Client(base_url=served.url, follow_redirects=True, timeout=60, trust_env=False) as browser:
+        browser.get("/")
+        browser.post("/sign-in", data={"token": "demo-jane", "csrfmiddlewaretoken": browser.cookies["csrftoken"]})
+        killed = browser.post("/switches/kill", data={"csrfmiddlewaretoken": browser.cookies["csrftoken"]}).json()
+
+    assert not killed["ran_booking"]
+    eventually(lambda: [worker.pid for worker in master.children()] not in ([], [killed["pid"]]))
+    eventually(served.healthy)
+    assert master.is_running()
+
+
+def test_the_limits_are_short_enough_to_watch_a_lock_expire(served):
+    environment = psutil.Process(served.pids()["web"]).environ()
+    assert {name: environment[name] for name in SHORT_LIMITS} == SHORT_LIMITS
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"supervisor"}))

@@ -132,7 +132,10 @@ def test_a_refusal_before_the_decorator_counts_the_same(serve: Any, sender: Send
 
     serve(view=signed_in)
     run_until_stuck(completer._RUNS_BEFORE_REFUSED)
-    assert IdempotencyKey.objects.get().stuck_code == StuckCode.REFUSED_WHEN_REBUILT
+    key = IdempotencyKey.objects.get()
+    assert key.stuck_code == StuckCode.REFUSED_WHEN_REBUILT
+    assert key.stuck_reason.endswith(key.last_error)
+    assert "401" in key.last_error
     send(sender, 201)
 
 
@@ -140,7 +143,8 @@ def test_a_request_that_has_begun_something_has_all_its_attempts(serve: Any, sen
     settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 7}
     left_by_its_client(Shop(lambda: HttpResponse(status=404), begun=True), serve, sender)
     run_until_stuck(7)
-    assert IdempotencyKey.objects.get().stuck_code == "attempts_exhausted"
+    key = IdempotencyKey.objects.get()
+    assert (key.stuck_code, key.stuck_reason.endswith(key.last_error)) == ("attempts_exhausted", True)
 
 
 @pytest.mark.parametrize("answer", [lambda: not_stored(HttpResponse(status=409)), lambda: HttpResponse(status=503)])

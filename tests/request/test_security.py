@@ -192,8 +192,9 @@ def test_what_a_client_sent_is_text_in_the_admin(client: Client, transactional_d
     pages = [f"{url}{row.pk}/change/" for url, row in zip(lists, (key, job, call, message), strict=True)]
     buttons = [unescape(url) for url in re.findall(r'href="([^"]+/press/[^"]+)"', client.get(pages[0]).text)]
     searches = [f"{lists[0]}?{name}={quote(script)}" for name in ("q", "recovery_point", "stuck_code", "state", "age")]
-    asked = client.post(lists[1], {"action": "discard", "_selected_action": [job.pk]})
-    answers = [asked, *map(client.get, [*lists, *pages, *buttons, *searches, reverse("admin:idempotency_dashboard")])]
+    questions = [f"{lists[0]}bulk/hand_back/", f"{lists[0]}bulk/acknowledge/", f"{lists[1]}bulk/discard/"]
+    urls = [*lists, *pages, *buttons, *searches, *questions, reverse("admin:idempotency_dashboard")]
+    answers = [client.get(url) for url in urls]
     assert len(buttons) == 3
     for answer in answers:
         assert answer.status_code == 200

@@ -5,16 +5,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from django.db import Error, OperationalError, connection, transaction
 from django.db.models.functions import Now
 
-from idempotency._store import claims, fence, rows
+from idempotency import interventions
+from idempotency._store import claims, fence, rows, settlement
 from idempotency._store.advisory_locks import HOLDER
 from idempotency._store.claims import Claim, Outcome
+from idempotency._store.dialects import HISTORY_LIMIT
 from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import expire_lock, past_the_retention
@@ -259,6 +261,74 @@ def test_the_completer_waits_for_the_end_of_its_delay_unless_it_is_told_not_to()
     IdempotencyKey.objects.update(next_run_at=Now() + timedelta(hours=1))
     assert claims.claim_by_id(key.pk, delay_seconds=60, using="default") is None
     assert claims.claim_by_id(key.pk, delay_seconds=60, using="default", early=True) is not None
+
+
+def events() -> list[str]:
+    return [f"{event['event']}: {event['detail']}" for event in IdempotencyKey.objects.get().history]
+
+
+CLAIMANTS: dict[str, Callable[[IdempotencyKey], Any]] = {
+    "client": lambda key: claim(),
+    "completer": claim_as_completer,
+    "reaper": lambda key: claim_as_completer(key, early=True),
+}
+claimants = pytest.mark.parametrize("who", CLAIMANTS)
+
+
+@claimants
+def test_a_claim_of_an_expired_lock_records_the_lost_run(who: str) -> None:
+    key = claim().key
+    expire_lock(91)
+    left = IdempotencyKey.objects.get()
+
+    CLAIMANTS[who](key)
+
+    assert events() == ["claimed: client", "run lost: lock expired", f"claimed: {who}"]
+    lost = IdempotencyKey.objects.get().history[1]
+    expired, begun = (datetime.fromisoformat(lost[name]) for name in ("at", "claimed_at"))
+    assert left.locked_at is not None
+    assert abs(expired - left.locked_at - timedelta(seconds=90)) < timedelta(milliseconds=2)  # SQLite tells milliseconds
+    assert abs(begun - left.last_run_at) < timedelta(milliseconds=2)
+
+
+RELEASES: dict[str, Callable[[IdempotencyKey], Any]] = {
+    "run": lambda key: fence.release(key, "error", using="default"),
+    "operator": lambda key: interventions.release_lock(key.pk, key.fence, by="jane"),
+    "stuck": lambda key: fence.mark_stuck(key, "unknown_recovery_point", "reason", using="default"),
+}
+
+
+@claimants
+@pytest.mark.parametrize("how", RELEASES)
+def test_a_run_whose_key_was_released_is_not_lost(who: str, how: str) -> None:
+    key = claim().key
+    RELEASES[how](key)
+    IdempotencyKey.objects.update(last_run_at=Now() - timedelta(hours=1))
+
+    CLAIMANTS[who](key)
+
+    assert (len(events()), events()[-1]) == (3, f"claimed: {who}")
+
+
+@claimants
+@pytest.mark.parametrize("length", [HISTORY_LIMIT - 2, HISTORY_LIMIT - 1, HISTORY_LIMIT])
+def test_a_lost_run_does_not_make_the_history_too_long(who: str, length: int) -> None:
+    key = claim().key
+    old = [{"at": "2026-01-01T00:00:00Z", "event": "error", "detail": str(number)} for number in range(length)]
+    IdempotencyKey.objects.update(history=old)
+    expire_lock(91)
+
+    CLAIMANTS[who](key)
+
+    assert HISTORY_LIMIT - 1 <= len(events()) <= HISTORY_LIMIT
+    assert events()[-3:] == [f"error: {length - 1}", "run lost: lock expired", f"claimed: {who}"]
+
+
+def test_a_key_that_is_given_up_records_the_lost_run() -> None:
+    key = claim().key
+    expire_lock(91)
+    assert settlement.give_up(key.pk, "code", "reason", using="default")
+    assert events() == ["claimed: client", "run lost: lock expired", "stuck: reason"]
 
 
 def test_a_finished_key_cannot_be_claimed_by_the_completer() -> None:

@@ -56,6 +56,17 @@ def test_a_run_that_does_not_know_of_its_commit_cannot_write_over_it() -> None:
     assert IdempotencyKey.objects.get().recovery_point == "paid"
 
 
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [("x" * 200, "x" * 200), ("x" * 201, "x" * 199 + "…"), ("OSError: down\nsee below", "OSError: down …")],
+)
+def test_a_text_that_the_history_cuts_ends_with_a_sign(error: str, detail: str) -> None:
+    key = claim().key
+    fence.release(key, error, using="default")
+    row = IdempotencyKey.objects.get()
+    assert (row.history[-1]["detail"], row.last_error) == (detail, error)
+
+
 def test_what_is_finished_is_neither_released_nor_stuck() -> None:
     key = claim().key
     finish(key)
@@ -72,7 +83,7 @@ def test_a_release_says_what_went_wrong_and_frees_the_lock() -> None:
     fence.release(key, "first line\nsecond line", using="default")
     row = IdempotencyKey.objects.get()
     assert (row.locked_at, row.last_error) == (None, "first line\nsecond line")
-    assert (row.history[-1]["event"], row.history[-1]["detail"]) == ("error", "first line")
+    assert (row.history[-1]["event"], row.history[-1]["detail"]) == ("error", "first line …")
 
 
 def test_a_release_that_comes_late_is_logged_with_the_hash_of_the_key(caplog: pytest.LogCaptureFixture) -> None:

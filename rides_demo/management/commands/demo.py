@@ -15,18 +15,9 @@ from django.core.management.base import BaseCommand, CommandParser
 from rides_demo.management.commands.serve import stop_on_signals
 from rides_demo.processes.ports import free_port
 from rides_demo.processes.process import ProcessError
-from rides_demo.processes.supervisor import BASE_FOLDER, Supervisor, manage
+from rides_demo.processes.supervisor import BASE_FOLDER, SHORT_LIMITS, Supervisor, manage
 from rides_demo.simulator.crashes import VICTIMS
 from rides_demo.simulator.simulation import FAULTS, STRIPE_DOWN, STRIPE_FAULTS
-
-#: The defaults of 90, 300 and 60 seconds scaled down, so that the completer finishes keys within
-#: the demo.
-SHORT = {
-    "LOCK_TIMEOUT_SECONDS": "10",
-    "COMPLETER_MIN_AGE_SECONDS": "15",
-    "COMPLETER_IDLE_SECONDS": "5",
-    "COMPLETER_INTERVAL_SECONDS": "1",
-}
 
 
 class Command(BaseCommand):
@@ -87,7 +78,7 @@ class Command(BaseCommand):
         self, folder: Path, say: Callable[[str], None], options: dict[str, object]
     ) -> AbstractContextManager[Supervisor]:
         """Return the context manager that runs the processes in ``folder``."""
-        environment = SHORT | {"SANDBOX_SEED": str(options["seed"])} | os.environ
+        environment = SHORT_LIMITS | {"SANDBOX_SEED": str(options["seed"])} | os.environ
         return Supervisor(folder, free_port(), say=say, environment=environment)
 
     def arguments(self, supervisor: Supervisor, options: dict[str, object]) -> list[str]:

@@ -1,5 +1,6 @@
 """``manage.py serve``: run all processes of Rocket Rides until Ctrl-C."""
 
+import os
 import signal
 import sys
 import threading
@@ -8,8 +9,13 @@ from contextlib import suppress
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandParser
 
+from rides_demo.processes import web_workers
 from rides_demo.processes.process import ProcessError
-from rides_demo.processes.supervisor import Supervisor
+from rides_demo.processes.supervisor import SHORT_LIMITS, Supervisor
+
+#: A browser repeats a request by itself if a connection that it has used before is lost. On a new connection it does not, so
+#: that the page shows the loss.
+NO_KEEP_ALIVE = "--keep-alive 0"
 
 
 class Command(BaseCommand):
@@ -21,7 +27,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: object, port: int, **options: object) -> None:
         stopped = stop_on_signals()
-        supervisor = Supervisor(settings.RUN_FOLDER, port, say=self._say)
+        supervisor = Supervisor(settings.RUN_FOLDER, port, say=self._say, environment=environment())
         try:
             with supervisor:
                 self._say(f"web page  {supervisor.url}/")
@@ -42,6 +48,11 @@ class Command(BaseCommand):
         with suppress(OSError):
             self.stdout.write(line)
             self.stdout.flush()
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a service with visitors: short limits, and the button that kills a web worker."""
+    return SHORT_LIMITS | {"GUNICORN_CMD_ARGS": NO_KEEP_ALIVE} | os.environ | {web_workers.SUPERVISOR: str(os.getpid())}
 
 
 def stop_on_signals() -> threading.Event:

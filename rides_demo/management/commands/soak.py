@@ -13,7 +13,7 @@ from rides_demo.management.commands import demo
 from rides_demo.management.commands.simulate import minutes
 from rides_demo.processes.embedded import postgres_url, socket_folder
 from rides_demo.processes.ports import free_port
-from rides_demo.processes.supervisor import Supervisor
+from rides_demo.processes.supervisor import SHORT_LIMITS, Supervisor
 from rides_demo.simulator.cutting_proxy import Proxies, Route
 from rides_demo.simulator.plan import SOAK_FAULTS, WRONG_CLOCK
 
@@ -50,7 +50,7 @@ class Command(demo.Command):
     def service(self, folder: Path, say: Callable[[str], None], options: dict[str, object]) -> Iterator[Supervisor]:
         """Run the processes behind proxies, with a wrong clock in one web worker."""
         chosen = str(options["faults"]).split(",")
-        environment = demo.SHORT | {"SANDBOX_SEED": str(options["seed"]), "WEB_WORKERS": "3"} | os.environ
+        environment = SHORT_LIMITS | {"SANDBOX_SEED": str(options["seed"]), "WEB_WORKERS": "3"} | os.environ
         if {"all", WRONG_CLOCK} & {*chosen}:
             environment["GUNICORN_CMD_ARGS"] = "--config python:rides_demo.simulator.wrong_clock"
         port, proxy_port = free_port(), free_port()

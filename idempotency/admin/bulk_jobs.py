@@ -1,0 +1,52 @@
+"""The actions on failed jobs: retry, discard."""
+
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+from django.contrib.admin.models import DELETION
+from django.db import router
+
+from idempotency import interventions
+from idempotency.admin.bulk import CHANGED, BulkAction, Group
+from idempotency.models import StagedJob
+from idempotency.monitoring.error_groups import group_of
+
+
+class _OfJobs(BulkAction):
+    column = "failed_at"
+    others = "not failed, or not any more"
+    sample_template = "admin/idempotency/stagedjob/sample.html"
+
+    def concerned(self, rows: Any) -> Any:
+        return rows.filter(failed_at__isnull=False)
+
+    def changed_at(self, row: Any) -> Iterable[datetime | None]:
+        return (row.failed_at,)
+
+    def group(self, row: Any) -> Group:
+        return Group(row.job_name, group_of(row.last_error))
+
+
+class Retry(_OfJobs):
+    """Failed jobs are due again."""
+
+    name, label, permission = "retry", "Retry: hand failed jobs over again", "retry_stagedjob"
+    explanation = "The enqueuer hands these jobs over again in its next pass, with a new count of hand-overs and refusals."
+    done, logged = "made due again", "Made due again."
+
+    def act(self, row: Any, *, by: str, note: str) -> str:
+        using = router.db_for_write(StagedJob, instance=row)
+        return "" if interventions.retry_jobs([row.pk], using=using) else CHANGED
+
+
+class Discard(_OfJobs):
+    """Failed jobs are deleted, and never run."""
+
+    name, label, permission = "discard", "Discard failed jobs for good", "discard_stagedjob"
+    explanation = "These jobs are deleted. They never run, even if a queue still has a message for one of them."
+    done, logged, flag = "discarded", "Discarded.", DELETION
+
+    def act(self, row: Any, *, by: str, note: str) -> str:
+        using = router.db_for_write(StagedJob, instance=row)
+        return "" if interventions.discard_jobs([row.pk], using=using) else "running now, or changed since the question"

@@ -1,0 +1,98 @@
+"""The actions on many keys: hand back, acknowledge."""
+
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any, ClassVar
+
+from django.db import router
+
+from idempotency import interventions
+from idempotency._states import KeyState
+from idempotency.admin.bulk import CHANGED, FINISHED, RUNNING, BulkAction, Group
+from idempotency.admin.stuck_codes import STUCK_CODES
+from idempotency.exceptions import StuckCode
+from idempotency.models import IdempotencyKey
+
+_COLUMNS = (
+    *("pk", "claim_token", "recovery_point", "request_method", "request_path", "stuck_code", "created_at", "last_run_at"),
+    *("stuck_at", "handed_back_at", "acknowledged_at"),
+)
+_OWN_CODE = "A code of your views. Do first what the reasons of these keys say."
+
+
+class _OfKeys(BulkAction):
+    column = "created_at"
+    others = "finished or refused"
+    intervene: ClassVar[Callable[..., bool]]
+
+    def concerned(self, rows: Any) -> Any:
+        return rows.unfinished().only(*_COLUMNS)
+
+    def changed_at(self, row: Any) -> Iterable[datetime | None]:
+        return row.last_run_at, row.stuck_at, row.handed_back_at, row.acknowledged_at
+
+    def act(self, row: Any, *, by: str, note: str) -> str:
+        using = router.db_for_write(IdempotencyKey, instance=row)
+        if type(self).intervene(row.pk, row.claim_token, by=by, at=row.recovery_point, note=note, using=using):
+            return ""
+        keys: Any = IdempotencyKey.objects.using(using).filter(pk=row.pk)
+        now = keys.with_state().values_list("state", flat=True).first()
+        return {KeyState.IN_FLIGHT: RUNNING, KeyState.FINISHED: FINISHED}.get(now, CHANGED)
+
+    def group(self, row: Any) -> Group:
+        label = f"{row.state}: {row.stuck_code}" if row.stuck_code else row.state
+        if reason := self.why_not(row):
+            return Group(label, f"Left alone: {reason}.")
+        return self.meant(label, row)
+
+    def meant(self, label: str, row: Any) -> Group:
+        """Return what the action means for the group of a key that it changes."""
+        raise NotImplementedError
+
+
+class HandBack(_OfKeys):
+    """Many keys go back to the completer."""
+
+    name, label, permission = "hand_back", "Hand back to the completer", "complete_idempotencykey"
+    explanation = (
+        "The completer runs these requests, each from its recovery point and as the user who sent it, with all its attempts "
+        "anew."
+    )
+    done, logged = "handed back to the completer", "Handed back to the completer."
+    intervene = staticmethod(interventions.hand_back)
+
+    def why_not(self, row: Any) -> str:
+        if row.state == KeyState.IN_FLIGHT:
+            return RUNNING
+        return "with on_abandon begun, and can only be answered" if row.stuck_code == StuckCode.ON_ABANDON else ""
+
+    def meant(self, label: str, row: Any) -> Group:
+        if not row.stuck_code:
+            return Group(label, "The completer runs them in its next pass.")
+        if (found := STUCK_CODES.get(row.stuck_code)) is None:
+            return Group(label, _OWN_CODE)
+        again = "Completing these keys stops at the same place. " if found.stops_again else ""
+        return Group(label, again + found.cure, found.stops_again)
+
+
+class Acknowledge(_OfKeys):
+    """Many stuck keys leave the list of stuck ones."""
+
+    name, label, permission = "acknowledge", "Acknowledge", "acknowledge_idempotencykey"
+    explanation = (
+        "These keys leave the list of stuck keys. Nothing else changes: they have no response, a retry of their clients is "
+        "refused as before, and they are kept until they are answered or completed."
+    )
+    done, logged = "acknowledged", "Acknowledged."
+    intervene = staticmethod(interventions.acknowledge)
+
+    def why_not(self, row: Any) -> str:
+        if row.state == KeyState.IN_FLIGHT:
+            return RUNNING
+        if row.state == KeyState.ACKNOWLEDGED:
+            return "acknowledged already"
+        return "" if row.state == KeyState.STUCK else "not stuck"
+
+    def meant(self, label: str, row: Any) -> Group:
+        found = STUCK_CODES.get(row.stuck_code)
+        return Group(label, found.cure if found else _OWN_CODE)

@@ -1,0 +1,154 @@
+"""The pages of an action on many rows: the question, and the progress after each chunk.
+
+The work travels in the page, signed, and goes on with the next POST: by a button, or by a script that presses it.
+"""
+
+from collections import Counter
+from functools import partial
+from typing import Any, ClassVar, cast
+
+from django import forms
+from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.models import LogEntry
+from django.contrib.admin.options import IncorrectLookupParameters
+from django.core import signing
+from django.core.exceptions import PermissionDenied, ValidationError
+from django.db.models import QuerySet
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+
+from idempotency._request.atomic_requests import EVERY_ALIAS
+from idempotency.admin.actions import note_field, noted, username
+from idempotency.admin.bulk import BulkAction, Group, Work, in_order, work_on
+from idempotency.admin.reading import MAX_COUNT, ReadOnlyAdmin
+
+#: The parameter of a question about single rows. Without it the question is about all that the filters let through.
+IDS = "ids"
+#: How many single rows a question shows.
+MAX_SAMPLE = 20
+
+
+class BulkForm(forms.Form):
+    """What the question and the progress send."""
+
+    note = note_field()
+    work = forms.CharField(widget=forms.HiddenInput)
+
+    def __init__(self, action: BulkAction, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.action = action
+
+    def clean_work(self) -> Work:
+        """Return the work that this site has signed."""
+        try:
+            return Work.of(self.cleaned_data["work"], self.action)
+        except signing.BadSignature:
+            raise ValidationError("This page was out of date. Nothing was done.") from None
+
+
+class BulkAdmin(ReadOnlyAdmin):
+    """A list with actions that ask first, and act on all that match."""
+
+    bulk: ClassVar[tuple[BulkAction, ...]] = ()
+    actions = ()
+
+    def get_urls(self) -> list[URLPattern]:
+        """Add the pages of the actions."""
+        name = f"idempotency_{self.opts.model_name}_bulk"
+        return [path("bulk/<slug:name>/", self.admin_site.admin_view(self.bulk_view), name=name), *super().get_urls()]
+
+    def get_actions(self, request: HttpRequest) -> Any:
+        """Return the actions that the person may press."""
+        allowed = [action for action in self.bulk if self.holds(request, action.permission)]
+        return {action.name: (partial(_ask, action.name), action.name, f"{action.label} …") for action in allowed}
+
+    def bulk_view(self, request: HttpRequest, name: str) -> HttpResponse:
+        """Ask about all rows that match the query. After the answer, work on a chunk of them, until none is left."""
+        action = next((action for action in self.bulk if action.name == name), None)
+        if action is None:
+            raise Http404
+        if not self.holds(request, action.permission):
+            raise PermissionDenied
+        ids = request.GET.get(IDS)
+        back = self._list_url(request)
+        try:
+            rows = self._matching(request, ids)
+        except IncorrectLookupParameters:
+            return HttpResponseRedirect(self._list_url())
+        context: dict[str, Any] = {"title": action.label, "opts": self.opts, "action": action, "back": back}
+        form = BulkForm(action, request.POST or None)
+        if request.method == "POST" and form.is_valid():
+            work, note = form.cleaned_data["work"], form.cleaned_data["note"]
+            if self._is_last_chunk(request, action, rows, work, note):
+                level = messages.SUCCESS if work.done >= work.expected else messages.WARNING
+                self.message_user(request, work.report(action), level)
+                return HttpResponseRedirect(back)
+            context |= {"work": work, "form": BulkForm(action, initial={"work": work.signed(action), "note": note})}
+            return self._page(request, "progress", context)
+        question = _question(action, rows, ids)
+        initial = {"work": question["work"].signed(action), "note": request.POST.get("note")}
+        context |= question | {"form": BulkForm(action, initial=initial), "errors": form.errors}
+        return self._page(request, "question", context)
+
+    # Each row is committed as it is changed: a later error must not undo it.
+    bulk_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
+
+    def _is_last_chunk(self, request: HttpRequest, action: BulkAction, rows: QuerySet[Any], work: Work, note: str) -> bool:
+        changed: list[Any] = []
+        try:
+            return work_on(action, rows, work, changed, by=username(request), note=note)
+        finally:
+            if changed:
+                person = cast(int, request.user.pk)
+                LogEntry.objects.log_actions(person, changed, action.flag, noted(action.logged, note))
+
+    def _matching(self, request: HttpRequest, ids: str | None) -> QuerySet[Any]:
+        """Return the rows with these ids, or else those that the filters and the search of the query let through."""
+        if ids:
+            pk: Any = self.opts.pk
+            try:
+                return self.get_queryset(request).filter(pk__in=[pk.clean(one, None) for one in ids.split(",")])
+            except ValidationError as error:
+                raise Http404 from error
+        found: QuerySet[Any] = admin.ModelAdmin.get_changelist_instance(self, request).queryset
+        return found
+
+    def _list_url(self, request: HttpRequest | None = None) -> str:
+        """Return the list, with the filters of ``request``."""
+        url = reverse(f"{self.admin_site.name}:idempotency_{self.opts.model_name}_changelist")
+        query = request.GET.copy() if request else None
+        if query:
+            query.pop(IDS, None)
+        return f"{url}?{query.urlencode()}" if query else url
+
+    def _page(self, request: HttpRequest, name: str, context: dict[str, Any]) -> HttpResponse:
+        shared = self.admin_site.each_context(request) | {"media": self.media}
+        return TemplateResponse(request, f"admin/idempotency/bulk_{name}.html", shared | context)
+
+
+def _ask(action: str, model_admin: BulkAdmin, request: HttpRequest, chosen: Any) -> HttpResponse:
+    """Redirect from the list to the question, with the filters of the list, and the ids of the chosen rows unless it is all."""
+    query = request.GET.copy()
+    if request.POST.get("select_across") != "1":
+        query[IDS] = ",".join(request.POST.getlist(ACTION_CHECKBOX_NAME)).replace("-", "")
+    url = reverse(f"{model_admin.admin_site.name}:idempotency_{model_admin.opts.model_name}_bulk", args=(action,))
+    return HttpResponseRedirect(f"{url}?{query.urlencode()}")
+
+
+def _question(action: BulkAction, rows: QuerySet[Any], ids: str | None) -> dict[str, Any]:
+    """Return what the question shows, and the work as it is before its first chunk."""
+    read = list(in_order(action, rows)[: MAX_COUNT + 1])
+    counted, more = read[:MAX_COUNT], len(read) > MAX_COUNT
+    eligible = [row for row in counted if not action.why_not(row)]
+    groups: Counter[Group] = Counter(action.group(row) for row in counted)
+    as_of = counted[0].read_at.isoformat() if counted else ""
+    return {
+        "groups": groups.most_common(),
+        "eligible": len(eligible),
+        "more": more,
+        "sample": eligible[:MAX_SAMPLE],
+        "others": len(ids.split(",")) - len(counted) if ids else 0,
+        "work": Work(as_of, len(counted), more),
+    }

@@ -1,0 +1,103 @@
+"""Line charts as SVG, drawn on the server. The lines differ in their dashes, so a chart is readable without colour."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+
+WIDTH, HEIGHT = 480, 120
+_LEFT, _TOP, _BOTTOM = 44, 10, 18
+_INNER_WIDTH, _INNER_HEIGHT = WIDTH - _LEFT, HEIGHT - _TOP - _BOTTOM
+#: The dashes of the first, second and third line.
+_DASHES = ("none", "6 4", "2 3")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a chart. None is a gap."""
+
+    name: str
+    values: Sequence[float | None]
+
+    @property
+    def last(self) -> float | None:
+        """The newest value, None if there is none yet."""
+        return self.values[-1] if self.values else None
+
+
+def chart(title: str, lines: Sequence[Line], begins: Sequence[datetime], *, unit: str, time_format: str) -> SafeString:
+    """Return a chart as an SVG image with a text alternative. All lines have a value, or None, for each of ``begins``."""
+    top = _rounded_up(max((value for line in lines for value in line.values if value is not None), default=0.0))
+    ticks = [(0, "start"), (len(begins) // 2, "middle"), (len(begins) - 1, "end")]
+    return format_html(
+        '<svg class="idem-chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}{}{}</svg>',
+        WIDTH,
+        HEIGHT,
+        f"{title}: {'; '.join(_in_words(line, unit) for line in lines)}",
+        format_html_join(
+            "",
+            '<line x1="{}" x2="{}" y1="{}" y2="{}" class="idem-grid"/><text x="{}" y="{}" text-anchor="end">{}</text>',
+            [(_LEFT, WIDTH, y, y, _LEFT - 6, y + 4, number(value)) for value in (0.0, top / 2, top) for y in [_y(value, top)]],
+        ),
+        format_html_join(
+            "",
+            '<text x="{}" y="{}" text-anchor="{}">{}</text>',
+            [(_x(place, len(begins)), HEIGHT - 3, anchor, begins[place].strftime(time_format)) for place, anchor in ticks],
+        ),
+        format_html_join(
+            "",
+            '<path class="idem-curve idem-curve-{}" stroke-dasharray="{}" d="{}"/>',
+            [(place, _DASHES[place], _path(line.values, top)) for place, line in enumerate(lines)],
+        ),
+    )
+
+
+def number(value: float) -> str:
+    """Return a number in few characters: ``0``, ``0.25``, ``12``, ``3.4k``."""
+    if value >= 1_000_000:
+        return f"{value / 1_000_000:.3g}M"
+    if value >= 10_000:
+        return f"{value / 1000:.3g}k"
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _in_words(line: Line, unit: str) -> str:
+    known = [value for value in line.values if value is not None]
+    if not known:
+        return f"{line.name}: no value"
+    now = "none" if line.last is None else number(line.last)
+    return f"{line.name}: now {now}, at most {number(max(known))} {unit}"
+
+
+def _path(values: Sequence[float | None], top: float) -> str:
+    """Return the path of a line. A value between two gaps is a short stroke."""
+    steps, drawing = [], False
+    for place, value in enumerate(values):
+        if value is None:
+            drawing = False
+            continue
+        x, y = _x(place, len(values)), _y(value, top)
+        steps.append(f"{'L' if drawing else 'M'}{x} {y}" if drawing else f"M{x} {y}h1")
+        drawing = True
+    return "".join(steps)
+
+
+def _x(place: int, count: int) -> float:
+    return round(_LEFT + _INNER_WIDTH * place / max(count - 1, 1), 1)
+
+
+def _y(value: float, top: float) -> float:
+    return round(_TOP + _INNER_HEIGHT * (1 - value / top), 1)
+
+
+def _rounded_up(value: float) -> float:
+    """Return the next 1, 2 or 5 times a power of ten, 1 for 0."""
+    size = 0.001
+    while size < value:
+        for factor in (2, 5, 10):
+            if size * factor >= value:
+                return float(f"{size * factor:.3g}")
+        size *= 10
+    return size if value > 0 else 1.0

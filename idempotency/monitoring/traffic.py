@@ -1,0 +1,145 @@
+"""Counts of requests per minute, for the charts of the dashboard.
+
+A replay leaves no row, so each process counts its requests in memory. It adds its counts to the table at most every
+WRITE_SECONDS, after the end of a request, with one statement. A process that is killed loses the counts since its last write.
+"""
+
+import logging
+import math
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from threading import Lock
+from typing import Any
+
+from django.core import mail
+from django.db import Error, connections, router
+from django.db.models import F, Sum
+
+from idempotency import conf
+from idempotency.models import TrafficCount
+from idempotency.signals import RequestOutcome
+
+logger = logging.getLogger("idempotency")
+
+WRITE_SECONDS = 10.0
+#: Counts that cannot be written are kept in memory for so long.
+_UNWRITTEN_MINUTES = 60
+#: Durations are counted in classes, two for each doubling. The kind of a count is "ran", a space, and the class.
+_CLASSES_PER_DOUBLING = 2
+_RAN = "ran "
+
+_counts: Counter[tuple[int, str]] = Counter()
+_lock = Lock()
+_next_write = 0.0
+
+
+def count(*, outcome: RequestOutcome, seconds: float, **kwargs: Any) -> None:
+    """Count a request in memory; the receiver of ``request_answered``."""
+    if conf.get().COUNT_REQUESTS:
+        kind = f"{_RAN}{_class_of(seconds)}" if outcome is RequestOutcome.RAN else outcome.value
+        with _lock:
+            _counts[int(time.time()) // 60, kind] += 1
+
+
+def write_after_request(**kwargs: Any) -> None:
+    """Write the counts if the last write is WRITE_SECONDS ago; the receiver of ``request_finished``."""
+    global _next_write
+    # A statement at a random request would disturb tests that count statements.
+    if not _counts or time.monotonic() < _next_write or hasattr(mail, "outbox"):
+        return
+    _next_write = time.monotonic() + WRITE_SECONDS
+    write()
+
+
+def write() -> None:
+    """Add the counts of this process to the table, in autocommit. After an error they are kept for the next write."""
+    alias = router.db_for_write(TrafficCount)
+    connection = connections[alias]
+    if connection.in_atomic_block:
+        return
+    with _lock:
+        # In the order of the unique index, so that two processes never wait for each other.
+        rows = sorted((minute, kind, number) for (minute, kind), number in _counts.items())
+        _counts.clear()
+    # Django closes no connection after the end of a request.
+    opened_here = connection.connection is None
+    table = connection.ops.quote_name(TrafficCount._meta.db_table)
+    values = ", ".join(["(%s, %s, %s)"] * len(rows))
+    statement = (
+        f"INSERT INTO {table} (minute, kind, count) VALUES {values} "  # noqa: S608  # nosec B608  # the name of a table
+        f"ON CONFLICT (minute, kind) DO UPDATE SET count = {table}.count + excluded.count"
+    )
+    try:
+        if rows:
+            with connection.cursor() as cursor:
+                cursor.execute(statement, [cell for row in rows for cell in row])
+    except Error as error:
+        logger.info("the counts of requests could not be written: %s", error)
+        oldest = int(time.time()) // 60 - _UNWRITTEN_MINUTES
+        with _lock:
+            _counts.update({(minute, kind): number for minute, kind, number in rows if minute >= oldest})
+        connection.close()
+    finally:
+        if opened_here:
+            connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What was counted in an interval, as numbers a minute; the percentiles are seconds, None if no request ran."""
+
+    begin: datetime
+    requests: float
+    replays: float
+    conflicts: float
+    errors: float
+    p50: float | None
+    p95: float | None
+
+
+def read(using: str, *, intervals: int, minutes: int) -> list[Traffic]:
+    """Return the last ``intervals`` intervals of ``minutes`` minutes, the oldest first. The last one is not over yet."""
+    last = int(time.time()) // 60 // minutes
+    rows = (
+        TrafficCount.objects.using(using)
+        .filter(minute__gte=(last - intervals + 1) * minutes)
+        .annotate(interval=F("minute") / minutes)
+        .values_list("interval", "kind")
+        .annotate(total=Sum("count"))
+    )
+    found: dict[int, dict[str, int]] = defaultdict(dict)
+    for interval, kind, total in rows:
+        found[int(interval)][kind] = total
+    return [_traffic(interval, minutes, found[interval]) for interval in range(last - intervals + 1, last + 1)]
+
+
+def _traffic(interval: int, minutes: int, kinds: dict[str, int]) -> Traffic:
+    ran = sorted((int(kind.removeprefix(_RAN)), number) for kind, number in kinds.items() if kind.startswith(_RAN))
+    begin = datetime.fromtimestamp(interval * minutes * 60, UTC)
+    # The current interval has not passed: its numbers are those of the minutes that have.
+    passed = min(float(minutes), max(1.0, time.time() / 60 - interval * minutes))
+    return Traffic(
+        begin,
+        sum(kinds.values()) / passed,
+        kinds.get(RequestOutcome.REPLAYED, 0) / passed,
+        kinds.get(RequestOutcome.CONFLICT, 0) / passed,
+        kinds.get(RequestOutcome.FAILED, 0) / passed,
+        _percentile(ran, 0.5),
+        _percentile(ran, 0.95),
+    )
+
+
+def _class_of(seconds: float) -> int:
+    return math.ceil(_CLASSES_PER_DOUBLING * math.log2(max(seconds, 0.001) / 0.001))
+
+
+def _percentile(ran: list[tuple[int, int]], share: float) -> float | None:
+    """Return the upper bound of the class in which the percentile lies: at most 41 % too high."""
+    below, wanted = 0, share * sum(number for _, number in ran)
+    for number_of_class, number in ran:
+        below += number
+        if below >= wanted:
+            return float(0.001 * 2 ** (number_of_class / _CLASSES_PER_DOUBLING))
+    return None

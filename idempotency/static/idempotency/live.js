@@ -1,0 +1,57 @@
+// Refreshes the region #idem-live from the address of the page, until somebody pauses it.
+"use strict";
+
+(() => {
+  const region = document.getElementById("idem-live");
+  const bar = document.querySelector(".idem-live-bar");
+  if (!region || !bar) return;
+  const button = document.getElementById("idem-pause");
+  const note = document.getElementById("idem-live-note");
+  const seconds = Number(bar.dataset.seconds);
+  let paused = false;
+
+  const say = (text) => { if (note.textContent !== text) note.textContent = text; };
+
+  // A refresh must not take away what a person writes, has selected, or is about to press.
+  const inUse = () =>
+    document.hidden
+    || region.querySelector("form:focus-within, dialog[open]") !== null
+    || (!document.getSelection().isCollapsed && region.contains(document.getSelection().anchorNode));
+
+  const place = (element) => element && (element.id ? `#${CSS.escape(element.id)}`
+    : element.getAttribute("href") ? `a[href="${CSS.escape(element.getAttribute("href"))}"]` : "");
+
+  const show = (fresh) => {
+    const open = [...region.querySelectorAll("details[open][id]")].map((details) => details.id);
+    const focused = region.contains(document.activeElement) ? place(document.activeElement) : "";
+    region.replaceChildren(...fresh.getElementById("idem-live").childNodes);
+    document.getElementById("idem-as-of").replaceWith(fresh.getElementById("idem-as-of"));
+    for (const id of open) document.getElementById(id)?.setAttribute("open", "");
+    if (focused) region.querySelector(focused)?.focus({preventScroll: true});
+  };
+
+  const refresh = async () => {
+    if (paused || inUse()) return;
+    try {
+      const response = await fetch(location.href, {signal: AbortSignal.timeout(30000)});
+      const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
+      if (paused || inUse()) return;
+      if (!fresh.getElementById("idem-live")) return say("(not refreshed: reload the page, you may be signed out)");
+      show(fresh);
+      say("");
+    } catch {
+      say("(not refreshed: the server cannot be reached)");
+    }
+  };
+
+  const again = () => setTimeout(() => refresh().finally(again), seconds * 1000);
+
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    paused = !paused;
+    button.textContent = paused ? "Resume" : "Pause";
+    say(paused ? "(paused)" : "");
+    if (!paused) refresh();
+  });
+  again();
+})();

@@ -1,0 +1,115 @@
+"""Pictures of the pages for the docs: each page at two widths, light and dark.
+
+``make screenshots`` writes all of them to ``.run/screenshots``, and those that the docs show to ``docs/images``.
+"""
+# ruff: noqa: T201 - it prints where the pictures are
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+from rides_demo.management.commands.serve import NO_KEEP_ALIVE
+from rides_demo.processes import web_workers
+from tests.browser import chromium
+from tests.browser.visitor import Visitor
+from tests.murphy.service import Service
+
+ROOT = Path(__file__).parents[2]
+ALL, OF_THE_DOCS = ROOT / ".run" / "screenshots", ROOT / "docs" / "images"
+#: The pictures of the docs: light, and as wide as a desk has it.
+SHOWN = "light-1280"
+LISTS = "/admin/idempotency"
+
+#: A bad hour: 60 keys that are stuck for three reasons, jobs that failed, and a week of requests.
+TROUBLE = (
+    """
+    INSERT INTO idempotency_idempotencykey (
+        scope, idempotency_key, attempts, completer_attempts, request_method, request_path, request_headers, remote_addr,
+        request_content_type, request_body, request_fingerprint, seed, recovery_point, created_at, last_run_at, stuck_at,
+        stuck_code, stuck_reason, last_error, history
+    )
+    SELECT 'user:1', 'made-up-' || n, 3, 2, 'POST', '/rides', '{}', '127.0.0.1', 'application/json', '{"origin_lat": 0.0}',
+        'v1:0', '', 'ride_created', now() - n * interval '90 s', now() - n * interval '80 s', now() - n * interval '70 s',
+        (ARRAY['call_in_doubt', 'attempts_exhausted', 'view_gave_up'])[1 + n % 3],
+        (ARRAY[
+            'The call ''sms'' was begun, and its result was never recorded.',
+            'The completer ran it 25 times without success. The last error: ReadTimeout: no answer after ' || n || ' s',
+            'Stripe lists no charge for ride ' || n || '.'
+        ])[1 + n % 3], '', '[]'
+    FROM generate_series(1, 60) AS n
+    """,
+    """
+    INSERT INTO idempotency_stagedjob (
+        id, job_name, job_args, queue, run_at, hand_overs, refusals, last_error, failed_at
+    )
+    SELECT gen_random_uuid(), 'rides_demo.jobs.send_ride_receipt', jsonb_build_object('ride_id', n), 'default', now(), 0, 5,
+        'ConnectionError: mail server ' || n || ' refused', now() - n * interval '1 min'
+    FROM generate_series(1, 12) AS n
+    """,
+    """
+    INSERT INTO idempotency_trafficcount (minute, kind, count)
+    SELECT extract(epoch FROM now())::int / 60 - m, kind, 1 + (size * (2 + sin(m / 180.0)) + m * 7919 % (size + 1))::int
+    FROM generate_series(1, 10080) AS m,
+        (VALUES ('ran 8', 30), ('ran 14', 6), ('replayed', 5), ('conflict', 1)) AS k (kind, size)
+    UNION ALL
+    SELECT extract(epoch FROM now())::int / 60 - m, 'failed', 20 - abs(m - 25) FROM generate_series(12, 38) AS m
+    ON CONFLICT DO NOTHING
+    """,
+)
+
+
+def main() -> int:
+    """Start the demo, make trouble, and take the pictures."""
+    ALL.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="shots-") as folder, sync_playwright() as playwright:
+        environment = {web_workers.SUPERVISOR: str(os.getpid()), "GUNICORN_CMD_ARGS": NO_KEEP_ALIVE}
+        with Service(Path(folder), environment) as service:
+            service.begin()
+            browser = playwright.chromium.launch(executable_path=chromium.chromium(), args=chromium.ARGUMENTS)
+            first = Visitor(browser.new_context(), service.url, ALL, "first")
+            first.sign_in()
+            first.book.click()
+            first.expect_counts(rides=1, charges=1, receipts=1)
+            for statement in TROUBLE:
+                service.rows(f"{statement} RETURNING 1")
+            for scheme in ("light", "dark"):
+                for width in (1280, 400):
+                    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
+                    shoot(service, Visitor(context, service.url, ALL, f"{scheme}-{width}"))
+                    context.close()
+            browser.close()
+    for picture in sorted(ALL.glob(f"*-{SHOWN}.png")):
+        if picture.name.startswith("docs-"):
+            shutil.copy(picture, OF_THE_DOCS / picture.name.replace(f"-{SHOWN}", "").removeprefix("docs-"))
+    print(f"screenshots: ok, {len(list(ALL.glob('docs-*.png')))} pictures in {ALL}")
+    return 0
+
+
+def shoot(service: Service, visitor: Visitor) -> None:
+    """Take the picture of each page in one window. Raises AssertionError for a page that is wider than the window."""
+    (key,) = service.rows(
+        "SELECT id FROM idempotency_idempotencykey WHERE stuck_code = 'attempts_exhausted' ORDER BY id LIMIT 1"
+    )
+    (job,) = service.rows("SELECT id FROM idempotency_stagedjob WHERE failed_at IS NOT NULL LIMIT 1")
+    visitor.sign_in()
+    pages = {
+        "demo": "/",
+        "dashboard": f"{LISTS}/idempotencykey/dashboard/",
+        "keys": f"{LISTS}/idempotencykey/?state=stuck",
+        "key": f"{LISTS}/idempotencykey/{key['id']}/change/",
+        "job": f"{LISTS}/stagedjob/{job['id']}/change/",
+    }
+    for name, path in pages.items():
+        visitor.sign_in_to_admin(path) if name == "dashboard" else visitor.go(path)
+        visitor.page.wait_for_load_state("networkidle")
+        visitor.shoot(f"docs-{name}")
+        if not visitor.fits():
+            raise AssertionError(f"{path} is wider than its window: {visitor.name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The lists of the admin on a night with many stuck keys: act on all that match, with and without scripts."""
+
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.visitor import Visitor
+from tests.murphy.service import Service
+
+pytestmark = [pytest.mark.postgres, pytest.mark.processes]
+
+KEYS = "/admin/idempotency/idempotencykey/"
+_STUCK_KEYS = """
+    INSERT INTO idempotency_idempotencykey (scope, idempotency_key, attempts, completer_attempts, request_method, request_path,
+        request_content_type, request_headers, remote_addr, request_fingerprint, seed, recovery_point, stuck_at, stuck_code,
+        stuck_reason, last_error, history, created_at, last_run_at)
+    SELECT 'user:1', 'night-' || n, 1, 0, 'POST', '/rides', '', '{}', '', 'v1:0', '', 'ride_created',
+        now() - interval '1 hour', CASE WHEN n %% 10 = 0 THEN 'call_in_doubt' ELSE 'view_gave_up' END,
+        'Stripe lists no charge for ride ' || n || '.', 'OSError: down', '[]',
+        now() - n * interval '1 second' - interval '2 hours', now() - interval '2 hours'
+    FROM generate_series(1, %s) AS n RETURNING id
+"""
+_GONE = "DELETE FROM idempotency_idempotencykey WHERE idempotency_key LIKE 'night-%' RETURNING id"
+_ACKNOWLEDGED = "SELECT count(*) AS number FROM idempotency_idempotencykey WHERE acknowledged_at IS NOT NULL"
+
+
+@pytest.fixture
+def night(service: Service) -> Iterator[Callable[[int], object]]:
+    """Return a function that lets there be so many stuck keys."""
+    yield lambda count: service.rows(_STUCK_KEYS, (count,))
+    service.rows(_GONE)
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 400)])
+def test_two_thousand_keys_are_acknowledged(
+    service: Service, night: Callable[[int], object], visit: Callable[..., Visitor], axe_script: str, scheme: str, width: int
+) -> None:
+    night(2_000)
+    visitor = visit(scheme, width)
+    page = visitor.page
+    visitor.sign_in_to_admin(f"{KEYS}?state=stuck")
+    page.locator("#action-toggle").check()
+    page.get_by_role("button", name=re.compile("Select all 2000")).first.click()
+    page.locator("select[name=action]").first.select_option("acknowledge")
+    visitor.shoot("admin-list")
+    page.get_by_role("button", name="Go").first.click()
+
+    expect(page.locator("#content")).to_contain_text("call_in_doubt")
+    visitor.shoot("admin-bulk-question")
+    assert visitor.barriers(axe_script) == []
+    assert visitor.fits()
+    page.get_by_label("Note").fill("ticket 7")
+    page.get_by_role("button", name="Acknowledge").click()
+
+    expect(page.locator(".messagelist")).to_contain_text("2000 acknowledged.")
+    assert service.rows(_ACKNOWLEDGED)[0]["number"] == 2_000
+
+
+def test_without_scripts_a_person_presses_continue(
+    night: Callable[[int], object], visit: Callable[..., Visitor], axe_script: str
+) -> None:
+    night(700)
+    visitor = visit()
+    page = visitor.page
+    page.route("**/continue.js", lambda route: route.abort())
+    visitor.sign_in_to_admin(f"{KEYS}bulk/acknowledge/?state=stuck")
+    page.get_by_role("button", name="Acknowledge").click()
+    expect(page.locator("progress")).to_have_attribute("max", "700")
+    visitor.shoot("admin-bulk-progress")
+    assert visitor.barriers(axe_script) == []
+    for _ in range(5):  # A slow machine needs more parts.
+        if page.locator("progress").count():
+            page.get_by_role("button", name="Continue").click()
+    expect(page.locator(".messagelist")).to_contain_text("700 acknowledged.")
