@@ -18,7 +18,7 @@ from idempotency.admin.reading import first_line_of, masked
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.exceptions import StuckCode
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
-from idempotency.templatetags.idempotency_admin import written
+from idempotency.templatetags.idempotency_admin import aware, written
 
 #: How many foreign calls of a key are looked at for one in doubt.
 MAX_CALLS = 100
@@ -176,7 +176,7 @@ def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
         if event.name == RECOVERY_POINT:
             break
         if event.name == CALL_BEGUN and event.at is not None:
-            return LastCall(event.detail, max(0.0, (now - event.at).total_seconds()))
+            return LastCall(event.detail, max(0.0, (aware(now) - event.at).total_seconds()))
     return None
 
 

@@ -13,7 +13,7 @@ from idempotency._store.fence import CALL_BEGUN
 from idempotency._text import duration
 from idempotency.admin.history import RECOVERY_POINT, Event, Run, runs_of
 from idempotency.admin.timeline import Bar, Mark, Row, draw
-from idempotency.templatetags.idempotency_admin import written
+from idempotency.templatetags.idempotency_admin import aware, written
 
 #: Of more runs, those in the middle share one row.
 MAX_ROWS = 7
@@ -30,11 +30,12 @@ class KeyTimeline:
         self._runs, self._others = runs_of(self._events, self._lock_seconds)
         if self._runs and not self._runs[-1].ending and key.state != KeyState.IN_FLIGHT:
             self._runs[-1].ending = "lost"
-        self._begin: datetime = min((event.at for event in self._events if event.at), default=key.created_at)
+        self._now = aware(key.read_at)
+        self._begin: datetime = min((event.at for event in self._events if event.at), default=aware(key.created_at))
 
     def drawn(self) -> SafeString:
         """Return the drawing; nothing if all happened at one moment."""
-        rows, now = self._rows(), None if self._key.finished_at else self._at(self._key.read_at)
+        rows, now = self._rows(), None if self._key.finished_at else self._at(self._now)
         ends = [bar.end for row in rows for bar in row.bars] + [mark.at for row in rows for mark in row.marks] + [now or 0]
         end = self._begin + timedelta(seconds=max(ends))
         return draw(
@@ -74,13 +75,13 @@ class KeyTimeline:
         """Return until when a run without an end may have held its lock: until it expired, or the key was changed."""
         later = [event.at for event in self._events if event.at and event.at > run.last]
         expired = run.last + timedelta(seconds=self._lock_seconds)
-        return self._at(min([expired, self._key.read_at, *later[:1]]))
+        return self._at(min([expired, self._now, *later[:1]]))
 
     def _told(self, run: Run) -> str:
         """Return how long a run lasted, and how it ended."""
         if run.ending == "lost":
             return f"lost, last sign of life after {duration((run.last - run.begin).total_seconds())}"
-        end = run.last if run.ending else self._key.read_at
+        end = run.last if run.ending else self._now
         lasted = duration((end - run.begin).total_seconds())
         if not run.ending:
             return f"running for {lasted}"
@@ -94,7 +95,7 @@ class KeyTimeline:
 
     def _ahead(self) -> list[Row]:
         """Return what comes next: the lock that expires, or the run of the completer."""
-        now = self._at(self._key.read_at)
+        now = self._at(self._now)
         match self._key.state:
             case KeyState.IN_FLIGHT:
                 expiry = self._at(self._key.locked_at) + self._lock_seconds
@@ -107,7 +108,7 @@ class KeyTimeline:
         return []
 
     def _at(self, at: Any) -> float:
-        return float((at - self._begin).total_seconds())
+        return float((aware(at) - self._begin).total_seconds())
 
 
 def _mark_of(event: Event) -> str:

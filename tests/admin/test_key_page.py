@@ -212,6 +212,15 @@ def test_any_history_can_be_shown(staff: Client, events: list[dict[str, str]]) -
         assert page(staff, IdempotencyKeyFactory(history=events, **changes)).status_code == 200
 
 
+@pytest.mark.parametrize("state", [{"finished": True}, {}, {"claim_token": uuid4(), "locked_at": Now()}])
+def test_the_page_works_in_a_project_without_time_zones(staff: Client, settings: Any, state: dict[str, Any]) -> None:
+    settings.USE_TZ = False
+    events = [{"at": "2026-11-21T06:00:00Z", "event": name, "detail": ""} for name in ("claimed", "call begun")]
+    key = IdempotencyKeyFactory(history=events, **state)
+    assert page(staff, key).status_code == 200
+    assert staff.get(f"{KEYS}{key.pk}/json/").status_code == 200
+
+
 # What belongs to it.
 
 
