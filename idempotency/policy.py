@@ -40,6 +40,8 @@ class Policy:
     #: The dotted path of the validator of keys; empty if there is none.
     key_validator: str
     required: bool
+    #: The dotted path of the function that returns whether a request is protected; empty if each one is.
+    applies: str
     #: All recovery points of a phased view in order, with the first and the last; empty for a plain view.
     recovery_points: tuple[str, ...]
     retention_hours: int
@@ -103,6 +105,7 @@ def policy_of(options: Options, methods: tuple[str, ...], *, path: str = "", nam
         key_max_length=limits.KEY_MAX_LENGTH,
         key_validator=_dotted(limits.KEY_VALIDATOR),
         required=options.required,
+        applies=_dotted(options.applies),
         recovery_points=options.every_point(),
         retention_hours=limits.RETENTION_HOURS,
         wait_seconds=options.wait_seconds,
