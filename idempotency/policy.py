@@ -13,6 +13,7 @@ from django.urls import get_resolver
 from idempotency import conf
 from idempotency._request.lookup import class_of, every_view, options_of
 from idempotency._request.options import Options
+from idempotency._request.outside import runs_before, wrapped
 
 View = Callable[..., Any]
 
@@ -63,6 +64,8 @@ class Policy:
     store_body: bool
     #: The dotted path of the function that may refuse a replay; empty if there is none.
     replay_check: str
+    #: The dotted paths of what runs before the decorator, the outermost first: decorators outside it, methods of the class.
+    runs_before: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +87,25 @@ def policies(urlconf: Any = None) -> Iterator[Policy]:
     """
     for found in protected_views(urlconf):
         if found.methods:
-            yield policy_of(found.options, found.methods, path=found.path, name=found.name, view=_dotted(found.callback))
+            yield policy_of(
+                found.options,
+                found.methods,
+                path=found.path,
+                name=found.name,
+                view=_dotted(found.callback),
+                before=runs_before(found.callback, *found.methods),
+            )
 
 
-def policy_of(options: Options, methods: tuple[str, ...], *, path: str = "", name: str = "", view: str = "") -> Policy:
+def policy_of(
+    options: Options,
+    methods: tuple[str, ...],
+    *,
+    path: str = "",
+    name: str = "",
+    view: str = "",
+    before: tuple[str, ...] = (),
+) -> Policy:
     """Return the policy that follows from the options and the project's settings."""
     limits = conf.get()
     quoted = "a quoted string (RFC 9651)"
@@ -120,6 +138,7 @@ def policy_of(options: Options, methods: tuple[str, ...], *, path: str = "", nam
         redact=tuple(options.redact),
         store_body=options.store_body,
         replay_check=_dotted(options.replay_check),
+        runs_before=before,
     )
 
 
@@ -140,14 +159,6 @@ def protected_views(urlconf: Any = None) -> Iterator[Protected]:
         for options, methods in by_options:
             unsafe = tuple(method for method in methods if method != "GET")
             yield Protected(path=path, name=name, callback=callback, options=options, methods=unsafe)
-
-
-def wrapped(view: View) -> Iterator[View]:
-    """Yield a view and the functions that its decorators wrap, the outermost first."""
-    layer: View | None = view
-    while layer is not None:
-        yield layer
-        layer = getattr(layer, "__wrapped__", None)
 
 
 def allowed_methods(view: View) -> set[str]:

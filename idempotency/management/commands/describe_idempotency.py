@@ -60,6 +60,8 @@ def _lines(policy: Policy) -> list[tuple[str, str]]:
         ("in flight", f"waits {policy.wait_seconds:g} s, then 409" if policy.wait_seconds else "409 at once"),
         ("taken over", f"after {policy.lock_timeout_seconds} s without a renewal of the lock"),
     ]
+    if policy.runs_before:
+        lines.append(("runs before it", ", ".join(policy.runs_before)))
     if policy.using:
         lines.append(("database", policy.using))
     if policy.replay_check:
