@@ -13,6 +13,7 @@ from django.urls import get_resolver
 from idempotency import conf
 from idempotency._request.lookup import class_of, every_view, options_of
 from idempotency._request.options import Options
+from idempotency._request.outside import runs_before, wrapped
 
 View = Callable[..., Any]
 
@@ -40,6 +41,8 @@ class Policy:
     #: The dotted path of the validator of keys; empty if there is none.
     key_validator: str
     required: bool
+    #: The dotted path of the function that returns whether a request is protected; empty if each one is.
+    applies: str
     #: All recovery points of a phased view in order, with the first and the last; empty for a plain view.
     recovery_points: tuple[str, ...]
     retention_hours: int
@@ -61,6 +64,8 @@ class Policy:
     store_body: bool
     #: The dotted path of the function that may refuse a replay; empty if there is none.
     replay_check: str
+    #: The dotted paths of what runs before the decorator, the outermost first: decorators outside it, methods of the class.
+    runs_before: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +87,25 @@ def policies(urlconf: Any = None) -> Iterator[Policy]:
     """
     for found in protected_views(urlconf):
         if found.methods:
-            yield policy_of(found.options, found.methods, path=found.path, name=found.name, view=_dotted(found.callback))
+            yield policy_of(
+                found.options,
+                found.methods,
+                path=found.path,
+                name=found.name,
+                view=_dotted(found.callback),
+                before=runs_before(found.callback, *found.methods),
+            )
 
 
-def policy_of(options: Options, methods: tuple[str, ...], *, path: str = "", name: str = "", view: str = "") -> Policy:
+def policy_of(
+    options: Options,
+    methods: tuple[str, ...],
+    *,
+    path: str = "",
+    name: str = "",
+    view: str = "",
+    before: tuple[str, ...] = (),
+) -> Policy:
     """Return the policy that follows from the options and the project's settings."""
     limits = conf.get()
     quoted = "a quoted string (RFC 9651)"
@@ -103,6 +123,7 @@ def policy_of(options: Options, methods: tuple[str, ...], *, path: str = "", nam
         key_max_length=limits.KEY_MAX_LENGTH,
         key_validator=_dotted(limits.KEY_VALIDATOR),
         required=options.required,
+        applies=_dotted(options.applies),
         recovery_points=options.every_point(),
         retention_hours=limits.RETENTION_HOURS,
         wait_seconds=options.wait_seconds,
@@ -117,6 +138,7 @@ def policy_of(options: Options, methods: tuple[str, ...], *, path: str = "", nam
         redact=tuple(options.redact),
         store_body=options.store_body,
         replay_check=_dotted(options.replay_check),
+        runs_before=before,
     )
 
 
@@ -137,14 +159,6 @@ def protected_views(urlconf: Any = None) -> Iterator[Protected]:
         for options, methods in by_options:
             unsafe = tuple(method for method in methods if method != "GET")
             yield Protected(path=path, name=name, callback=callback, options=options, methods=unsafe)
-
-
-def wrapped(view: View) -> Iterator[View]:
-    """Yield a view and the functions that its decorators wrap, the outermost first."""
-    layer: View | None = view
-    while layer is not None:
-        yield layer
-        layer = getattr(layer, "__wrapped__", None)
 
 
 def allowed_methods(view: View) -> set[str]:

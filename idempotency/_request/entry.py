@@ -35,6 +35,8 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
     try:
         if (completion := completion_of(request)) is not None:
             return run_claimed(call, options, completion.key, completion=completion)
+        if not _applies(call, options):
+            return _unprotected(call)
         value = key_header.key_of(request, call.seen_request, options.key_from)
         if value is None:
             if options.required:
@@ -43,6 +45,16 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
         return _announced(call, partial(_protected, call, options, value))
     except Problem as problem:
         return problem.response()
+
+
+def _applies(call: Call, options: Options) -> bool:
+    """Return whether the request is to be protected. Its errors are those of the view."""
+    if options.applies is None:
+        return True
+    answer = options.applies(call.seen_request)
+    if not isinstance(answer, bool):
+        raise TypeError(f"The function applies of the view {call.name} must return True or False, not {answer!r}.")
+    return answer
 
 
 def _unprotected(call: Call) -> HttpResponseBase:

@@ -49,9 +49,12 @@ def options_of(view: View, method: str) -> Options | None:
         return found  # type: ignore[no-any-return]
     # A view set of Django REST framework maps methods to handlers in ``actions``.
     name = (getattr(view, "actions", None) or {}).get(method.lower(), method.lower())
-    handler = getattr(class_of(view), name, None)
+    owner = class_of(view)
+    handler = getattr(owner, name, None)
     inner = getclosurevars(handler).nonlocals.get("func") if isfunction(handler) else None
-    candidates = [getattr(handler, "idempotency", None), getattr(inner, "idempotency", None)]
+    # as_view() copies the attributes of the outermost dispatch(), which a subclass may have overridden.
+    candidates = [getattr(vars(base).get("dispatch"), "idempotency", None) for base in getattr(owner, "__mro__", ())]
+    candidates += [getattr(handler, "idempotency", None), getattr(inner, "idempotency", None)]
     candidates += [find(view, method) for find in FINDERS]
     return next((candidate for candidate in candidates if candidate is not None), None)
 

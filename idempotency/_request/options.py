@@ -18,6 +18,7 @@ OnAbandon = Callable[[IdempotencyKey], HttpResponseBase | Awaitable[HttpResponse
 ReplayCheck = Callable[..., HttpResponseBase | Awaitable[HttpResponseBase | None] | None]
 
 _FUNCTIONS = {
+    "applies": "a function of the request",
     "validate": "a function of the request",
     "scope": "a function of the request, such as idempotency.scopes.user",
     "using": "a database alias or a function of the request",
@@ -34,6 +35,7 @@ class Options:
 
     recovery_points: Sequence[str] | None = None
     required: bool = True
+    applies: Callable[[HttpRequest], bool] | None = None
     validate: Callable[[HttpRequest], HttpResponseBase | None] | None = None
     scope: Callable[[HttpRequest], str] | None = None
     key_from: KeyFrom | None = None

@@ -57,6 +57,12 @@ class Call:
             "The decorator @idempotent protects views: the request is the first argument of a function, the second of a method."
         )
 
+    @property
+    def name(self) -> str:
+        """Return the dotted path of the view, for messages."""
+        named = self.view if hasattr(self.view, "__qualname__") else type(self.view)
+        return f"{named.__module__}.{named.__qualname__}"
+
     def __call__(self) -> Any:
         """Call the view. A coroutine runs on the event loop; its database calls run in this thread and transaction."""
         return awaited(self.view(*self.args, **self.kwargs))

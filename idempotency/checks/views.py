@@ -15,9 +15,10 @@ from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 
 from idempotency import conf, scopes
 from idempotency._request.lookup import class_of, options_of
+from idempotency._request.outside import foreign_dispatches, handlers, outside, wrapped
 from idempotency._request.view_call import access_is_checked_inside
 from idempotency.models import IdempotencyKey
-from idempotency.policy import Protected, View, allowed_methods, protected_views, wrapped
+from idempotency.policy import Protected, View, allowed_methods, protected_views
 
 #: Scopes with these attributes are meant for senders that are not Django users; Django users have ``scopes.user``.
 _IDS_OF_USER = ("user.pk", "user.id")
@@ -25,12 +26,14 @@ _IDS_OF_USER = ("user.pk", "user.id")
 
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E005, E007, E008, W004, W005, W006, W008, W009, W010, W011: protected views that do not work as they seem to."""
+    """E005, E007, E008, W004, W005, W006, W008, W009, W010, W011, W012: protected views that do not work as they seem to."""
     if not getattr(settings, "ROOT_URLCONF", None) or conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
         return []
     views = list(protected_views())
     each = [
-        message for view in views for message in (*_mistakes(view), *_doubts(view), *_strangers(view), *_losses(view, views))
+        message
+        for view in views
+        for message in (*_mistakes(view), *_doubts(view), *_refusals(view), *_strangers(view), *_losses(view, views))
     ]
     return [*each, *_several_databases(views)]
 
@@ -54,7 +57,7 @@ def _mistakes(view: Protected) -> Iterator[CheckMessage]:
             id="idempotency.E007",
         )
     alias = router.db_for_write(IdempotencyKey) if using is None else using
-    if any((block.using or DEFAULT_DB_ALIAS) == alias for block in _atomic_blocks(_handlers(view.callback, *view.methods))):
+    if any((block.using or DEFAULT_DB_ALIAS) == alias for block in _atomic_blocks(handlers(view.callback, *view.methods))):
         yield Error(
             f"The view {view.path} has @transaction.atomic around @idempotent. A rollback there would undo committed work, so "
             "each request is refused.",
@@ -98,6 +101,18 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
         )
 
 
+def _refusals(view: Protected) -> Iterator[CheckMessage]:
+    """A warning for a class whose ``dispatch()`` runs before its protected handler, and may refuse the retry."""
+    if view.methods and (found := foreign_dispatches(view.callback)):
+        yield Warning(
+            f"The view {view.path} has @idempotent on {', '.join(view.methods)}, and {', '.join(found)} runs before it. If it "
+            "refuses by state that the view changes, such as an empty basket, a retry is refused too.",
+            hint="Decorate dispatch() of the class instead, or judge such state inside the method. If dispatch() judges only "
+            "the request and its sender, silence this check.",
+            id="idempotency.W012",
+        )
+
+
 def _strangers(view: Protected) -> Iterator[CheckMessage]:
     """A warning if two users may have one scope: primary keys of users are unique only within a database."""
     using = view.options.using or router.db_for_write(IdempotencyKey)
@@ -123,7 +138,7 @@ def _losses(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
     unprotected = sorted(
         method
         for method in allowed_methods(view.callback) - {"GET"}
-        if options_of(view.callback, method) is None and not any(_atomic_blocks(_handlers(view.callback, method)))
+        if options_of(view.callback, method) is None and not any(_atomic_blocks(handlers(view.callback, method)))
     )
     if unprotected:
         yield Warning(
@@ -153,7 +168,7 @@ def _several_databases(views: list[Protected]) -> Iterator[CheckMessage]:
 
 def _other_databases(view: Protected) -> set[str]:
     """Return the databases besides the key's that have a transaction of ATOMIC_REQUESTS in this view."""
-    layers = [layer for handler in _handlers(view.callback, *view.methods) for layer in wrapped(handler)]
+    layers = [layer for handler in handlers(view.callback, *view.methods) for layer in wrapped(handler)]
     protected = next((layer.__wrapped__ for layer in reversed(layers) if hasattr(layer, "idempotency")), None)  # type: ignore[attr-defined]
     left_out = getattr(protected, "_non_atomic_requests", ())
     aliases = {name for name, of in connections.settings.items() if of.get("ATOMIC_REQUESTS") and name not in left_out}
@@ -163,25 +178,8 @@ def _other_databases(view: Protected) -> set[str]:
     return aliases - {using or router.db_for_write(IdempotencyKey)}
 
 
-def _handlers(callback: View, *methods: str) -> Iterator[View]:
-    yield callback
-    actions = getattr(callback, "actions", None) or {}
-    for method in methods:
-        if handler := getattr(class_of(callback), actions.get(method.lower(), method.lower()), None):
-            yield handler
-
-
-def _outside(view: View) -> Iterator[View]:
-    """Yield the decorators outside ``@idempotent``, or all decorators of an unprotected view, the outermost first."""
-    for layer in wrapped(view):
-        inner = getattr(layer, "__wrapped__", None)
-        if inner is None or (hasattr(layer, "idempotency") and not hasattr(inner, "idempotency")):
-            return
-        yield layer
-
-
 def _atomic_blocks(views: Iterable[View]) -> Iterator[transaction.Atomic]:
-    for layer in (layer for view in views for layer in _outside(view)):
+    for layer in (layer for view in views for layer in outside(view)):
         if isfunction(layer) and layer.__globals__["__name__"] == "contextlib":
             block = getclosurevars(layer).nonlocals.get("self")
             if isinstance(block, transaction.Atomic):
@@ -190,6 +188,6 @@ def _atomic_blocks(views: Iterable[View]) -> Iterator[transaction.Atomic]:
 
 def _nobody_says_who(callback: View) -> bool:
     """Return whether all decorators and middleware are of Django or this app, and none sets users or sessions."""
-    modules = [layer.__globals__["__name__"] if isfunction(layer) else "" for layer in (callback, *_outside(callback))]
+    modules = [layer.__globals__["__name__"] if isfunction(layer) else "" for layer in (callback, *outside(callback))]
     known = all(name.partition(".")[0] in ("django", "idempotency") for name in [*modules, *settings.MIDDLEWARE])
     return known and not any("sessions" in path or "auth" in path for path in settings.MIDDLEWARE)

@@ -92,8 +92,8 @@ def _describe_key(operation: dict[str, Any], policy: Policy) -> None:
         {
             "name": name,
             "in": "header",
-            # The header is optional if the key may be elsewhere.
-            "required": policy.required and not (other_names or policy.key_from),
+            # The header is optional if the key may be elsewhere, or if some requests need none.
+            "required": policy.required and not (other_names or policy.key_from or policy.applies),
             "description": " ".join(said),
             "schema": {"type": "string", "minLength": policy.key_min_length},
         }

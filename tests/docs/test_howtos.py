@@ -103,6 +103,15 @@ def test_what_validate_refuses_spends_no_key_and_old_clients_pass(page: Callable
     assert Entry.objects.count() == 3
 
 
+def test_only_the_step_that_orders_needs_a_key(page: Callable[..., ModuleType], client: Client) -> None:
+    page("protect-a-view.md")
+    assert client.post("/checkout/", ORDER | {"action": "preview"}).json() == {"preview": "one"}
+    assert client.post("/checkout/", ORDER | {"action": "place_order"}).json()["code"] == "key_missing"
+    answers = [client.post("/checkout/", ORDER | {"action": "place_order"}, headers=KEY) for _ in range(2)]
+    assert [(answer.status_code, "Idempotent-Replayed" in answer) for answer in answers] == [(201, False), (201, True)]
+    assert Entry.objects.get().name == "one"
+
+
 def test_who_has_left_the_team_gets_no_stored_answer(page: Callable[..., ModuleType], client: Client) -> None:
     page("protect-a-view.md")
     team, user = Group.objects.create(name="team"), get_user_model().objects.get()

@@ -81,6 +81,7 @@ def test_unknown_isolation_is_refused_at_decoration() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "right"),
     [
+        ("applies", "x", "a function of the request"),
         ("validate", "x", "a function of the request"),
         ("scope", "user", "a function of the request, such as idempotency.scopes.user"),
         ("on_abandon", "x", "a function of the key"),
@@ -95,7 +96,7 @@ def test_an_argument_of_another_kind_is_refused_at_decoration(name: str, value: 
         idempotent(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["validate", "scope", "using", "key_from"])
+@pytest.mark.parametrize("name", ["applies", "validate", "scope", "using", "key_from"])
 def test_a_coroutine_function_that_nobody_would_await_is_refused_at_decoration(name: str) -> None:
     async def function(request: HttpRequest) -> Any:
         return None

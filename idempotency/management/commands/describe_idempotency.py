@@ -44,8 +44,10 @@ def _lines(policy: Policy) -> list[tuple[str, str]]:
     elsewhere = f", else {policy.key_from}" if policy.key_from else ""
     validator = f"; {policy.key_validator}" if policy.key_validator else ""
     never = ", ".join(map(str, policy.never_stored_statuses))
+    applies = [("applies", f"only if {policy.applies} returns True; other requests run unprotected")] if policy.applies else []
     lines = [
         ("view", policy.view + (f" ({policy.name})" if policy.name else "")),
+        *applies,
         ("header", ", ".join(policy.headers) + elsewhere),
         ("required", "yes" if policy.required else "no: without a key the request runs unprotected"),
         ("key", f"{policy.key_min_length} to {policy.key_max_length} characters, {policy.key_format}{validator}"),
@@ -58,6 +60,8 @@ def _lines(policy: Policy) -> list[tuple[str, str]]:
         ("in flight", f"waits {policy.wait_seconds:g} s, then 409" if policy.wait_seconds else "409 at once"),
         ("taken over", f"after {policy.lock_timeout_seconds} s without a renewal of the lock"),
     ]
+    if policy.runs_before:
+        lines.append(("runs before it", ", ".join(policy.runs_before)))
     if policy.using:
         lines.append(("database", policy.using))
     if policy.replay_check:

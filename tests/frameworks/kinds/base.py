@@ -65,7 +65,7 @@ def body_of(job: Job, answer: Answer, errors: Errors) -> Body:
             raise errors[type(refusal)]() from None
 
     def in_phases(request: Any) -> HttpResponseBase:
-        if request.method == "GET":
+        if request.method == "GET" or request.idempotency_key is None:
             return work(request)
         key = request.idempotency_key
         for recovery_point in key.phases():
@@ -96,7 +96,7 @@ def async_body_of(job: Job, answer: Answer, errors: Errors) -> AsyncBody:
             raise errors[type(refusal)]() from None
 
     async def in_phases(request: Any) -> HttpResponseBase:
-        if request.method == "GET":
+        if request.method == "GET" or request.idempotency_key is None:
             return await work(request)
         key = request.idempotency_key
         async for recovery_point in key.aphases():

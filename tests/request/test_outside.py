@@ -1,0 +1,185 @@
+"""What runs before the decorator: decorators outside it, and methods of a class; and the check of ``dispatch()``."""
+
+from typing import Any
+
+import pytest
+from django.contrib.auth.decorators import login_required
+from django.contrib.auth.mixins import LoginRequiredMixin
+from django.core.checks import run_checks
+from django.db import transaction
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.shortcuts import redirect
+from django.urls import path
+from django.utils.decorators import method_decorator
+from django.views import View
+from django.views.decorators.cache import never_cache
+from django.views.decorators.csrf import csrf_exempt
+from django.views.decorators.http import require_POST
+from django.views.generic import CreateView
+from pytest_django import Settings
+from rest_framework.views import APIView
+
+from idempotency.decorators import idempotent
+from idempotency.policy import policies
+from tests.kit.commands import run
+from tests.kit.serving import Sender
+from tests.models import Entry
+
+HERE = "tests.request.test_outside"
+LOGIN = "django.contrib.auth.decorators.user_passes_test"
+
+
+def answer(request: HttpRequest) -> HttpResponseBase:
+    """Answer, whatever was asked."""
+    return HttpResponse(status=201)
+
+
+class Basket(View):
+    """Refuse by state, as a checkout does whose basket is empty."""
+
+    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        if Entry.objects.exists():
+            return redirect("/basket/")
+        return super().dispatch(request, *args, **kwargs)
+
+    def post(self, request: HttpRequest) -> HttpResponseBase:
+        Entry.objects.create(name="ordered")
+        return HttpResponse(status=201)
+
+
+@method_decorator(idempotent, name="post")
+class ByName(Basket):
+    """A handler that is decorated by its name."""
+
+
+class OnMethod(Basket):
+    """A handler that is decorated where it stands."""
+
+    @idempotent
+    def post(self, request: HttpRequest) -> HttpResponseBase:
+        return super().post(request)
+
+
+@method_decorator(idempotent, name="dispatch")
+class Whole(Basket):
+    """The class as a whole: what refuses is inside."""
+
+
+class AboveWhole(Whole):
+    """A class whose parent is decorated as a whole."""
+
+    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        return super().dispatch(request, *args, **kwargs)
+
+
+class InRest(APIView):
+    """The same in Django REST framework."""
+
+    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        return super().dispatch(request, *args, **kwargs)
+
+    @idempotent
+    def post(self, request: Any) -> HttpResponseBase:
+        return HttpResponse()
+
+
+@method_decorator(login_required, name="dispatch")
+class OfDjango(LoginRequiredMixin, CreateView):
+    """Nothing but Django's runs before the handler."""
+
+    @idempotent
+    def post(self, request: HttpRequest) -> HttpResponseBase:
+        return HttpResponse()
+
+
+class SetUp(OfDjango):
+    """A class with a ``setup()`` of its own."""
+
+    def setup(self, request: HttpRequest, *args: Any, **kwargs: Any) -> None:
+        super().setup(request, *args, **kwargs)
+
+
+def served(settings: Settings, *views: Any) -> None:
+    patterns = [path(f"{number}/", view) for number, view in enumerate(views)]
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
+
+
+def warnings() -> list[str]:
+    return [message.msg for message in run_checks(databases=[]) if message.id == "idempotency.W012"]
+
+
+@pytest.mark.parametrize(
+    ("view", "named"),
+    [(ByName, "Basket"), (OnMethod, "Basket"), (AboveWhole, "AboveWhole"), (InRest, "InRest")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_dispatch_of_the_project_above_the_decorator_is_a_warning(view: Any, named: str, settings: Settings) -> None:
+    served(settings, view.as_view())
+    [message] = warnings()
+    assert f"{HERE}.{named}.dispatch" in message
+
+
+@pytest.mark.parametrize("view", [Whole.as_view(), OfDjango.as_view(), SetUp.as_view(), idempotent(Basket.as_view())])
+def test_a_dispatch_inside_the_decorator_and_one_of_django_are_none(view: Any, settings: Settings) -> None:
+    served(settings, view)
+    assert warnings() == []
+
+
+def test_what_the_warning_is_about_sends_the_retry_elsewhere(settings: Settings, sender: Sender) -> None:
+    served(settings, ByName.as_view(), Whole.as_view())
+    assert [sender.send("/0/").status_code for _ in range(2)] == [201, 302]
+    Entry.objects.all().delete()
+    assert [sender.send("/1/", key="key-2").status_code for _ in range(2)] == [201, 201]
+
+
+@pytest.mark.parametrize(
+    ("view", "before"),
+    [
+        (idempotent(answer), []),
+        (require_POST(login_required(idempotent(answer))), ["django.views.decorators.http.require_http_methods", LOGIN]),
+        (transaction.atomic("other")(idempotent(never_cache(answer))), ["contextlib.ContextDecorator.__call__"]),
+        (login_required(ByName.as_view()), [LOGIN, f"{HERE}.Basket.dispatch"]),
+        (Whole.as_view(), []),
+        (login_required(Whole.as_view()), [LOGIN]),
+        (AboveWhole.as_view(), [f"{HERE}.AboveWhole.dispatch"]),
+        (csrf_exempt(idempotent(Basket.as_view())), ["django.views.decorators.csrf.csrf_exempt"]),
+        (
+            SetUp.as_view(),
+            [
+                f"{HERE}.SetUp.setup",
+                "django.contrib.auth.decorators.login_required",
+                "django.contrib.auth.mixins.LoginRequiredMixin.dispatch",
+            ],
+        ),
+        (
+            InRest.as_view(),
+            [
+                "django.views.decorators.csrf.csrf_exempt",
+                f"{HERE}.InRest.dispatch",
+                "rest_framework.views.APIView.dispatch",
+            ],
+        ),
+        (
+            method_decorator([never_cache, login_required, idempotent], name="post")(
+                type("Listed", (Whole.__base__,), {"__module__": HERE})
+            ).as_view(),
+            [
+                f"{HERE}.Basket.dispatch",
+                "django.views.decorators.cache.never_cache",
+                "django.contrib.auth.decorators.login_required",
+            ],
+        ),
+    ],
+)
+def test_what_runs_before_is_in_the_policy_the_outermost_first(view: Any, before: list[str]) -> None:
+    [policy] = policies(type("Urls", (), {"urlpatterns": [path("", view)]}))
+    assert list(policy.runs_before) == before
+
+
+urlpatterns = [path("", ByName.as_view())]
+
+
+@pytest.mark.processes
+def test_the_command_shows_it() -> None:
+    done = run("describe_idempotency", "--urlconf", HERE)
+    assert f"{HERE}.Basket.dispatch" in done.stdout, done.stderr
