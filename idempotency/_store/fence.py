@@ -19,9 +19,6 @@ from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
-#: The event in the history at the begin of a ``key.call()`` block; its detail is the name of the call.
-CALL_BEGUN = HistoryEvent.CALL_BEGUN
-
 _MAX_CODE_LENGTH = 50
 
 
@@ -47,7 +44,7 @@ def renew(key: IdempotencyKey, *, using: str) -> None:
 def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = "") -> None:
     """Renew the lock before a call with a derived key, and write the call into the history. Raises LockLost if another claim
     has taken over the key, or it is stuck with another code than ``stuck_code``."""
-    called = {"event": CALL_BEGUN, "detail": summary(name)}
+    called = {"event": HistoryEvent.CALL_BEGUN, "detail": summary(name)}
     _fenced("begin_call", key, using, reached=key.recovery_point, stuck_code=stuck_code, **called)
 
 

@@ -8,16 +8,13 @@ from typing import Any
 from django.utils.dateparse import parse_datetime
 
 from idempotency._store.dialects import HISTORY_LIMIT
+from idempotency._store.history import HistoryEvent
 from idempotency.templatetags.idempotency_admin import aware
 
-CLAIMED = "claimed"
-RECOVERY_POINT = "recovery point"
-ANSWERED = "answered"
-RUN_LOST = "run lost"
 #: Events that only the run itself writes, as its last one.
-_OWN_ENDS = ("finished", "error", "refused")
+_OWN_ENDS = (HistoryEvent.FINISHED, HistoryEvent.ERROR, HistoryEvent.REFUSED)
 #: Events after which no run goes on: a person, or the completer, has changed a key that no run held.
-_OTHER_ENDS = (ANSWERED, "handed back", "lock released", "stuck")
+_OTHER_ENDS = (HistoryEvent.ANSWERED, HistoryEvent.HANDED_BACK, HistoryEvent.LOCK_RELEASED, HistoryEvent.STUCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,8 @@ def history_of(key: Any) -> list[Event]:
 
 def is_whole(key: Any) -> bool:
     """Return whether the history has all events since the first claim."""
-    return bool(key.history) and key.history[0]["event"] == CLAIMED and len(key.history) < HISTORY_LIMIT
+    # A claim that takes a lost run over makes room for two events, so that a cut history may have one less than the limit.
+    return bool(key.history) and key.history[0]["event"] == HistoryEvent.CLAIMED and len(key.history) < HISTORY_LIMIT - 1
 
 
 def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[Run], list[Event]]:
@@ -71,23 +69,27 @@ def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[Run], li
         if event.at is None:
             continue
         run = runs[-1] if runs and not runs[-1].ending else None
-        if event.name == CLAIMED or (run is None and event.name in (RECOVERY_POINT, *_OWN_ENDS) and not runs):
+        if event.name == HistoryEvent.CLAIMED or (
+            run is None and event.name in (HistoryEvent.RECOVERY_POINT, *_OWN_ENDS) and not runs
+        ):
             if run is not None:
                 run.ending = "lost"
-            run = Run(event.detail if event.name == CLAIMED else "run", event.at, event.at)
+            run = Run(event.detail if event.name == HistoryEvent.CLAIMED else "run", event.at, event.at)
             runs.append(run)
-            if event.name == CLAIMED:
+            if event.name == HistoryEvent.CLAIMED:
                 continue
-        if event.name == RUN_LOST:
+        if event.name == HistoryEvent.RUN_LOST:
             if run is not None:
                 run.ending = "lost"
-        elif run is None or event.name == "acknowledged":
+        elif run is None or event.name == HistoryEvent.ACKNOWLEDGED:
             others.append(event)
-        elif event.name in _OTHER_ENDS and (event.name != "stuck" or (event.at - run.last).total_seconds() > lock_seconds):
+        elif event.name in _OTHER_ENDS and (
+            event.name != HistoryEvent.STUCK or (event.at - run.last).total_seconds() > lock_seconds
+        ):
             run.ending = "lost"
             others.append(event)
         else:
             run.last = event.at
-            run.ending = event.name if event.name in (*_OWN_ENDS, "stuck") else ""
+            run.ending = event.name if event.name in (*_OWN_ENDS, HistoryEvent.STUCK) else ""
             run.events.append(event)
     return runs, others

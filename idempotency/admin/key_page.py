@@ -11,9 +11,9 @@ from idempotency import conf
 from idempotency._request.lookup import on_abandon_of, options_for
 from idempotency._request.stored_request import urlconf_of
 from idempotency._states import KeyState
-from idempotency._store.fence import CALL_BEGUN
+from idempotency._store.history import HistoryEvent
 from idempotency._text import duration
-from idempotency.admin.history import ANSWERED, RECOVERY_POINT, history_of, is_whole
+from idempotency.admin.history import history_of, is_whole
 from idempotency.admin.reading import first_line_of, masked
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.exceptions import StuckCode
@@ -123,7 +123,7 @@ def state_line(key: Any) -> str:
     match key.state:
         case KeyState.FINISHED:
             events = history_of(key)
-            if events and events[-1].name == ANSWERED:
+            if events and events[-1].name == HistoryEvent.ANSWERED:
                 return f"A person wrote its response {ago} ({events[-1].detail}), after {runs}."
             took = duration((key.finished_at - key.created_at).total_seconds())
             return f"Its response was stored {ago}, {took} after the request, in {runs}."
@@ -154,10 +154,10 @@ def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[s
     errors: Counter[str] = Counter()
     here = STARTED
     for event in history_of(key):
-        if event.name == RECOVERY_POINT:
+        if event.name == HistoryEvent.RECOVERY_POINT:
             here = event.detail
             reached[here] = event.at
-        elif event.name == "error":
+        elif event.name == HistoryEvent.ERROR:
             errors[here] += 1
     return reached, errors
 
@@ -173,9 +173,9 @@ class LastCall:
 def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
     """Return the last call under a derived key since the key last moved; None if there is none, or the key is finished."""
     for event in reversed(history_of(key)) if key.finished_at is None else ():
-        if event.name == RECOVERY_POINT:
+        if event.name == HistoryEvent.RECOVERY_POINT:
             break
-        if event.name == CALL_BEGUN and event.at is not None:
+        if event.name == HistoryEvent.CALL_BEGUN and event.at is not None:
             return LastCall(event.detail, max(0.0, (aware(now) - event.at).total_seconds()))
     return None
 

@@ -9,16 +9,23 @@ from django.utils.safestring import SafeString
 
 from idempotency import conf
 from idempotency._states import KeyState
-from idempotency._store.fence import CALL_BEGUN
+from idempotency._store.history import HistoryEvent
 from idempotency._text import duration
-from idempotency.admin.history import RECOVERY_POINT, Event, Run, runs_of
+from idempotency.admin.history import Event, Run, runs_of
 from idempotency.admin.timeline import Bar, Mark, Row, draw
 from idempotency.templatetags.idempotency_admin import aware, written
 
 #: Of more runs, those in the middle share one row.
 MAX_ROWS = 7
 _FIRST, _LAST = 2, 3
-_KINDS = {"lost": "error", "refused": "error", RECOVERY_POINT: "point", CALL_BEGUN: "call"}
+_SHAPES: dict[str, str] = {
+    HistoryEvent.RECOVERY_POINT: "point",
+    HistoryEvent.CALL_BEGUN: "call",
+    HistoryEvent.ERROR: "error",
+    HistoryEvent.REFUSED: "error",
+    HistoryEvent.STUCK: "stuck",
+    HistoryEvent.FINISHED: "finished",
+}
 
 
 class KeyTimeline:
@@ -62,7 +69,9 @@ class KeyTimeline:
         alive = silent if run.ending == "" else last
         events = [*run.events, Event("", "", self._begin + timedelta(seconds=alive), None)]
         calls = [
-            Bar(self._at(event.at), self._at(after.at), "call") for event, after in pairwise(events) if event.name == CALL_BEGUN
+            Bar(self._at(event.at), self._at(after.at), "call")
+            for event, after in pairwise(events)
+            if event.name == HistoryEvent.CALL_BEGUN
         ]
         marks = [Mark(self._at(event.at), _mark_of(event), _label_of(event)) for event in run.events]
         bars = [Bar(begin, alive), *calls]
@@ -85,7 +94,7 @@ class KeyTimeline:
         lasted = duration((end - run.begin).total_seconds())
         if not run.ending:
             return f"running for {lasted}"
-        return f"{lasted}, {run.ending}" + (f", {run.events[-1].detail}" if run.ending == "finished" else "")
+        return f"{lasted}, {run.ending}" + (f", {run.events[-1].detail}" if run.ending == HistoryEvent.FINISHED else "")
 
     def _folded(self, rows: list[Row]) -> Row:
         runs = self._runs[_FIRST:-_LAST]
@@ -112,11 +121,10 @@ class KeyTimeline:
 
 
 def _mark_of(event: Event) -> str:
-    if event.name in ("error", "stuck", "finished"):
-        return event.name
-    return _KINDS.get(event.name, "person")
+    """Return the shape of an event; what a person did is the rest."""
+    return _SHAPES.get(event.name, "person")
 
 
 def _label_of(event: Event) -> str:
     """Return the name of a point or a call, else what ended the run."""
-    return event.detail if event.name in (RECOVERY_POINT, CALL_BEGUN) else event.name
+    return event.detail if event.name in (HistoryEvent.RECOVERY_POINT, HistoryEvent.CALL_BEGUN) else event.name

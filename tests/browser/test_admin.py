@@ -100,6 +100,7 @@ def test_a_stuck_key_is_answered_on_a_phone(
     page = visitor.page
     visitor.sign_in_to_admin(f"{KEYS}{stuck['id']}/change/")
     page.get_by_role("link", name="Answer").click()
+    expect(page.get_by_label("Body:")).to_be_visible()
     assert visitor.fits()
     assert visitor.barriers(axe_script) == []
     page.get_by_label("Body:").fill('{"error": no seat}')
