@@ -1,14 +1,24 @@
 """The filters of the lists: by state, age, and values that a link has chosen."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from django.contrib import admin
+from django.contrib.admin.models import LogEntry
+from django.contrib.admin.options import get_content_type_for_model
 from django.db.models import QuerySet
+from django.db.models.functions import Left
 from django.http import HttpRequest
 
 from idempotency._states import KeyState, ago
 from idempotency.admin.stuck_codes import STUCK_CODES
+from idempotency.models import IdempotencyKey
+from idempotency.monitoring.error_groups import group_of
+
+#: Where no index serves a filter or a search, it looks at so many rows, the newest ones.
+NEWEST = 20_000
+#: The filter by error reads so many rows, the oldest ones.
+MAX_GROUPED = 5000
 
 
 class Age(NamedTuple):
@@ -26,6 +36,13 @@ AGES = (
     Age("day", "an hour to a day", 3600, 86400),
     Age("older", "over a day", 86400, 100 * 365 * 86400),
 )
+
+
+def newest(rows: QuerySet[Any], count: int, by: str = "created_at") -> QuerySet[Any]:
+    """Narrow ``rows`` down to the range of the ``count`` newest rows of their table, by a column with an index."""
+    table = rows.model._base_manager.using(rows.db).order_by(f"-{by}")
+    border = table.values_list(by, flat=True)[count : count + 1].first()
+    return rows if border is None else rows.filter(**{f"{by}__gt": border})
 
 
 class StateFilter(admin.SimpleListFilter):
@@ -76,7 +93,11 @@ class ChosenFilter(admin.SimpleListFilter):
         value = self.value()
         if value and "\0" in value:
             return queryset.none()  # PostgreSQL takes no NUL.
-        return queryset.filter(**{self.parameter_name or "": value}) if value else queryset
+        return self.chosen(queryset, value) if value else queryset
+
+    def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
+        """Narrow ``rows`` down to those with the value."""
+        return rows.filter(**{self.parameter_name or "": value})
 
 
 class StuckCodeFilter(ChosenFilter):
@@ -92,3 +113,92 @@ class RecoveryPointFilter(ChosenFilter):
 
     title = "recovery point"
     parameter_name = "recovery_point"
+
+
+class PathFilter(ChosenFilter):
+    """The beginning of a request's path, among the keys in a state that has an index, or among the newest."""
+
+    title = "path"
+    parameter_name = "path"
+    template = "admin/idempotency/text_filter.html"
+
+    def has_output(self) -> bool:
+        return True
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        chosen = super().queryset(request, queryset)
+        return chosen if not self.value() or _is_unfinished(request) else newest(chosen, NEWEST)
+
+    def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
+        return rows.filter(request_path__startswith=value)
+
+    def choices(self, changelist: Any) -> Any:
+        """Yield what the form of the filter needs: the value, and the other parameters of the list."""
+        others = [(name, value) for name, value in changelist.params.items() if name != self.parameter_name]
+        text = f"unfinished keys, or the {NEWEST:,} newest"
+        yield {"name": self.parameter_name, "value": self.value() or "", "others": others, "help": text}
+
+
+class StatusFilter(ChosenFilter):
+    """The status of the stored response, of the newest keys."""
+
+    title = f"status, of the {NEWEST:,} newest"
+    parameter_name = "status"
+    known = ("2xx", "3xx", "4xx", "5xx")
+
+    def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
+        if value in self.known:
+            begin = int(value[0]) * 100
+            return newest(rows.filter(response_code__range=(begin, begin + 99)), NEWEST)
+        if not (value.isascii() and value.isdecimal() and len(value) == 3):
+            return rows.none()
+        return newest(rows.filter(response_code=int(value)), NEWEST)
+
+
+class ErrorGroupFilter(ChosenFilter):
+    """The group of the error (``error_groups.group_of``) of unfinished keys; of more than MAX_GROUPED, of the oldest."""
+
+    title = "error"
+    parameter_name = "error_group"
+
+    def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
+        errors = ((pk, next(filter(None, texts), "")) for pk, *texts in self.texts(rows)[:MAX_GROUPED])
+        return rows.filter(pk__in=[pk for pk, error in errors if group_of(error) == value])
+
+    def texts(self, rows: Any) -> Any:
+        """Return, of each row, its pk and the texts of which the first that is not empty is its error."""
+        reason, error = Left("stuck_reason", 1000), Left("last_error", 1000)
+        return rows.unfinished().order_by("created_at").values_list("pk", reason, error)
+
+
+class JobErrorGroupFilter(ErrorGroupFilter):
+    """The group of the error of failed jobs."""
+
+    def texts(self, rows: Any) -> Any:
+        return rows.filter(failed_at__isnull=False).order_by("failed_at").values_list("pk", Left("last_error", 1000))
+
+
+class MineFilter(admin.SimpleListFilter):
+    """The keys that the person completed, answered, acknowledged or released, as far as the newest entries of the admin log
+    go."""
+
+    title = "acted on by"
+    parameter_name = "mine"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("1", "me")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() != "1":
+            return queryset
+        entries: Any = LogEntry.objects.filter(
+            user_id=cast(int, request.user.pk), content_type=get_content_type_for_model(IdempotencyKey)
+        )
+        ids = entries.order_by("-pk").values_list("object_id", flat=True)[:MAX_GROUPED]
+        return queryset.filter(pk__in={int(pk) for pk in ids})
+
+
+def _is_unfinished(request: HttpRequest) -> bool:
+    """Tell whether the filter by state lets unfinished keys through only, which have an index."""
+    chosen = (request.GET.get("state") or "").replace("_", " ")
+    return chosen == "unfinished" or chosen in {*KeyState} - {KeyState.FINISHED, KeyState.REFUSED}

@@ -12,7 +12,7 @@ from django.utils.timesince import timesince
 
 from idempotency.admin.bulk_jobs import Discard, Retry
 from idempotency.admin.bulk_pages import BulkAdmin
-from idempotency.admin.filters import AgeFilter, ChosenFilter
+from idempotency.admin.filters import AgeFilter, ChosenFilter, JobErrorGroupFilter
 from idempotency.admin.reading import ReadOnlyAdmin, preformatted, pretty
 from idempotency.models import ForeignCall, ProcessedMessage, StagedJob
 
@@ -56,7 +56,7 @@ class StagedJobAdmin(BulkAdmin):
     """Jobs that the broker has not got yet."""
 
     list_display = ("job_name", "state", "hand_overs", "refusals", "last_error_line", "queue", "key")
-    list_filter = (JobStateFilter, DueFilter, JobNameFilter)
+    list_filter = (JobStateFilter, DueFilter, JobNameFilter, JobErrorGroupFilter)
     bulk = (Retry(), Discard())
     ordering = ("-id",)
     fields = (

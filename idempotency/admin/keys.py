@@ -1,30 +1,49 @@
 """Keys: the list, and what is done to many keys at once."""
 
 from typing import Any
+from urllib.parse import urlencode
 
 from django.contrib import admin
+from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.auth import get_user_model
 from django.core.exceptions import PermissionDenied
-from django.db.models import Q, QuerySet
+from django.db.models import QuerySet
 from django.db.models.functions import Now
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
-from django.urls import URLPattern, path
+from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.timesince import timesince
 
-from idempotency._states import due_at
+from idempotency._states import KeyState, due_at
 from idempotency.admin import dashboard, key_page
 from idempotency.admin.bulk_keys import Acknowledge, HandBack
 from idempotency.admin.bulk_pages import BulkAdmin
-from idempotency.admin.filters import AgeFilter, RecoveryPointFilter, StateFilter, StuckCodeFilter
+from idempotency.admin.export import csv_of
+from idempotency.admin.filters import (
+    AgeFilter,
+    ErrorGroupFilter,
+    MineFilter,
+    PathFilter,
+    RecoveryPointFilter,
+    StateFilter,
+    StatusFilter,
+    StuckCodeFilter,
+)
 from idempotency.admin.key_views import KeyPageAdmin
 from idempotency.admin.reading import first_line_of
+from idempotency.admin.search import HELP, search
+from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
-from idempotency.scopes import OWN
+from idempotency.monitoring.error_groups import group_of
 
-_BIGGEST_ID = 2**63 - 1
+#: The links above the list: their texts, and the filters behind them.
+SAVED_VIEWS = (
+    ("Oldest stuck", {"state": "stuck"}),
+    ("In doubt", {"state": "stuck", "stuck_code": StuckCode.CALL_IN_DOUBT.value}),
+    ("Mine", {"mine": "1"}),
+)
 _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history", "seed")
 
 
@@ -32,17 +51,25 @@ _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history"
 class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     """The list of keys with its actions, and the dashboard."""
 
-    list_display = ("id", "request", "state", "progress", "age", "attempts", "trouble", "sender")
-    list_filter = (StateFilter, AgeFilter, StuckCodeFilter, RecoveryPointFilter)
+    list_display = ("id", "request", "state", "status", "progress", "age", "attempts", "trouble", "sender")
+    list_filter = (
+        *(StateFilter, AgeFilter, StuckCodeFilter, RecoveryPointFilter, PathFilter, StatusFilter, MineFilter),
+        ErrorGroupFilter,  # The last: it reads what the others let through.
+    )
+    sortable_by = ("age",)
     bulk = (HandBack(), Acknowledge())
     ordering = ("-created_at",)
     search_fields = ("idempotency_key",)
-    search_help_text = "The whole idempotency key, the number of its row, a scope such as user:7, or the name of a user."
+    search_help_text = HELP
 
     def get_urls(self) -> list[URLPattern]:
-        """Add the dashboard."""
-        dashboard_page = self.admin_site.admin_view(self.dashboard_view)
-        return [path("dashboard/", dashboard_page, name="idempotency_dashboard"), *super().get_urls()]
+        """Add the dashboard and the export."""
+        view = self.admin_site.admin_view
+        own = [
+            path("dashboard/", view(self.dashboard_view), name="idempotency_dashboard"),
+            path("csv/", view(self.csv_view), name="idempotency_keys_csv"),
+        ]
+        return own + super().get_urls()
 
     def get_queryset(self, request: HttpRequest) -> Any:
         """Return the keys with their state and the time of the database; in the list without what the list does not show."""
@@ -54,17 +81,27 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         return keys
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
-        """Find a key as a whole, case-sensitively as it counts, or by the number of its row, its scope, or its user's name."""
-        if not search_term:
-            return queryset, False
-        found = Q(idempotency_key=search_term) | Q(scope__in=[search_term, OWN + search_term])
-        if search_term.isdecimal() and len(search_term) <= len(str(_BIGGEST_ID)) and int(search_term) <= _BIGGEST_ID:
-            found |= Q(pk=int(search_term))
-        users = get_user_model()
-        if user := users._default_manager.filter(**{users.USERNAME_FIELD: search_term}).only("pk").first():
-            # By scope, which has an index; the column of the user has none.
-            found |= Q(scope=f"user:{user.pk}")
-        return queryset.filter(found), False
+        """Find keys by what a person has at hand; see ``search``."""
+        return (search(queryset, search_term, self.admin_site, request) if search_term else queryset), False
+
+    def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
+        """Return the oldest first for what waits for a person, else the youngest first."""
+        return ("created_at", "pk") if request.GET.get("state") == "stuck" else ("-created_at",)
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Add the saved views, and the link to the file of what is listed."""
+        csv_url = f"{reverse(f'{self.admin_site.name}:idempotency_keys_csv')}?{request.GET.urlencode()}"
+        views = [(label, f"?{urlencode(query)}") for label, query in SAVED_VIEWS]
+        return super().changelist_view(request, {"saved_views": views, "csv_url": csv_url} | (extra_context or {}))
+
+    def csv_view(self, request: HttpRequest) -> HttpResponse:
+        """Return the keys that the filters and the search of the query let through, as a file."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        try:
+            return csv_of(admin.ModelAdmin.get_changelist_instance(self, request).queryset)
+        except IncorrectLookupParameters:
+            return HttpResponseRedirect(reverse(f"{self.admin_site.name}:idempotency_idempotencykey_changelist"))
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:
         """Look up, once for the page, what the rows need beside their own columns."""
@@ -84,16 +121,26 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     def progress(self, key: Any) -> str:
         return key_page.progress(key, key.declared)
 
-    @admin.display(description="age")
+    @admin.display(description="status", empty_value="")
+    def status(self, key: IdempotencyKey) -> int | None:
+        return key.response_code
+
+    @admin.display(description="age", ordering="-created_at")
     def age(self, key: Any) -> str:
         return timesince(key.created_at, key.read_at, depth=1)
 
     @admin.display(description="stuck because, last error")
-    def trouble(self, key: IdempotencyKey) -> SafeString:
+    def trouble(self, key: Any) -> SafeString:
         """Return why it is stuck, if it is; else the first line of its last error, unless it is finished."""
-        if key.stuck_code:
-            return format_html("<strong>{}</strong><br>{}", key.stuck_code, first_line_of(key.stuck_reason))
-        return format_html("{}", "" if key.finished_at else first_line_of(key.last_error))
+        text = "" if key.finished_at else key.stuck_reason or key.last_error
+        line = format_html("{}", first_line_of(text))
+        if text:
+            page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_changelist")
+            query = urlencode(
+                {"state": "stuck" if key.state == KeyState.STUCK else "unfinished", "error_group": group_of(text)}
+            )
+            line = format_html('<a href="{}?{}" title="Keys with the same error">{}</a>', page, query, line)
+        return format_html("<strong>{}</strong><br>{}", key.stuck_code, line) if key.stuck_code else line
 
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
         """Show how much waits, where, and for whom."""

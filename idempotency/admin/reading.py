@@ -2,7 +2,7 @@
 
 import json
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.contrib.admin import AdminSite
@@ -64,7 +64,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
     paginator = BoundedPaginator
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER  # they count the whole table, once for each choice of a filter
-    sortable_by = ()
+    sortable_by: ClassVar[Any] = ()
     list_per_page = 50
     list_max_show_all = 100  # The ids of all fit into the address of a question.
 

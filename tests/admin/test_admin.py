@@ -66,7 +66,7 @@ def test_a_key_is_found_as_a_whole_or_by_its_number(staff):
     IdempotencyKeyFactory(idempotency_key="Order-12")
     assert shown(staff.get(KEYS, {"q": "Order-1"})) == {key.pk}
     assert shown(staff.get(KEYS, {"q": str(key.pk)})) == {key.pk}
-    for term in ("order-1", "Order", "9" * 30, "²"):
+    for term in ("order-1", "Ord", "9" * 30, "²"):
         assert shown(staff.get(KEYS, {"q": term})) == set()
 
 
@@ -225,10 +225,11 @@ def test_the_list_says_how_far_each_request_came_who_sent_it_and_what_stopped_it
         ">renamed<",
         "started<",
         f"jane ({user.pk})",
-        "call_in_doubt</strong><br>Look.<",
-        "ValueError: half …<",
+        ">Look.<",
+        ">ValueError: half …<",
     ):
         assert shown_there in page
+    assert re.search("call_in_doubt</strong><br><a [^>]+>Look.</a>", page)
     assert "OSError" not in page, "the reason of a stuck key, and no error of a finished one"
     assert page.count("idem-redacted") == 1
 

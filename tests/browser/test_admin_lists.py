@@ -41,10 +41,12 @@ def test_two_thousand_keys_are_acknowledged(
     visitor = visit(scheme, width)
     page = visitor.page
     visitor.sign_in_to_admin(f"{KEYS}?state=stuck")
+    assert visitor.barriers(axe_script) == []
     page.locator("#action-toggle").check()
     page.get_by_role("button", name=re.compile("Select all 2000")).first.click()
     page.locator("select[name=action]").first.select_option("acknowledge")
     visitor.shoot("admin-list")
+    assert visitor.barriers(axe_script) == []
     page.get_by_role("button", name="Go").first.click()
 
     expect(page.locator("#content")).to_contain_text("call_in_doubt")

@@ -1,0 +1,85 @@
+"""The search of the list of keys: each kind of term is looked up in a bounded number of rows, or through an index.
+
+No index begins with the key itself, and a further one would cost each request a write: the beginning of a key is looked for
+among the unfinished keys and the newest ones.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+from uuid import UUID
+
+from django.contrib.admin import AdminSite
+from django.contrib.auth import get_user_model
+from django.core.exceptions import FieldError
+from django.db.models import Q, QuerySet
+from django.http import HttpRequest
+
+from idempotency.admin.filters import NEWEST, newest
+from idempotency.models import ForeignCall, IdempotencyKey, StagedJob
+from idempotency.scopes import OWN
+
+MIN_PREFIX = 4
+HELP = (
+    "The whole idempotency key; its first characters, at least "
+    f"{MIN_PREFIX}, if it is unfinished or among the {NEWEST:,} newest; the id of the row; a scope such as user:7; a user name "
+    "or an e-mail address; the id of a staged job; what the admin pages of linked rows are searched by, among the "
+    f"{NEWEST:,} newest of these rows."
+)
+#: How many keys are found by each kind of term.
+MAX_FOUND = 200
+_BIGGEST_ID = 2**63 - 1
+
+
+def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest) -> QuerySet[Any]:
+    """Narrow ``keys`` down to those that ``term`` finds. Keys are compared case-sensitively, as the requests are."""
+    if "\0" in term:
+        return keys.none()  # PostgreSQL takes no NUL.
+    every: Any = IdempotencyKey.objects.using(keys.db)
+    found = {*every.filter(idempotency_key=term).values_list("pk", flat=True)[:MAX_FOUND]}
+    if not found and len(term) >= MIN_PREFIX:
+        found.update(_by_prefix(every, term))
+    if term.isdecimal() and len(term) <= len(str(_BIGGEST_ID)) and int(term) <= _BIGGEST_ID:
+        found.add(int(term))
+    with suppress(ValueError):
+        found.update(StagedJob.objects.using(keys.db).filter(pk=UUID(term)).values_list("idempotency_key_id", flat=True))
+    found.update(_by_linked_rows(term, site, request, keys.db))
+    scopes = [term, OWN + term, *(f"user:{pk}" for pk in _users(term))]
+    return keys.filter(Q(pk__in=found - {None}) | Q(scope__in=scopes))
+
+
+def _by_prefix(keys: Any, term: str) -> Iterator[int]:
+    beginning = keys.filter(idempotency_key__startswith=term).order_by("-created_at").values_list("pk", "idempotency_key")
+    for pk, key in (*beginning.unfinished()[:MAX_FOUND], *newest(beginning, NEWEST)[:MAX_FOUND]):
+        if key.startswith(term):  # SQLite compares without the case.
+            yield pk
+
+
+def _users(term: str) -> list[Any]:
+    """Return the ids of the users with this name or e-mail address. Keys are found by their scope, which has an index."""
+    users: Any = get_user_model()
+    named = Q(**{users.USERNAME_FIELD: term})
+    if "@" in term:
+        with suppress(AttributeError):
+            named |= Q(**{f"{users.get_email_field_name()}__iexact": term})
+    return list(users._default_manager.filter(named).values_list("pk", flat=True)[:10])
+
+
+def _by_linked_rows(term: str, site: AdminSite, request: HttpRequest, using: str) -> Iterator[int]:
+    """Yield the keys of rows that their own pages of the admin find, for a person who may see these."""
+    for model, name in _linked_models():
+        row_admin = site._registry.get(model)
+        if row_admin is None or not row_admin.has_view_permission(request) or not row_admin.get_search_fields(request):
+            continue
+        rows = newest(model._base_manager.using(using).exclude(**{name: None}), NEWEST, by="pk")
+        with suppress(FieldError, ValueError):
+            rows, _ = row_admin.get_search_results(request, rows, term)
+            yield from rows.order_by().values_list(name, flat=True)[:MAX_FOUND]
+
+
+def _linked_models() -> Iterator[tuple[Any, str]]:
+    """Yield the models of other apps with a foreign key to the key, and its name."""
+    for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
+        model: Any = relation.related_model
+        if (relation.one_to_many or relation.one_to_one) and not relation.concrete and model not in (StagedJob, ForeignCall):
+            yield model, relation.field.name  # type: ignore[union-attr]

@@ -1,0 +1,226 @@
+"""The lists: what they are filtered, searched and sorted by, and the file of what is listed."""
+
+import csv
+import io
+import re
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.contrib.auth.models import Permission
+from django.test import Client
+from django.utils import timezone
+
+from idempotency.admin import export, filters
+from idempotency.admin.keys import SAVED_VIEWS
+from idempotency.interventions import acknowledge
+from idempotency.models import IdempotencyKey
+from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
+from tests.kit.ageing import ago
+
+KEYS, JOBS = "/admin/idempotency/idempotencykey/", "/admin/idempotency/stagedjob/"
+
+
+@pytest.fixture
+def staff(db: None) -> Client:
+    return person()
+
+
+def person(*permissions: str) -> Client:
+    """Return a client signed in as staff with these permissions; a superuser without any."""
+    user = UserFactory(is_staff=True, is_superuser=not permissions)
+    user.user_permissions.add(*Permission.objects.filter(codename__in=permissions))
+    client = Client()
+    client.force_login(user)
+    client.user = user
+    return client
+
+
+def stuck(reason: str = "Look.", code: str = "view_gave_up", **changes: Any) -> IdempotencyKey:
+    state = {"stuck_at": timezone.now(), "stuck_code": code, "stuck_reason": reason, "claim_token": uuid4()}
+    return IdempotencyKeyFactory(**state | changes)
+
+
+def listed(client: Client, query: dict[str, str], page: str = KEYS) -> list[Any]:
+    answer = client.get(page, query)
+    assert answer.status_code == 200
+    return [row.pk for row in answer.context["cl"].result_list]
+
+
+def pks(*rows: Any) -> list[Any]:
+    return [row.pk for row in rows]
+
+
+def test_stuck_keys_are_listed_with_the_oldest_first_and_others_with_the_youngest(staff: Client) -> None:
+    young, old = stuck(created_at=ago(hours=1)), stuck(created_at=ago(hours=9))
+    assert listed(staff, {"state": "stuck"}) == pks(old, young)
+    assert listed(staff, {"state": "unfinished"}) == listed(staff, {}) == pks(young, old)
+    column = {name: f"{number}" for number, name in enumerate(staff.get(KEYS).context["cl"].list_display)}["age"]
+    assert listed(staff, {"state": "stuck", "o": column}) == pks(young, old)
+    assert listed(staff, {"o": f"-{column}"}) == pks(old, young)
+    assert re.findall(r'<th scope="col" class="sortable column-(\w+)', staff.get(KEYS).text) == ["age"]
+
+
+def test_the_list_shows_and_filters_by_the_status_of_the_response(staff: Client) -> None:
+    made, gone, fault = (IdempotencyKeyFactory(finished=True, response_code=code) for code in (201, 410, 503))
+    IdempotencyKeyFactory()
+    assert '<td class="field-status">410</td>' in staff.get(KEYS).text
+    for status, key in {"2xx": made, "4xx": gone, "5xx": fault, "410": gone, "503": fault}.items():
+        assert listed(staff, {"status": status}) == pks(key), status
+    for status in ("3xx", "6xx", "x", "9" * 30, "²²²", "\0"):
+        assert listed(staff, {"status": status}) == []
+
+
+def test_the_list_is_filtered_by_the_beginning_of_the_path(staff: Client) -> None:
+    text, other = stuck(request_path="/rides/7/texts?a=1"), stuck(request_path="/carts/1")
+    done = IdempotencyKeyFactory(finished=True, request_path="/rides")
+    assert listed(staff, {"path": "/rides"}) == pks(done, text)
+    assert listed(staff, {"path": "/rides", "state": "stuck"}) == pks(text)
+    assert listed(staff, {"path": "/car", "state": "unfinished"}) == pks(other)
+    assert listed(staff, {"path": "\0"}) == listed(staff, {"path": "%"}) == []
+    page = staff.get(KEYS, {"path": "/rides", "state": "stuck"}).text
+    assert '<input type="hidden" name="state" value="stuck">' in page
+
+
+def test_a_filter_without_an_index_looks_at_the_newest_keys_only(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filters, "NEWEST", 2)
+    old, young = (IdempotencyKeyFactory(finished=True, created_at=ago(hours=hours)) for hours in (3, 2))
+    waiting = stuck(created_at=ago(hours=9))
+    IdempotencyKeyFactory(created_at=ago(hours=1), request_path="/other")
+    assert listed(staff, {"status": "2xx"}) == listed(staff, {"path": "/rides"}) == pks(young)
+    assert listed(staff, {"path": "/rides", "state": "stuck"}) == pks(waiting), "unfinished keys have an index"
+    assert listed(staff, {"state": "finished"}) == pks(young, old)
+
+
+def test_keys_are_filtered_by_the_group_of_their_error(staff: Client) -> None:
+    same = [stuck(f"Stripe lists no charge for ride {ride}.", created_at=ago(hours=ride)) for ride in (2, 1)]
+    stuck("Stripe is down.", last_error="Stripe lists no charge for ride 4.")
+    failed = IdempotencyKeyFactory(last_error="Stripe lists no charge for ride 5.", created_at=ago(hours=3))
+    IdempotencyKeyFactory(finished=True, last_error="Stripe lists no charge for ride 6.")
+    group = "Stripe lists no charge for ride #."
+    assert listed(staff, {"error_group": group, "state": "stuck"}) == pks(*same)
+    assert listed(staff, {"error_group": group}) == pks(*reversed(same), failed)
+    assert listed(staff, {"error_group": "Stripe lists no charge for ride 1."}) == []
+    links = re.findall(r'href="([^"]+error_group=[^"]+)" title', staff.get(KEYS, {"state": "stuck"}).text)
+    assert len(links) == 3
+    linked = staff.get(links[0].replace("&amp;", "&")).context["cl"].result_list
+    assert pks(*linked) == pks(*same)
+
+
+def test_acknowledged_keys_do_not_hide_a_group_of_stuck_ones(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filters, "MAX_GROUPED", 2)
+    for _ in range(3):
+        stuck("down", created_at=ago(hours=9), stuck_at=ago(hours=8), acknowledged_at=timezone.now())
+    key = stuck("down")
+    assert listed(staff, {"error_group": "down", "state": "stuck"}) == pks(key)
+
+
+def test_failed_jobs_are_filtered_by_the_group_of_their_error(staff: Client) -> None:
+    job = StagedJobFactory(failed_at=timezone.now(), last_error="OSError: no route to 10.0.0.1")
+    StagedJobFactory(failed_at=timezone.now(), last_error="ValueError: 1")
+    StagedJobFactory(last_error="OSError: no route to 10.0.0.1")
+    assert listed(staff, {"error_group": "OSError: no route to #.#.#.#"}, JOBS) == pks(job)
+
+
+@pytest.mark.parametrize("term", ["Order-77", "Order-7", "Orde", "jane", "jane@example.com", "JANE@example.com"])
+def test_a_key_is_found_by_what_a_person_has_at_hand(term: str, staff: Client) -> None:
+    user = UserFactory(username="jane")
+    key = IdempotencyKeyFactory(finished=True, idempotency_key="Order-77", user=user, scope=f"user:{user.pk}")
+    IdempotencyKeyFactory(finished=True, idempotency_key="order-8")
+    assert listed(staff, {"q": term}) == pks(key)
+
+
+@pytest.mark.parametrize("term", ["Ord", "rder-77", "order-77", "jane@", "%", "@", "Orde%", "_rder"])
+def test_a_search_for_less_finds_nothing(term: str, staff: Client) -> None:
+    user = UserFactory(username="jane")
+    IdempotencyKeyFactory(idempotency_key="Order-77", user=user, scope=f"user:{user.pk}")
+    assert listed(staff, {"q": term}) == []
+
+
+def test_the_beginning_of_a_key_finds_the_unfinished_and_the_newest(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("idempotency.admin.search.NEWEST", 1)
+    old = IdempotencyKeyFactory(finished=True, idempotency_key="order-1", created_at=ago(hours=9))
+    waiting = IdempotencyKeyFactory(idempotency_key="order-2", created_at=ago(hours=8))
+    young = IdempotencyKeyFactory(finished=True, idempotency_key="order-3")
+    assert listed(staff, {"q": "order"}) == pks(young, waiting)
+    assert listed(staff, {"q": "order-1"}) == pks(old), "a whole key is found at any age"
+
+
+def test_a_key_is_found_by_its_job(staff: Client) -> None:
+    key = IdempotencyKeyFactory()
+    job = StagedJobFactory(idempotency_key=key)
+    other = StagedJobFactory()
+    assert listed(staff, {"q": str(job.pk)}) == pks(key)
+    assert listed(staff, {"q": str(other.pk)}) == []
+
+
+def test_a_key_is_found_by_what_the_pages_of_linked_rows_are_searched_by(staff: Client) -> None:
+    key = IdempotencyKeyFactory()
+    RideFactory(idempotency_key=key, stripe_charge_id="ch_one")
+    RideFactory(stripe_charge_id="ch_other")
+    assert listed(staff, {"q": "ch_one"}) == pks(key)
+    assert listed(person("view_idempotencykey"), {"q": "ch_one"}) == [], "who may not see rides finds none by them"
+    assert listed(person("view_idempotencykey", "view_ride"), {"q": "ch_one"}) == pks(key)
+
+
+def test_each_saved_view_is_a_link_to_what_its_name_says(staff: Client) -> None:
+    doubtful, other = stuck(code="call_in_doubt"), stuck(created_at=ago(hours=1))
+    mine = stuck(code="my_own", created_at=ago(hours=2))
+    url = f"{KEYS}bulk/acknowledge/?ids={mine.pk}"
+    (work,) = re.findall(r'name="work" value="([^"]+)"', staff.get(url).text)
+    assert staff.post(url, {"work": work}).status_code == 302
+    assert acknowledge(other.pk, other.claim_token, by="jane")
+    found = {label: listed(staff, query) for label, query in SAVED_VIEWS}
+    assert found == {"Oldest stuck": pks(doubtful), "In doubt": pks(doubtful), "Mine": pks(mine)}
+    page = staff.get(KEYS).text
+    assert all(f">{label}</a>" in page for label in found)
+    assert listed(person(), {"mine": "1"}) == []
+
+
+def table(client: Client, query: dict[str, str]) -> list[dict[str, str]]:
+    answer = client.get(f"{KEYS}csv/", query)
+    assert (answer.status_code, answer["Content-Type"]) == (200, "text/csv; charset=utf-8")
+    return list(csv.DictReader(io.StringIO(answer.content.decode())))
+
+
+def test_the_file_has_what_is_listed_and_no_body(staff: Client) -> None:
+    old = stuck('Look, "there".\nAnd here.', created_at=ago(hours=2), request_body=b"secret-body")
+    young = stuck(request_path="/carts")
+    IdempotencyKeyFactory(finished=True, response_body=b"secret-body")
+    rows = table(staff, {"state": "stuck"})
+    assert [int(row["id"]) for row in rows] == pks(old, young)
+    assert rows[0]["stuck_reason"] == 'Look, "there".\nAnd here.'
+    assert [row["state"] for row in rows] == ["stuck", "stuck"]
+    assert [row["request_path"] for row in table(staff, {"path": "/carts"})] == ["/carts"]
+    link = re.findall(r'href="([^"]+/csv/[^"]*)"', staff.get(KEYS, {"state": "stuck"}).text)
+    assert link == [f"{KEYS}csv/?state=stuck"]
+    assert "secret-body" not in staff.get(f"{KEYS}csv/").content.decode()
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1"])
+def test_no_cell_of_the_file_is_a_formula(text: str, staff: Client) -> None:
+    stuck(text, idempotency_key=text, scope=text, request_path=text, last_error=text)
+    row = table(staff, {})[0]
+    for column in ("stuck_reason", "idempotency_key", "scope", "request_path", "last_error"):
+        assert row[column].startswith("'")
+
+
+def test_the_file_says_that_there_is_more(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "MAX_ROWS", 2)
+    IdempotencyKeyFactory.create_batch(2)
+    assert len(table(staff, {})) == 2
+    IdempotencyKeyFactory()
+    rows = table(staff, {})
+    assert len(rows) == 3
+    assert not rows[-1]["created_at"]
+
+
+def test_the_file_needs_the_permission_to_view(db: None) -> None:
+    assert person("view_stagedjob").get(f"{KEYS}csv/").status_code == 403
+    assert person("view_idempotencykey").get(f"{KEYS}csv/").status_code == 200
+
+
+@pytest.mark.parametrize("query", [{"p": "\0"}, {"state": "x"}, {"path": "\0"}, {"seed__gte": "1"}, {"q": "\0"}])
+def test_no_query_of_a_file_or_an_action_is_an_error_of_the_server(query: dict[str, str], staff: Client) -> None:
+    for page in ("csv/", "bulk/hand_back/"):
+        assert staff.get(f"{KEYS}{page}", query).status_code in (200, 302, 400)
