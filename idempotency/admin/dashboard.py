@@ -128,7 +128,10 @@ def _of_keys(keys: measures.UnfinishedKeys, groups: list[measures.Group], url: s
             _bar(code, count, max(stuck.values()), url, True, state="stuck", stuck_code=code)
             for code, count in stuck.most_common()
         ],
-        "groups": [(group, _link(url, state="stuck", stuck_code=group.cause)) for group in groups[:MAX_GROUPS]],
+        "groups": [
+            (group, _link(url, state="stuck", stuck_code=group.cause, error_group=group.error, request_group=group.place))
+            for group in groups[:MAX_GROUPS]
+        ],
     }
 
 
@@ -144,7 +147,10 @@ def _of_jobs(jobs: measures.StagedJobs, groups: list[measures.Group], url: str) 
             _bar(name, count, max(failed.values()), url, True, state="failed", job_name=name)
             for name, count in failed.most_common(20)
         ],
-        "job_groups": [(group, _link(url, state="failed", job_name=group.cause)) for group in groups[:MAX_GROUPS]],
+        "job_groups": [
+            (group, _link(url, state="failed", job_name=group.cause, queue=group.place, error_group=group.error))
+            for group in groups[:MAX_GROUPS]
+        ],
     }
 
 

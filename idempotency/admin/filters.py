@@ -14,6 +14,7 @@ from idempotency._states import KeyState, ago
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring.error_groups import group_of
+from idempotency.monitoring.measures import request_group
 
 #: Where no index serves a filter or a search, it looks at so many rows, the newest ones.
 NEWEST = 20_000
@@ -169,6 +170,18 @@ class ErrorGroupFilter(ChosenFilter):
         """Return, of each row, its pk and the texts of which the first that is not empty is its error."""
         reason, error = Left("stuck_reason", 1000), Left("last_error", 1000)
         return rows.unfinished().order_by("created_at").values_list("pk", reason, error)
+
+
+class RequestGroupFilter(ChosenFilter):
+    """The group of the request (``measures.request_group``) of unfinished keys, bounded as ErrorGroupFilter is."""
+
+    title = "request"
+    parameter_name = "request_group"
+
+    def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
+        unfinished: Any = rows
+        found = unfinished.unfinished().order_by("created_at").values_list("pk", "request_method", "request_path")
+        return rows.filter(pk__in=[pk for pk, method, path in found[:MAX_GROUPED] if request_group(method, path) == value])
 
 
 class JobErrorGroupFilter(ErrorGroupFilter):

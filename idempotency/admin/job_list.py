@@ -51,12 +51,19 @@ class JobNameFilter(ChosenFilter):
     parameter_name = "job_name"
 
 
+class QueueFilter(ChosenFilter):
+    """The queue of a job."""
+
+    title = "queue"
+    parameter_name = "queue"
+
+
 @admin.register(StagedJob)
 class StagedJobAdmin(BulkAdmin):
     """Jobs that the broker has not got yet."""
 
     list_display = ("job_name", "state", "hand_overs", "refusals", "last_error_line", "queue", "key")
-    list_filter = (JobStateFilter, DueFilter, JobNameFilter, JobErrorGroupFilter)
+    list_filter = (JobStateFilter, DueFilter, JobNameFilter, QueueFilter, JobErrorGroupFilter)
     bulk = (Retry(), Discard())
     ordering = ("-id",)
     fields = (

@@ -27,6 +27,7 @@ from idempotency.admin.filters import (
     MineFilter,
     PathFilter,
     RecoveryPointFilter,
+    RequestGroupFilter,
     StateFilter,
     StatusFilter,
     StuckCodeFilter,
@@ -54,7 +55,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     list_display = ("id", "request", "state", "status", "progress", "age", "attempts", "trouble", "sender")
     list_filter = (
         *(StateFilter, AgeFilter, StuckCodeFilter, RecoveryPointFilter, PathFilter, StatusFilter, MineFilter),
-        ErrorGroupFilter,  # The last: it reads what the others let through.
+        *(RequestGroupFilter, ErrorGroupFilter),  # The last: they read what the others let through.
     )
     sortable_by = ("age",)
     bulk = (HandBack(), Acknowledge())
