@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 from django.contrib.admin import AdminSite
 from django.db import router
+from django.db.models import Model
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils import timezone
@@ -20,7 +21,7 @@ from idempotency._states import KeyState
 from idempotency.admin import charts
 from idempotency.admin.charts import Line
 from idempotency.admin.filters import AGES, Age
-from idempotency.models import STARTED, IdempotencyKey
+from idempotency.models import STARTED, IdempotencyKey, StagedJob
 from idempotency.monitoring import doctor, heartbeats, measures, traffic
 
 #: How many rows of a kind are read, the oldest first. More is said to be more.
@@ -62,11 +63,13 @@ def numbers(request: HttpRequest, site: AdminSite) -> dict[str, Any]:
     url, jobs_url = _list_url(site, "idempotencykey"), _list_url(site, "stagedjob")
     keys, processes = measures.unfinished_keys(alias, MAX_READ), _recent_processes(alias)
     shown: dict[str, Any] = _of_keys(keys, measures.groups_of_stuck_keys(alias, MAX_READ), url)
+    shown |= {"keys_url": url, "key_actions": _actions(request, site, IdempotencyKey)}
     shown |= {"max_read": MAX_READ, "more_keys": keys.count == MAX_READ, "as_of": timezone.now(), **_of_processes(processes)}
     findings = [*doctor.findings_of_keys(keys), *doctor.findings_of_processes(processes)]
     if request.user.has_perm("idempotency.view_stagedjob"):
         jobs = measures.staged_jobs(alias, MAX_READ)
         shown |= _of_jobs(jobs, measures.groups_of_failed_jobs(alias, MAX_READ), jobs_url)
+        shown |= {"jobs_url": jobs_url, "job_actions": _actions(request, site, StagedJob)}
         findings += doctor.findings_of_jobs(jobs)
     behind = {
         **{"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"},
@@ -103,7 +106,7 @@ def _charts(alias: str, chosen: str) -> dict[str, Any]:
     }
 
 
-def _of_keys(keys: measures.UnfinishedKeys, groups: list[measures.Group], url: str) -> dict[str, Any]:
+def _of_keys(keys: measures.UnfinishedKeys, groups: list[measures.ErrorGroup], url: str) -> dict[str, Any]:
     points = {point: _by_age(ages) for point, ages in keys.ages_by_point.items()}
     largest = max((count for ages in points.values() for count in ages.values()), default=0)
 
@@ -129,13 +132,13 @@ def _of_keys(keys: measures.UnfinishedKeys, groups: list[measures.Group], url: s
             for code, count in stuck.most_common()
         ],
         "groups": [
-            (group, _link(url, state="stuck", stuck_code=group.cause, error_group=group.error, request_group=group.place))
+            (group, _link("", state="stuck", stuck_code=group.cause, error_group=group.error, request_group=group.place))
             for group in groups[:MAX_GROUPS]
         ],
     }
 
 
-def _of_jobs(jobs: measures.StagedJobs, groups: list[measures.Group], url: str) -> dict[str, Any]:
+def _of_jobs(jobs: measures.StagedJobs, groups: list[measures.ErrorGroup], url: str) -> dict[str, Any]:
     ages, failed = _by_age(jobs.waiting), jobs.failed_by_name
     largest = max(ages.values(), default=0)
     bars = [_bar(f"due for {age.label}", ages[age.name], largest, url, state="waiting", age=age.name) for age in AGES]
@@ -148,7 +151,7 @@ def _of_jobs(jobs: measures.StagedJobs, groups: list[measures.Group], url: str) 
             for name, count in failed.most_common(20)
         ],
         "job_groups": [
-            (group, _link(url, state="failed", job_name=group.cause, queue=group.place, error_group=group.error))
+            (group, _link("", state="failed", job_name=group.cause, queue=group.place, error_group=group.error))
             for group in groups[:MAX_GROUPS]
         ],
     }
@@ -187,6 +190,15 @@ def _bar(label: str, count: int, largest: int, url: str, alarming: bool = False,
 
 def _link(url: str, **chosen: str) -> str:
     return f"{url}?{urlencode(chosen)}"
+
+
+def _actions(request: HttpRequest, site: AdminSite, model: type[Model]) -> list[tuple[str, str]]:
+    """Return what the person may do to all rows of a group: the label, and the address of the question without the group."""
+    rows: Any = site._registry[model]
+    name = f"{site.name}:idempotency_{model._meta.model_name}_bulk"
+    return [
+        (action.label, reverse(name, args=(action.name,))) for action in rows.bulk if rows.holds(request, action.permission)
+    ]
 
 
 def _list_url(site: AdminSite, model: str) -> str:

@@ -56,7 +56,7 @@ class StagedJobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ErrorGroup:
     """Stuck keys or failed jobs with the same cause: a code or a job name, the error, and the place.
 
     ``oldest`` and ``newest`` are the seconds since the first and the last of them became stuck or failed.
@@ -128,7 +128,7 @@ def staged_jobs(using: str, limit: int = COUNT_LIMIT) -> StagedJobs:
     return StagedJobs(waiting, sum(age >= 0 for age in waiting), max([0.0, *waiting]), Counter(failed[:limit]))
 
 
-def groups_of_stuck_keys(using: str, limit: int = COUNT_LIMIT) -> list[Group]:
+def groups_of_stuck_keys(using: str, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
     """Group the stuck keys, the oldest ``limit`` of them, by stuck code, error and request; the largest group first."""
     keys: Any = IdempotencyKey.objects.using(using).stuck().order_by("created_at")
     since, text = Now() - F("stuck_at"), Left("stuck_reason", _GROUPED_CHARACTERS)
@@ -141,7 +141,7 @@ def request_group(method: str, path: str) -> str:
     return group_of(f"{method} {path.partition('?')[0]}")
 
 
-def groups_of_failed_jobs(using: str, limit: int = COUNT_LIMIT) -> list[Group]:
+def groups_of_failed_jobs(using: str, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
     """Group the failed jobs, the ``limit`` that failed first, by name, error and queue; the largest group first."""
     jobs = StagedJob.objects.using(using).filter(failed_at__isnull=False).order_by("failed_at")
     since, text = Now() - F("failed_at"), Left("last_error", _GROUPED_CHARACTERS)
@@ -149,11 +149,11 @@ def groups_of_failed_jobs(using: str, limit: int = COUNT_LIMIT) -> list[Group]:
     return _groups((name, error, queue, _seconds(age)) for name, error, queue, age in rows)
 
 
-def _groups(rows: Iterable[tuple[str, str, str, float]]) -> list[Group]:
+def _groups(rows: Iterable[tuple[str, str, str, float]]) -> list[ErrorGroup]:
     ages: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for cause, error, place, age in rows:
         ages[cause, group_of(error), place].append(age)
-    groups = [Group(*key, len(found), max(found), min(found)) for key, found in ages.items()]
+    groups = [ErrorGroup(*key, len(found), max(found), min(found)) for key, found in ages.items()]
     return sorted(groups, key=lambda group: (-group.count, -group.oldest))
 
 

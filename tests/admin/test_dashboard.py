@@ -76,14 +76,16 @@ def test_stuck_keys_with_one_cause_are_one_group_and_lead_to_their_list() -> Non
     IdempotencyKeyFactory(**stuck("view_gave_up") | {"stuck_reason": "No charge for ride 7."}, request_path="/tips/7")
     IdempotencyKeyFactory(**stuck("call_in_doubt"))
     client = staff()
-    (largest, url), *others = client.get(DASHBOARD).context["groups"]
+    (largest, query), *others = client.get(DASHBOARD).context["groups"]
     assert (largest.cause, largest.count) == ("view_gave_up", 3)
     assert sorted((other.cause, other.place, other.count) for other, _ in others) == [
         ("call_in_doubt", "POST /rides", 1), ("view_gave_up", "POST /tips/#", 1),
     ]  # fmt: skip
     assert (largest.error, largest.place) == ("No charge for ride #.", "POST /rides/#/pay")
     assert (round(largest.oldest / 60), round(largest.newest / 60)) == (30, 4)
-    assert client.get(url).context["cl"].result_count == 3
+    assert client.get(f"{KEYS}{query}").context["cl"].result_count == 3
+    question = client.get(f"{KEYS}bulk/hand_back/{query}")
+    assert question.context["eligible"] == 3
 
 
 @pytest.mark.django_db
@@ -93,7 +95,9 @@ def test_failed_jobs_with_one_cause_are_one_group() -> None:
     client = staff()
     groups = client.get(DASHBOARD).context["job_groups"]
     assert (groups[0][0].cause, groups[0][0].error, groups[0][0].count) == ("a.b", "Refused: job #", 2)
-    assert [client.get(url).context["cl"].result_count for _, url in groups] == [group.count for group, _ in groups]
+    assert [client.get(f"{JOBS}{query}").context["cl"].result_count for _, query in groups] == [
+        group.count for group, _ in groups
+    ]
 
 
 @pytest.mark.django_db
