@@ -4,4 +4,4 @@ No page counts a whole table, joins for a row, or loads a body for a list. Rows 
 key is moved by ``idempotency.interventions`` alone, each of them under a permission of its own.
 """
 
-from idempotency.admin import job_list, keys  # noqa: F401 - they register themselves
+from idempotency.admin import job_list, keys, message_list  # noqa: F401 - they register themselves

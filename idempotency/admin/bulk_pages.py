@@ -64,6 +64,11 @@ class BulkAdmin(ReadOnlyAdmin):
         allowed = [action for action in self.bulk if self.holds(request, action.permission)]
         return {action.name: (partial(_ask, action.name), action.name, f"{action.label} …") for action in allowed}
 
+    def question_url(self, action: BulkAction, *rows: Any) -> str:
+        """Return the question of an action about these rows."""
+        ids = ",".join(str(row.pk).replace("-", "") for row in rows)
+        return f"{reverse(f'{self.admin_site.name}:idempotency_{self.opts.model_name}_bulk', args=(action.name,))}?{IDS}={ids}"
+
     def bulk_view(self, request: HttpRequest, name: str) -> HttpResponse:
         """Ask about all rows that match the query. After the answer, work on a chunk of them, until none is left."""
         action = next((action for action in self.bulk if action.name == name), None)

@@ -20,6 +20,7 @@ from idempotency.monitoring.measures import request_group
 NEWEST = 20_000
 #: The filter by error reads so many rows, the oldest ones.
 MAX_GROUPED = 5000
+_BIGGEST_ID = 2**63 - 1
 
 
 class Age(NamedTuple):
@@ -44,6 +45,11 @@ def newest(rows: QuerySet[Any], count: int, by: str = "created_at") -> QuerySet[
     table = rows.model._base_manager.using(rows.db).order_by(f"-{by}")
     border = table.values_list(by, flat=True)[count : count + 1].first()
     return rows if border is None else rows.filter(**{f"{by}__gt": border})
+
+
+def row_id(term: str) -> int | None:
+    """Return the id of a row that ``term`` may be; None if no row can have it."""
+    return int(term) if term.isdecimal() and len(term) <= len(str(_BIGGEST_ID)) and int(term) <= _BIGGEST_ID else None
 
 
 class StateFilter(admin.SimpleListFilter):

@@ -1,20 +1,21 @@
-"""Staged jobs, foreign calls, and messages of the inbox."""
+"""Staged jobs: the list, and the page of one, with the actions that a failed job allows."""
 
 from typing import Any
+from uuid import UUID
 
 from django.contrib import admin
 from django.db.models import QuerySet
 from django.db.models.functions import Now
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.timesince import timesince
 
 from idempotency.admin.bulk_jobs import Discard, Retry
 from idempotency.admin.bulk_pages import BulkAdmin
-from idempotency.admin.filters import AgeFilter, ChosenFilter, JobErrorGroupFilter
-from idempotency.admin.reading import ReadOnlyAdmin, preformatted, pretty
-from idempotency.models import ForeignCall, ProcessedMessage, StagedJob
+from idempotency.admin.filters import AgeFilter, ChosenFilter, JobErrorGroupFilter, row_id
+from idempotency.admin.reading import preformatted, pretty
+from idempotency.models import StagedJob
 
 
 class JobStateFilter(admin.SimpleListFilter):
@@ -66,6 +67,8 @@ class StagedJobAdmin(BulkAdmin):
     list_filter = (JobStateFilter, DueFilter, JobNameFilter, QueueFilter, JobErrorGroupFilter)
     bulk = (Retry(), Discard())
     ordering = ("-id",)
+    search_fields = ("id",)
+    search_help_text = "The id of a job, or the id of the row of its key."
     fields = (
         "job_name",
         "arguments",
@@ -86,6 +89,16 @@ class StagedJobAdmin(BulkAdmin):
         annotated: QuerySet[Any] = jobs.annotate(read_at=Now())
         return annotated
 
+    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
+        """Find a job by its id, and the jobs of a key."""
+        if not search_term:
+            return queryset, False
+        try:
+            return queryset.filter(pk=UUID(search_term)), False
+        except ValueError:
+            key = row_id(search_term)
+        return (queryset.none() if key is None else queryset.filter(idempotency_key=key)), False
+
     @admin.display(description="state")
     def state(self, job: Any) -> str:
         """Return since when it has waited or been given up."""
@@ -103,6 +116,15 @@ class StagedJobAdmin(BulkAdmin):
         page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_change", args=(job.idempotency_key_id,))
         return format_html('<a href="{}">{}</a>', page, job.idempotency_key_id)
 
+    def render_change_form(self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any) -> HttpResponse:
+        """Offer the actions of the list to a failed job, each with its question."""
+        job: StagedJob = context["original"]
+        possible = self.bulk if job.failed_at is not None else ()
+        context["actions"] = [
+            (action, self.question_url(action, job)) for action in possible if self.holds(request, action.permission)
+        ]
+        return super().render_change_form(request, context, *args, **kwargs)
+
     @admin.display(description="arguments")
     def arguments(self, job: StagedJob) -> str:
         return preformatted(pretty(job.job_args))
@@ -110,19 +132,3 @@ class StagedJobAdmin(BulkAdmin):
     @admin.display(description="last error")
     def error(self, job: StagedJob) -> str:
         return preformatted(job.last_error)
-
-
-@admin.register(ForeignCall)
-class ForeignCallAdmin(ReadOnlyAdmin):
-    """Calls to services that are not idempotent."""
-
-    list_display = ("id", "name", "key_id", "started_at", "recorded_at", "result")
-    ordering = ("-id",)
-
-
-@admin.register(ProcessedMessage)
-class ProcessedMessageAdmin(ReadOnlyAdmin):
-    """Messages that took effect."""
-
-    list_display = ("id", "source", "message_id", "processed_at")
-    ordering = ("-id",)

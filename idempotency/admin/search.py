@@ -15,7 +15,7 @@ from django.core.exceptions import FieldError
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 
-from idempotency.admin.filters import NEWEST, newest
+from idempotency.admin.filters import NEWEST, newest, row_id
 from idempotency.models import ForeignCall, IdempotencyKey, StagedJob
 from idempotency.scopes import OWN
 
@@ -28,7 +28,6 @@ HELP = (
 )
 #: How many keys are found by each kind of term.
 MAX_FOUND = 200
-_BIGGEST_ID = 2**63 - 1
 
 
 def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest) -> QuerySet[Any]:
@@ -36,11 +35,10 @@ def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest
     if "\0" in term:
         return keys.none()  # PostgreSQL takes no NUL.
     every: Any = IdempotencyKey.objects.using(keys.db)
-    found = {*every.filter(idempotency_key=term).values_list("pk", flat=True)[:MAX_FOUND]}
+    found: set[int | None] = {*every.filter(idempotency_key=term).values_list("pk", flat=True)[:MAX_FOUND]}
     if not found and len(term) >= MIN_PREFIX:
         found.update(_by_prefix(every, term))
-    if term.isdecimal() and len(term) <= len(str(_BIGGEST_ID)) and int(term) <= _BIGGEST_ID:
-        found.add(int(term))
+    found.add(row_id(term))
     with suppress(ValueError):
         found.update(StagedJob.objects.using(keys.db).filter(pk=UUID(term)).values_list("idempotency_key_id", flat=True))
     found.update(_by_linked_rows(term, site, request, keys.db))

@@ -1,0 +1,115 @@
+"""Foreign calls, and messages of the inbox."""
+
+from typing import Any
+from urllib.parse import urlencode
+
+from django.contrib import admin
+from django.db.models import Q, QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from idempotency.admin.filters import MAX_GROUPED, NEWEST, AgeFilter, ChosenFilter, newest, row_id
+from idempotency.admin.reading import ReadOnlyAdmin
+from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage
+
+
+class CallNameFilter(ChosenFilter):
+    """The name of a call, among the newest."""
+
+    title = f"name, of the {NEWEST:,} newest"
+    parameter_name = "name"
+
+    def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
+        return newest(rows.filter(name=value), NEWEST, by="pk")
+
+
+class InDoubtFilter(admin.SimpleListFilter):
+    """Calls whose result is unknown, of keys that are not finished; of very many such keys, of the oldest."""
+
+    title = "result"
+    parameter_name = "result"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("unknown", "unknown, of unfinished keys")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() != "unknown":
+            return queryset
+        keys: Any = IdempotencyKey.objects.using(queryset.db)
+        unfinished = keys.unfinished().order_by("created_at").values_list("pk", flat=True)[:MAX_GROUPED]
+        return queryset.filter(recorded_at__isnull=True, key__in=list(unfinished))
+
+
+@admin.register(ForeignCall)
+class ForeignCallAdmin(ReadOnlyAdmin):
+    """Calls to services that are not idempotent."""
+
+    list_display = ("id", "name_shown", "key_shown", "started_at", "recorded_at", "result")
+    list_filter = (InDoubtFilter, CallNameFilter)
+    ordering = ("-id",)
+    search_fields = ("name",)
+    search_help_text = f"The id of the row of a key, or the name of a call among the {NEWEST:,} newest."
+
+    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
+        """Find calls by their key, through its index, or by their name."""
+        if not search_term:
+            return queryset, False
+        if (pk := row_id(search_term)) is not None:
+            return queryset.filter(key=pk), False
+        return newest(queryset.filter(name=search_term), NEWEST, by="pk"), False
+
+    @admin.display(description="name")
+    def name_shown(self, call: ForeignCall) -> SafeString:
+        return filter_link("name", call.name)
+
+    @admin.display(description="key")
+    def key_shown(self, call: ForeignCall) -> SafeString:
+        page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_change", args=(call.key_id,))
+        return format_html('<a href="{}">{}</a>', page, call.key_id)
+
+
+class SourceFilter(ChosenFilter):
+    """Who numbers the messages, among the newest."""
+
+    title = f"source, of the {NEWEST:,} newest"
+    parameter_name = "source"
+
+    def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
+        return newest(rows.filter(source=value), NEWEST, by="processed_at")
+
+
+class ProcessedFilter(AgeFilter):
+    """How long ago messages took effect."""
+
+    title = "processed"
+    column = "processed_at"
+
+
+@admin.register(ProcessedMessage)
+class ProcessedMessageAdmin(ReadOnlyAdmin):
+    """Messages that took effect."""
+
+    list_display = ("id", "source_shown", "message_id", "processed_at")
+    list_filter = (ProcessedFilter, SourceFilter)
+    ordering = ("-processed_at",)
+    search_fields = ("message_id",)
+    search_help_text = "The whole id of a message, or the id of its row."
+
+    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
+        """Find messages by their whole id, of whatever source."""
+        if not search_term:
+            return queryset, False
+        messages = ProcessedMessage.objects.using(queryset.db).filter(message_id=search_term)
+        found = Q(pk__in=list(messages.values_list("pk", flat=True)[:MAX_GROUPED]))
+        return queryset.filter(found | Q(pk=row_id(search_term))), False
+
+    @admin.display(description="source")
+    def source_shown(self, message: ProcessedMessage) -> SafeString:
+        return filter_link("source", message.source)
+
+
+def filter_link(name: str, value: str) -> SafeString:
+    """Return a value as a link to the rows that have it."""
+    return format_html('<a href="?{}">{}</a>', urlencode({name: value}), value)
