@@ -62,8 +62,8 @@ class Settings:
     #: Further ones get 409. Each waiting request occupies a thread, so keep the number well below the threads of a
     #: worker.
     MAX_WAITING_REQUESTS: int = 2
-    #: A callable or its dotted path that returns the response for ``status, code, title, detail, retryable,
-    #: headers``. None is problem+json.
+    #: A callable or its dotted path that returns the response for ``request, status, code, title, detail, retryable,
+    #: headers``. None is problem+json, or a page for a client that prefers HTML.
     ERROR_RENDERER: str | Callable[..., Any] | None = None
     #: The prefix of the code in a problem's ``type``.
     PROBLEM_TYPE_BASE: str = "urn:django-idempotency:error:"

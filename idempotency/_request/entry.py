@@ -44,7 +44,7 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
             return _unprotected(call)
         return _announced(call, partial(_protected, call, options, value))
     except Problem as problem:
-        return problem.response()
+        return problem.response(request)
 
 
 def _applies(call: Call, options: Options) -> bool:

@@ -2,9 +2,10 @@
 
 import math
 
-from django.http import HttpResponseBase, JsonResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
 from idempotency import conf
+from idempotency._request.problem_page import page, prefers_html
 from idempotency.exceptions import StuckCode
 from idempotency.http import not_stored
 
@@ -24,6 +25,9 @@ _TITLES = {
     "unknown_recovery_point": "This version of the service cannot continue the request",
 }
 
+#: The arguments of ERROR_RENDERER, by name.
+RENDERED_FROM = ("request", "status", "code", "title", "detail", "retryable", "headers")
+
 #: The codes of requests that have claimed no key.
 NOT_CLAIMED = frozenset({"key_missing", "key_invalid", "body_incomplete", "scope_missing"})
 
@@ -41,11 +45,12 @@ class Problem(Exception):
             # Whole seconds, at least one, rounded down so as not to exceed the time of the lock.
             self.headers["Retry-After"] = str(max(1, math.floor(retry_after)))
 
-    def response(self) -> HttpResponseBase:
-        """Return the response, made by ERROR_RENDERER if it is set. An outer protected view does not store it."""
-        return not_stored(self._rendered())
+    def response(self, request: HttpRequest) -> HttpResponseBase:
+        """Return the response to a request: that of ERROR_RENDERER if it is set, a page for a client that prefers HTML, else a
+        problem document. An outer protected view does not store it."""
+        return not_stored(self._rendered(request))
 
-    def _rendered(self) -> HttpResponseBase:
+    def _rendered(self, request: HttpRequest) -> HttpResponseBase:
         limits = conf.get()
         members = {
             "title": _TITLES[self.code],
@@ -55,10 +60,13 @@ class Problem(Exception):
             "retryable": self.retryable,
         }
         if limits.ERROR_RENDERER is not None:
-            rendered: HttpResponseBase = conf.named(limits.ERROR_RENDERER)(**members, headers=self.headers)
+            rendered: HttpResponseBase = conf.named(limits.ERROR_RENDERER)(request=request, **members, headers=self.headers)
             return rendered
-        content = {"type": limits.PROBLEM_TYPE_BASE + self.code, **members}
-        return JsonResponse(content, status=self.status, headers=self.headers, content_type="application/problem+json")
+        if prefers_html(request):
+            content = page(request, members | {"retry_after": self.headers.get("Retry-After", "")})
+            return HttpResponse(content, status=self.status, headers=self.headers)
+        document = {"type": limits.PROBLEM_TYPE_BASE + self.code, **members}
+        return JsonResponse(document, status=self.status, headers=self.headers, content_type="application/problem+json")
 
 
 def key_missing() -> Problem:

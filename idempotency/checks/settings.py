@@ -1,6 +1,7 @@
 """System checks of settings and databases. The ids are listed in docs/reference.md. No check queries a database."""
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from django.apps import apps
@@ -12,6 +13,7 @@ from django.db.models import DO_NOTHING, PROTECT, RESTRICT, ForeignObjectRel
 from django.utils.module_loading import import_string
 
 from idempotency import conf, scopes
+from idempotency._request.problems import RENDERED_FROM
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.policy import protected_views
 
@@ -47,7 +49,7 @@ def check_settings(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register
 def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E012: a setting whose dotted path cannot be imported or called."""
+    """E012: a setting whose dotted path cannot be imported or called, or not with its arguments."""
     values = getattr(settings, "IDEMPOTENCY", {})
     if conf.mistakes(values):
         return []  # reported by E001
@@ -58,8 +60,7 @@ def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             id="idempotency.E012",
         )
         for name in conf.CALLABLES
-        if isinstance(path := values.get(name), str)
-        and (problem := _problem(path, _no_validator if name == "KEY_VALIDATOR" else _not_callable))
+        if (path := values.get(name)) is not None and (problem := _problem(path, _PROBLEMS.get(name, _not_callable)))
     ]
 
 
@@ -201,9 +202,9 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     return found
 
 
-def _problem(path: str, problem_of: Callable[[Any], str]) -> str:
+def _problem(path: str | Callable[..., Any], problem_of: Callable[[Any], str]) -> str:
     try:
-        return problem_of(import_string(path))
+        return problem_of(conf.named(path))
     except Exception as error:  # A module may raise anything on import.
         return f"{type(error).__name__}: {error}"
 
@@ -216,9 +217,25 @@ def _no_validator(named: Any) -> str:
     return "it is a validator class, not a validator" if isinstance(named, type) else _not_callable(named)
 
 
+def _no_renderer(named: Any) -> str:
+    if problem := _not_callable(named):
+        return problem
+    try:
+        signature(named).bind(**dict.fromkeys(RENDERED_FROM))
+    except ValueError:  # It is built in, and has no signature.
+        return ""
+    except TypeError as error:
+        return f"it does not take the arguments {', '.join(RENDERED_FROM)}: {error}"
+    return ""
+
+
 def _no_backend(named: Any) -> str:
     right = hasattr(named, "hand_over") if isinstance(named, type) else callable(named)
     return "" if right else "it is neither a class with a method hand_over() nor a function"
+
+
+#: What is wrong with the value of a setting that is called, besides that it cannot be.
+_PROBLEMS = {"KEY_VALIDATOR": _no_validator, "ERROR_RENDERER": _no_renderer}
 
 
 def _alias() -> str:

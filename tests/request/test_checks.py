@@ -20,6 +20,7 @@ from django.views.decorators.http import require_GET, require_POST
 from rest_framework.views import APIView
 
 from idempotency import scopes
+from idempotency.contrib.rest_framework import render_error
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey, ProcessedMessage
 from tests.frameworks.kinds import KINDS, Job
@@ -88,7 +89,7 @@ def test_a_dotted_path_to_nothing_that_can_be_called_is_an_error_that_names_it(s
 def test_a_class_of_validators_is_an_error_since_it_would_take_every_key(settings):
     assert found(settings, KEY_VALIDATOR="django.core.validators.RegexValidator") == ["idempotency.E012"]
     assert found(settings, KEY_VALIDATOR=RegexValidator) == ["idempotency.E001"]
-    assert found(settings, KEY_VALIDATOR=RegexValidator("^[a-z]$"), ERROR_RENDERER="django.http.JsonResponse") == []
+    assert found(settings, KEY_VALIDATOR=RegexValidator("^[a-z]$"), ERROR_RENDERER=render_error) == []
 
 
 def test_a_callable_and_its_dotted_path_are_right(settings):

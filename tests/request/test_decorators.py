@@ -166,7 +166,7 @@ def test_the_refusal_of_a_view_inside_is_not_stored_by_the_one_around_it(serve: 
     @idempotent(recovery_points=["a"])
     def outer(request: HttpRequest) -> HttpResponseBase:
         if request.idempotency_key.attempts == 1:
-            return problems.key_in_use().response()
+            return problems.key_in_use().response(request)
         for _ in (key := request.idempotency_key).phases():
             with atomic_phase(key) as phase:
                 phase.set_response(HttpResponse(status=201))
