@@ -177,6 +177,13 @@ def offered(key: IdempotencyKey, may: Callable[[str], bool]) -> dict[str, Button
     return {name: button for name, button in BUTTONS.items() if button.possible(key) and may(button.permission)}
 
 
+def not_offered(key: IdempotencyKey, may: Callable[[str], bool]) -> list[tuple[str, str]]:
+    """Return the labels of the buttons that make sense in the state of the key, but need a permission that the person has not,
+    with these."""
+    possible = (button for button in BUTTONS.values() if button.possible(key) and not may(button.permission))
+    return [(button.label, f"idempotency.{button.permission}") for button in possible]
+
+
 def username(request: HttpRequest) -> str:
     """Return who presses, for the history."""
     return request.user.get_username()[:100]

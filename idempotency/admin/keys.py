@@ -8,7 +8,6 @@ from urllib.parse import urlencode
 from django.contrib import admin, messages
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.auth import get_user_model
-from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.db.models import QuerySet
 from django.db.models.functions import Now
@@ -22,7 +21,7 @@ from django.utils.timesince import timesince
 from idempotency._request.atomic_requests import EVERY_ALIAS
 from idempotency._states import KeyState, due_at
 from idempotency.admin import dashboard, key_page
-from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
+from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, not_offered, noted, offered, username
 from idempotency.admin.bulk_keys import Acknowledge, HandBack
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.export import csv_of
@@ -36,7 +35,7 @@ from idempotency.admin.filters import (
     StatusFilter,
     StuckCodeFilter,
 )
-from idempotency.admin.reading import first_line_of, masked, preformatted, pretty
+from idempotency.admin.reading import first_line_of, masked, preformatted, pretty, refused
 from idempotency.admin.search import HELP, search
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.exceptions import StuckCode
@@ -114,7 +113,7 @@ class IdempotencyKeyAdmin(BulkAdmin):
     def csv_view(self, request: HttpRequest) -> HttpResponse:
         """Return the keys that the filters and the search of the query let through, as a file."""
         if not self.has_view_permission(request):
-            raise PermissionDenied
+            return refused(self, request)
         try:
             return csv_of(admin.ModelAdmin.get_changelist_instance(self, request).queryset)
         except IncorrectLookupParameters:
@@ -208,6 +207,7 @@ class IdempotencyKeyAdmin(BulkAdmin):
             "next_step": key_page.next_step(key, has_view=key.declared is not None),
             "stuck_code": STUCK_CODES.get(key.stuck_code),
             "buttons": offered(key, partial(self.holds, request)),
+            "not_offered": not_offered(key, partial(self.holds, request)),
             "looked_at": urlencode(looked_at(key, self._alias(key))),  # before the calls below are read, which may be newer
             **key_page.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
@@ -230,7 +230,7 @@ class IdempotencyKeyAdmin(BulkAdmin):
         if button is None:
             raise Http404
         if not self.holds(request, button.permission):
-            raise PermissionDenied
+            return refused(self, request, button.permission)
         key = self.get_object(request, str(pk))
         if key is None:
             raise Http404
@@ -258,7 +258,7 @@ class IdempotencyKeyAdmin(BulkAdmin):
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
         """Show how much waits, where, and for whom."""
         if not self.has_view_permission(request):
-            raise PermissionDenied
+            return refused(self, request)
         context = {"title": "Idempotency dashboard", "opts": self.opts, **dashboard.numbers(request, self.admin_site)}
         template = "admin/idempotency/dashboard.html"
         return TemplateResponse(request, template, self.admin_site.each_context(request) | {"media": self.media} | context)

@@ -7,9 +7,12 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.contrib.admin import AdminSite
 from django.contrib.admin.views.main import PAGE_VAR
+from django.contrib.auth import get_permission_codename
+from django.contrib.auth.models import Permission
 from django.core.paginator import Paginator
 from django.db.models import Model, QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
 from django.urls import NoReverseMatch, reverse
 from django.utils.functional import cached_property
 from django.utils.html import escape, format_html
@@ -91,6 +94,18 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
         """Allow the filters of the page alone: any other lookup may read the whole table, or be refused by the database."""
         return lookup in {getattr(chosen, "parameter_name", None) for chosen in self.list_filter}
 
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Show the list, or who may see it."""
+        if not self.has_view_permission(request):
+            return refused(self, request)
+        return super().changelist_view(request, extra_context)
+
+    def change_view(self, request: HttpRequest, object_id: str, *args: Any, **kwargs: Any) -> HttpResponse:
+        """Show a row, or who may see it."""
+        if not self.has_view_permission(request):
+            return refused(self, request)
+        return super().change_view(request, object_id, *args, **kwargs)
+
     def holds(self, request: HttpRequest, permission: str) -> bool:
         """Tell whether the person has one of this app's own permissions, and may see what it is about."""
         return self.has_view_permission(request) and request.user.has_perm(f"{self.opts.app_label}.{permission}")
@@ -99,6 +114,19 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
     def last_error_line(self, row: Any) -> str:
         """Return the first line of the last error."""
         return first_line_of(row.last_error)
+
+
+def refused(model_admin: ReadOnlyAdmin, request: HttpRequest, permission: str = "") -> HttpResponse:
+    """Return a 403 that names the missing permission, to view or else ``permission``, and the groups that have it."""
+    if not permission or not model_admin.has_view_permission(request):
+        permission = get_permission_codename("view", model_admin.opts)
+    app_label = model_admin.opts.app_label
+    found = Permission.objects.filter(content_type__app_label=app_label, codename=permission).first()
+    groups = found.group_set.order_by("name").values_list("name", flat=True)[:20] if found else ()
+    context: dict[str, Any] = {"title": "Not allowed", "permission": f"{app_label}.{permission}", "groups": list(groups)}
+    context |= {"description": found.name if found else "", "media": model_admin.media}
+    shared = model_admin.admin_site.each_context(request)
+    return TemplateResponse(request, "admin/idempotency/refused.html", shared | context, status=403)
 
 
 def first_line_of(text: str) -> str:
