@@ -13,7 +13,7 @@ from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.core import signing
-from django.core.exceptions import PermissionDenied, ValidationError
+from django.core.exceptions import ValidationError
 from django.db.models import QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
@@ -23,6 +23,7 @@ from idempotency._request.atomic_requests import EVERY_ALIAS
 from idempotency.admin.actions import note_field, noted, username
 from idempotency.admin.bulk import BulkAction, Group, Work, in_order, work_on
 from idempotency.admin.reading import MAX_COUNT, ReadOnlyAdmin
+from idempotency.admin.refusals import refused
 
 #: The parameter of a question about single rows. Without it the question is about all that the filters let through.
 IDS = "ids"
@@ -64,6 +65,17 @@ class BulkAdmin(ReadOnlyAdmin):
         allowed = [action for action in self.bulk if self.holds(request, action.permission)]
         return {action.name: (partial(_ask, action.name), action.name, f"{action.label} …") for action in allowed}
 
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Say which actions the person may not press, and what each needs."""
+        return super().changelist_view(request, {"not_offered": self.not_offered(request)} | (extra_context or {}))
+
+    def not_offered(self, request: HttpRequest) -> list[tuple[str, str]]:
+        """Return the labels of the actions that the person may not press, with their permissions."""
+        label = self.opts.app_label
+        return [
+            (action.label, f"{label}.{action.permission}") for action in self.bulk if not self.holds(request, action.permission)
+        ]
+
     def question_url(self, action: BulkAction, *rows: Any) -> str:
         """Return the question of an action about these rows."""
         ids = ",".join(str(row.pk).replace("-", "") for row in rows)
@@ -75,7 +87,7 @@ class BulkAdmin(ReadOnlyAdmin):
         if action is None:
             raise Http404
         if not self.holds(request, action.permission):
-            raise PermissionDenied
+            return refused(self, request, action.permission)
         ids = request.GET.get(IDS)
         back = self._list_url(request)
         try:

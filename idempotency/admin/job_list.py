@@ -119,10 +119,10 @@ class StagedJobAdmin(BulkAdmin):
     def render_change_form(self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any) -> HttpResponse:
         """Offer the actions of the list to a failed job, each with its question."""
         job: StagedJob = context["original"]
-        possible = self.bulk if job.failed_at is not None else ()
-        context["actions"] = [
-            (action, self.question_url(action, job)) for action in possible if self.holds(request, action.permission)
-        ]
+        if job.failed_at is not None:
+            allowed = [action for action in self.bulk if self.holds(request, action.permission)]
+            context["actions"] = [(action, self.question_url(action, job)) for action in allowed]
+            context["not_offered"] = self.not_offered(request)
         return super().render_change_form(request, context, *args, **kwargs)
 
     @admin.display(description="arguments")

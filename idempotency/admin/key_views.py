@@ -127,16 +127,10 @@ class KeyPageAdmin(ReadOnlyAdmin):
         }
         return super().render_change_form(request, context, *args, **kwargs)
 
-    def change_view(self, request: HttpRequest, object_id: str, *args: Any, **kwargs: Any) -> HttpResponse:
-        """Show the page; who may not see it is told which permission is missing."""
-        if not self.has_view_permission(request):
-            return refused(request, self, "view_idempotencykey")
-        return super().change_view(request, object_id, *args, **kwargs)
-
     def json_view(self, request: HttpRequest, pk: int) -> HttpResponse:
         """Return the key as JSON, without its secrets."""
         if not self.has_view_permission(request):
-            return refused(request, self, "view_idempotencykey")
+            return refused(self, request)
         key = self.get_object(request, str(pk))
         if key is None:
             raise Http404
@@ -160,7 +154,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         if button is None:
             raise Http404
         if not self.holds(request, button.permission):
-            return refused(request, self, button.permission)
+            return refused(self, request, button.permission)
         key = self.get_object(request, str(pk))
         if key is None:
             raise Http404

@@ -6,7 +6,6 @@ from urllib.parse import urlencode
 from django.contrib import admin
 from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.auth import get_user_model
-from django.core.exceptions import PermissionDenied
 from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
@@ -34,6 +33,7 @@ from idempotency.admin.filters import (
 )
 from idempotency.admin.key_views import KeyPageAdmin
 from idempotency.admin.reading import first_line_of
+from idempotency.admin.refusals import refused
 from idempotency.admin.search import HELP, search
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
@@ -98,7 +98,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     def csv_view(self, request: HttpRequest) -> HttpResponse:
         """Return the keys that the filters and the search of the query let through, as a file."""
         if not self.has_view_permission(request):
-            raise PermissionDenied
+            return refused(self, request)
         try:
             return csv_of(admin.ModelAdmin.get_changelist_instance(self, request).queryset)
         except IncorrectLookupParameters:
@@ -146,7 +146,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
         """Show how much waits, where, and for whom."""
         if not self.has_view_permission(request):
-            raise PermissionDenied
+            return refused(self, request)
         context = {"title": "Idempotency dashboard", "opts": self.opts, **dashboard.numbers(request, self.admin_site)}
         template = "admin/idempotency/dashboard.html"
         return TemplateResponse(request, template, self.admin_site.each_context(request) | {"media": self.media} | context)

@@ -9,7 +9,7 @@ from django.contrib.admin import AdminSite
 from django.contrib.admin.views.main import PAGE_VAR
 from django.core.paginator import Paginator
 from django.db.models import Model, QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 from django.urls import NoReverseMatch, reverse
 from django.utils.functional import cached_property
 from django.utils.html import escape, format_html
@@ -17,6 +17,7 @@ from django.utils.safestring import SafeString, mark_safe
 
 from idempotency._request.redaction import REDACTED
 from idempotency._text import summary
+from idempotency.admin.refusals import refused
 
 #: A page counts at most so many rows; the further ones are found by a filter or the search.
 MAX_COUNT = 5000
@@ -90,6 +91,18 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
         """Allow the filters of the page alone: any other lookup may read the whole table, or be refused by the database."""
         return lookup in {getattr(chosen, "parameter_name", None) for chosen in self.list_filter}
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Show the list, or who may see it."""
+        if not self.has_view_permission(request):
+            return refused(self, request)
+        return super().changelist_view(request, extra_context)
+
+    def change_view(self, request: HttpRequest, object_id: str, *args: Any, **kwargs: Any) -> HttpResponse:
+        """Show a row, or who may see it."""
+        if not self.has_view_permission(request):
+            return refused(self, request)
+        return super().change_view(request, object_id, *args, **kwargs)
 
     def holds(self, request: HttpRequest, permission: str) -> bool:
         """Tell whether the person has one of this app's own permissions, and may see what it is about."""

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from django.contrib.auth.models import Group, Permission
+from django.contrib.auth import get_permission_codename
+from django.contrib.auth.models import Permission
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 
@@ -10,17 +11,14 @@ from django.template.response import TemplateResponse
 MAX_GROUPS = 20
 
 
-def refused(request: HttpRequest, row_admin: Any, codename: str) -> HttpResponse:
-    """Return the page with status 403 that names a permission of this app, and the groups that have it."""
-    app = row_admin.opts.app_label
-    permission = Permission.objects.filter(content_type__app_label=app, codename=codename).first()
-    groups = Group.objects.filter(permissions=permission).order_by("name").values_list("name", flat=True)
-    shown = {
-        "title": "Not allowed",
-        "opts": row_admin.opts,
-        "permission": f"{app}.{codename}",
-        "permission_name": permission.name if permission else "",
-        "groups": list(groups[:MAX_GROUPS]) if permission else [],
-    }
-    context = row_admin.admin_site.each_context(request) | shown
-    return TemplateResponse(request, "admin/idempotency/refused.html", context, status=403)
+def refused(model_admin: Any, request: HttpRequest, permission: str = "") -> HttpResponse:
+    """Return a 403 that names the missing permission, to view or else ``permission``, and the groups that have it."""
+    if not permission or not model_admin.has_view_permission(request):
+        permission = get_permission_codename("view", model_admin.opts)
+    app_label = model_admin.opts.app_label
+    found = Permission.objects.filter(content_type__app_label=app_label, codename=permission).first()
+    groups = found.group_set.order_by("name").values_list("name", flat=True)[:MAX_GROUPS] if found else ()
+    context: dict[str, Any] = {"title": "Not allowed", "permission": f"{app_label}.{permission}", "groups": list(groups)}
+    context |= {"description": found.name if found else "", "media": model_admin.media}
+    shared = model_admin.admin_site.each_context(request)
+    return TemplateResponse(request, "admin/idempotency/refused.html", shared | context, status=403)

@@ -11,8 +11,8 @@ from django.utils import timezone
 
 from idempotency.admin import message_list
 from idempotency.models import ForeignCall, ProcessedMessage, StagedJob
-from tests.admin.test_lists import listed, person, pks
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
+from tests.kit.admin import listed, person, pks
 from tests.kit.ageing import ago
 
 MESSAGES, CALLS = "/admin/idempotency/processedmessage/", "/admin/idempotency/foreigncall/"

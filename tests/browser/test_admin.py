@@ -146,7 +146,9 @@ def test_a_rider_who_was_kept_waiting_hears_of_it(service: Service, visitor: Vis
     visitor.expect_status("Payment accepted.")
 
 
-def test_who_may_only_look_sees_the_key_and_no_buttons(service: Service, stuck: dict[str, Any], visitor: Visitor) -> None:
+def test_who_may_only_look_sees_the_key_and_no_buttons(
+    service: Service, stuck: dict[str, Any], visitor: Visitor, axe_script: str
+) -> None:
     service.rows(_ADD_VIEWER, (PBKDF2PasswordHasher().encode("viewer", "salt", 1000),))
 
     visitor.sign_in_to_admin(f"{KEYS}{stuck['id']}/change/", "viewer", "viewer")
@@ -155,9 +157,15 @@ def test_who_may_only_look_sees_the_key_and_no_buttons(service: Service, stuck: 
     expect(visitor.page.locator("#content").locator("input[type=submit], .button")).to_have_count(0)
     expect(visitor.page.locator(".idem-missing")).to_contain_text("idempotency.complete_idempotencykey")
     visitor.shoot("admin-view-only")
+    assert visitor.barriers(axe_script) == []
     visitor.go(KEYS)
     expect(visitor.page.locator("#result_list")).to_be_visible()
     expect(visitor.page.locator("select[name=action]")).to_have_count(0)
+    assert visitor.barriers(axe_script) == []
+    visitor.go(f"{KEYS}bulk/acknowledge/")
+    expect(visitor.page.locator("#content")).to_contain_text("idempotency.acknowledge_idempotencykey")
+    visitor.shoot("admin-refused")
+    assert visitor.barriers(axe_script) == []
 
 
 @in_both
