@@ -7,30 +7,21 @@ from uuid import uuid4
 
 import pytest
 from django.contrib.admin.models import DELETION, LogEntry
-from django.contrib.auth.models import Permission
 from django.db.models.functions import Now
 from django.test import Client
 
 from idempotency import interventions
 from idempotency.admin import bulk
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
-from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
+from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.ageing import ago
+from tests.kit.staff import KEYS, person
 from tests.kit.threads import all_at_once
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-KEYS, JOBS = "/admin/idempotency/idempotencykey/", "/admin/idempotency/stagedjob/"
+JOBS = "/admin/idempotency/stagedjob/"
 HAND_BACK, ACKNOWLEDGE = f"{KEYS}bulk/hand_back/", f"{KEYS}bulk/acknowledge/"
-
-
-def person(*permissions: str) -> Client:
-    """Return a client signed in as staff with these permissions; a superuser without any."""
-    user = UserFactory(is_staff=True, is_superuser=not permissions)
-    user.user_permissions.add(*Permission.objects.filter(content_type__app_label="idempotency", codename__in=permissions))
-    client = Client()
-    client.force_login(user)
-    return client
 
 
 def stuck_keys(count: int, **changes: Any) -> list[IdempotencyKey]:

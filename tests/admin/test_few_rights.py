@@ -8,12 +8,12 @@ import pytest
 from django.contrib.auth.models import Group, Permission
 from django.utils import timezone
 
-from tests.admin.test_lists import person
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
+from tests.kit.staff import KEYS, person
 
 pytestmark = pytest.mark.django_db
 
-KEYS, JOBS = "/admin/idempotency/idempotencykey/", "/admin/idempotency/stagedjob/"
+JOBS = "/admin/idempotency/stagedjob/"
 DASHBOARD = f"{KEYS}dashboard/"
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from django.contrib.auth.models import Permission
 from django.test import Client
 from django.utils import timezone
 
@@ -17,8 +16,9 @@ from idempotency.interventions import acknowledge
 from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago
+from tests.kit.staff import KEYS, listed, person, pks
 
-KEYS, JOBS = "/admin/idempotency/idempotencykey/", "/admin/idempotency/stagedjob/"
+JOBS = "/admin/idempotency/stagedjob/"
 
 
 @pytest.fixture
@@ -26,29 +26,9 @@ def staff(db: None) -> Client:
     return person()
 
 
-def person(*permissions: str) -> Client:
-    """Return a client signed in as staff with these permissions; a superuser without any."""
-    user = UserFactory(is_staff=True, is_superuser=not permissions)
-    user.user_permissions.add(*Permission.objects.filter(codename__in=permissions))
-    client = Client()
-    client.force_login(user)
-    client.user = user
-    return client
-
-
 def stuck(reason: str = "Look.", code: str = "view_gave_up", **changes: Any) -> IdempotencyKey:
     state = {"stuck_at": timezone.now(), "stuck_code": code, "stuck_reason": reason, "claim_token": uuid4()}
     return IdempotencyKeyFactory(**state | changes)
-
-
-def listed(client: Client, query: dict[str, str], page: str = KEYS) -> list[Any]:
-    answer = client.get(page, query)
-    assert answer.status_code == 200
-    return [row.pk for row in answer.context["cl"].result_list]
-
-
-def pks(*rows: Any) -> list[Any]:
-    return [row.pk for row in rows]
 
 
 def test_stuck_keys_are_listed_with_the_oldest_first_and_others_with_the_youngest(staff: Client) -> None:

@@ -11,9 +11,9 @@ from django.utils import timezone
 
 from idempotency.admin import message_list
 from idempotency.models import ForeignCall, ProcessedMessage, StagedJob
-from tests.admin.test_lists import listed, person, pks
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.ageing import ago
+from tests.kit.staff import listed, person, pks
 
 MESSAGES, CALLS = "/admin/idempotency/processedmessage/", "/admin/idempotency/foreigncall/"
 JOBS = "/admin/idempotency/stagedjob/"
