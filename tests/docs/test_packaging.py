@@ -45,10 +45,11 @@ assert second.headers["Idempotent-Replayed"] == "true", second.headers
 #: The module that an extra is for, and the apps that it wants installed.
 EXTRAS = {
     "celery": ("idempotency.contrib.celery", []),
-    "client": ("idempotency.client", []),
+    "client": ("idempotency.client._httpx", []),
     "drf": ("idempotency.contrib.rest_framework", ["rest_framework"]),
     "ninja": ("idempotency.contrib.ninja", []),
     "prometheus": ("idempotency.contrib.prometheus", []),
+    "requests": ("idempotency.client._requests", []),
     "rq": ("idempotency.contrib.rq", ["django_rq"]),
     "spectacular": ("idempotency.contrib.spectacular", ["drf_spectacular"]),
     "tasks": ("idempotency.contrib.tasks", ["django_tasks_db"]),

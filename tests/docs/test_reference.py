@@ -16,10 +16,11 @@ import pytest
 from django.dispatch import Signal
 from kombu.transport.redis import Channel
 
-from idempotency import _prompt, client, completer, conf, enqueuer, inbox, signals
+from idempotency import _prompt, completer, conf, enqueuer, inbox, signals
 from idempotency._request import problems, stored_request
 from idempotency._store.history import HistoryEvent
 from idempotency.checks import settings as setting_checks
+from idempotency.client import _rules
 from idempotency.conf import Settings
 from idempotency.contrib.celery import CeleryBackend
 from idempotency.contrib.tasks import TasksBackend
@@ -227,7 +228,7 @@ def test_every_status_that_is_never_stored_is_on_the_page(page: str) -> None:
 
 def test_statuses_that_the_client_is_said_to_send_again_are_those() -> None:
     (listed,) = re.findall(r"^\| ((?:\d{3}, )+)5xx", (DOCS / "how-to" / "call-from-a-client.md").read_text(), re.M)
-    assert {int(status) for status in re.findall(r"\d+", listed)} == client._COME_BACK
+    assert {int(status) for status in re.findall(r"\d+", listed)} == _rules.RETRIED_STATUSES
 
 
 def test_the_limits_of_settings_are_those_of_the_code() -> None:

@@ -1,0 +1,45 @@
+"""Clients that send each unsafe request with a key, and retry it until a response is final: for httpx and for requests.
+
+It does not import Django: ``pip install "django-idempotency[client]"`` (httpx) or ``"django-idempotency[requests]"`` serves any
+Python program. Each library is imported when the first of its names is used.
+
+The key is held in memory. A client that may crash before the response must make the key itself (``new_key``), commit it
+together with its decision to call, and send it in the header. After a restart only that key finds the first request; a new
+key would repeat it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from idempotency.client._rules import UNSAFE_METHODS, Retries, new_key
+
+if TYPE_CHECKING:
+    from idempotency.client._httpx import AsyncIdempotentTransport, IdempotentTransport, make_async_client, make_client
+    from idempotency.client._requests import IdempotentAdapter, make_session
+
+__all__ = [
+    "UNSAFE_METHODS",
+    "AsyncIdempotentTransport",
+    "IdempotentAdapter",
+    "IdempotentTransport",
+    "Retries",
+    "make_async_client",
+    "make_client",
+    "make_session",
+    "new_key",
+]
+
+_OF_REQUESTS = ("IdempotentAdapter", "make_session")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the library that a name needs."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    library, extra = ("requests", "requests") if name in _OF_REQUESTS else ("httpx", "client")
+    try:
+        return getattr(import_module(f"{__name__}._{library}"), name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f'{name} needs {library}: pip install "django-idempotency[{extra}]" ({error}).', name=error.name
+        ) from error
