@@ -49,11 +49,7 @@ def belongings(key: Any, site: AdminSite, request: HttpRequest, *, using: str) -
 
 def _of_other_apps(key: IdempotencyKey, site: AdminSite, request: HttpRequest, using: str) -> Iterator[Linked]:
     """Yield the rows of other apps' models with a foreign key to ``key``: a query for each model, and one for the columns."""
-    for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
-        model: Any = relation.related_model
-        if not (relation.one_to_many or relation.one_to_one) or relation.concrete or model in (StagedJob, ForeignCall):
-            continue
-        foreign_key: Any = relation.field  # type: ignore[union-attr]
+    for model, foreign_key in linked_models():
         if model._meta.auto_created or not (foreign_key.db_index or foreign_key.unique):
             continue  # Without an index it would be a search through the whole table.
         found = model._base_manager.using(using).filter(**{foreign_key.name: key.pk}).order_by()
@@ -63,6 +59,14 @@ def _of_other_apps(key: IdempotencyKey, site: AdminSite, request: HttpRequest, u
         states = _columns(site._registry[model], request, shown, foreign_key.name, using) if any(urls.values()) else {}
         rows = [Row(str(pk), url, states.get(pk, "")) for pk, url in urls.items()]
         yield Linked(str(model._meta.verbose_name), rows, more=len(pks) > MAX_LINKED)
+
+
+def linked_models() -> Iterator[tuple[Any, Any]]:
+    """Yield the models of other apps that have a foreign key to the key, and that field."""
+    for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
+        model: Any = relation.related_model
+        if (relation.one_to_many or relation.one_to_one) and not relation.concrete and model not in (StagedJob, ForeignCall):
+            yield model, relation.field  # type: ignore[union-attr]
 
 
 def _columns(row_admin: Any, request: HttpRequest, pks: Collection[Any], link: str, using: str) -> dict[Any, str]:

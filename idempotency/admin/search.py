@@ -15,8 +15,9 @@ from django.core.exceptions import FieldError
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 
+from idempotency.admin.belongings import linked_models
 from idempotency.admin.filters import NEWEST, newest, row_id
-from idempotency.models import ForeignCall, IdempotencyKey, StagedJob
+from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.scopes import OWN
 
 MIN_PREFIX = 4
@@ -65,7 +66,8 @@ def _users(term: str) -> list[Any]:
 
 def _by_linked_rows(term: str, site: AdminSite, request: HttpRequest, using: str) -> Iterator[int]:
     """Yield the keys of rows that their own pages of the admin find, for a person who may see these."""
-    for model, name in _linked_models():
+    for model, foreign_key in linked_models():
+        name = foreign_key.name
         row_admin = site._registry.get(model)
         if row_admin is None or not row_admin.has_view_permission(request) or not row_admin.get_search_fields(request):
             continue
@@ -73,11 +75,3 @@ def _by_linked_rows(term: str, site: AdminSite, request: HttpRequest, using: str
         with suppress(FieldError, ValueError):
             rows, _ = row_admin.get_search_results(request, rows, term)
             yield from rows.order_by().values_list(name, flat=True)[:MAX_FOUND]
-
-
-def _linked_models() -> Iterator[tuple[Any, str]]:
-    """Yield the models of other apps with a foreign key to the key, and its name."""
-    for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
-        model: Any = relation.related_model
-        if (relation.one_to_many or relation.one_to_one) and not relation.concrete and model not in (StagedJob, ForeignCall):
-            yield model, relation.field.name  # type: ignore[union-attr]

@@ -76,3 +76,47 @@ def test_without_scripts_a_person_presses_continue(
         if page.locator("progress").count():
             page.get_by_role("button", name="Continue").click()
     expect(page.locator(".messagelist")).to_contain_text("700 acknowledged.")
+
+
+_FAILED_JOBS = """
+    INSERT INTO idempotency_stagedjob (id, job_name, job_args, queue, run_at, hand_overs, refusals, last_error, failed_at)
+    SELECT gen_random_uuid(), 'rides_demo.jobs.send_ride_receipt', jsonb_build_object('ride_id', -n), 'nobody', now(), 0, 5,
+        'OSError: mail server ' || n || ' is down', now() - n * interval '1 minute'
+    FROM generate_series(1, %s) AS n RETURNING id
+"""
+_RETRIED = "DELETE FROM idempotency_stagedjob WHERE queue = 'nobody' AND failed_at IS NULL RETURNING id"
+
+
+def test_a_group_of_failed_jobs_is_retried_from_the_dashboard(service: Service, visitor: Visitor) -> None:
+    service.processes["enqueuer"].kill()  # It would hand the jobs over.
+    service.rows(_FAILED_JOBS, (30,))
+    page = visitor.page
+    visitor.sign_in_to_admin(f"{KEYS}dashboard/")
+    group = page.get_by_role("row").filter(has_text="OSError: mail server # is down")
+    expect(group.locator(".idem-number")).to_contain_text("30")
+
+    group.get_by_role("link", name="Retry").click()
+    expect(page.locator("#content")).to_contain_text("OSError: mail server")
+    page.get_by_role("button", name="Retry").click()
+
+    expect(page.locator(".messagelist")).to_contain_text("30")
+    assert len(service.rows(_RETRIED)) == 30
+
+
+def test_the_oldest_key_of_a_group_is_found_and_answered(
+    service: Service, night: Callable[[int], object], visitor: Visitor
+) -> None:
+    night(30)
+    page = visitor.page
+    visitor.sign_in_to_admin(f"{KEYS}dashboard/")
+    group = page.get_by_role("row").filter(has_text="view_gave_up").filter(has_text="Stripe lists no charge")
+    group.locator(".idem-number a").click()
+    page.locator("#result_list tbody th a").first.click()
+    expect(page.locator("#content")).to_contain_text("Stripe lists no charge for ride 29.")  # Of ride 30 the call is in doubt.
+
+    page.get_by_role("link", name="Answer").click()
+    page.get_by_label("Body", exact=True).fill('{"error": "not charged"}')
+    page.get_by_role("button", name="Preview").click()
+    page.get_by_role("button", name=re.compile("^(Answer|Store)")).click()
+
+    expect(page.locator("#idem-state")).to_contain_text("Finished: answered 409")
