@@ -73,6 +73,8 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     - ``redact``: dotted paths of JSON, form and query parameters that are not stored.
     - ``store_body``: False stores no request body. If a part was not stored, the completer cannot run the request, and its
       key becomes stuck.
+    - ``keep``: names of session values ("session.basket") and of attributes that a middleware sets ("tenant", "basket.pk"), of
+      a phased view. They are stored as JSON with the request, for the request that the completer rebuilds.
     - ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS. It runs once, outside any
       transaction, and its response finishes the key.
     - ``replay_check(request, key)``: called before each replay to a client, outside any transaction. A response or an

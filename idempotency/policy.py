@@ -62,6 +62,8 @@ class Policy:
     using: str
     redact: tuple[str, ...]
     store_body: bool
+    #: The names of the session values and attributes that are stored for the completer.
+    keep: tuple[str, ...]
     #: The dotted path of the function that may refuse a replay; empty if there is none.
     replay_check: str
     #: The dotted paths of what runs before the decorator, the outermost first: decorators outside it, methods of the class.
@@ -137,6 +139,7 @@ def policy_of(
         using=_dotted(options.using),
         redact=tuple(options.redact),
         store_body=options.store_body,
+        keep=tuple(options.keep),
         replay_check=_dotted(options.replay_check),
         runs_before=before,
     )

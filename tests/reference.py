@@ -51,7 +51,7 @@ NOTES = {
     "IdempotencyKey.finished_at": "When its response was stored; the retention counts from here.",
     "IdempotencyKey.stuck_at": "When the machine gave it up.",
     "IdempotencyKey.completer_attempts": "Runs by the completer since it was begun or handed back.",
-    "IdempotencyKey.request_headers": "Those that a second run needs; no credentials, no cookies.",
+    "IdempotencyKey.request_headers": "Those that a second run needs, and the values of `keep=`; no credentials, no cookies.",
     "IdempotencyKey.request_fingerprint": "Its version and a hash of method, path, query and body.",
     "IdempotencyKey.seed": "Random bytes, from which `derive()` makes keys for other systems.",
     "IdempotencyKey.recovery_point": "The last committed phase: `started` first, `finished` last.",

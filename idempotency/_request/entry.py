@@ -69,7 +69,7 @@ def _protected(call: Call, options: Options, value: str) -> HttpResponseBase:
         scope = _scope(call, options)
         if options.validate is not None and (refusal := options.validate(call.seen_request)) is not None:
             return refusal
-        captured = stored_request.capture(request, scope, value, options)
+        captured = stored_request.capture(request, scope, value, options, view=call.name)
         run = run_plain if options.recovery_points is None else run_phased
         return run(call, options, captured, using=using)
 

@@ -9,6 +9,7 @@ from django.db import router
 from django.http import HttpRequest, HttpResponseBase
 
 from idempotency import conf
+from idempotency._request.kept import refuse_keep
 from idempotency._request.key_header import KeyFrom, refuse_key_from
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
@@ -44,6 +45,7 @@ class Options:
     using: str | Callable[[HttpRequest], str] | None = None
     redact: Sequence[str] = ()
     store_body: bool = True
+    keep: Sequence[str] = ()
     on_abandon: OnAbandon | None = None
     replay_check: ReplayCheck | None = None
 
@@ -56,6 +58,7 @@ class Options:
             levels = ", ".join(map(repr, get_args(Isolation)))
             raise ValueError(f"The option isolation must be None or one of {levels}, not {self.isolation!r}.")
         self._refuse_points()
+        self._refuse_kept()
         for name, expected in _FUNCTIONS.items():
             value = getattr(self, name)
             right = value is None or callable(value) or (name == "using" and isinstance(value, str))
@@ -64,6 +67,7 @@ class Options:
         if not isinstance(self.wait_seconds, int | float) or self.wait_seconds < 0:
             raise ValueError(f"The option wait_seconds must be a number, 0 or more, not {self.wait_seconds!r}.")
         object.__setattr__(self, "redact", tuple(self.redact))
+        object.__setattr__(self, "keep", tuple(self.keep))
         if self.recovery_points is not None:
             object.__setattr__(self, "recovery_points", tuple(self.recovery_points))
 
@@ -80,6 +84,14 @@ class Options:
             )
         if not self.required:
             raise ValueError("A phased view requires a key for each request: remove required=False or recovery_points.")
+
+    def _refuse_kept(self) -> None:
+        refuse_keep(self.keep)
+        if self.keep and self.recovery_points is None:
+            raise ValueError("The option keep needs recovery_points: the completer runs phased views only.")
+        for path in self.redact:
+            if any(path == name or path.startswith(f"{name}.") for name in self.keep):
+                raise ValueError(f"The option redact has {path!r}, which the option keep stores. Remove one of them.")
 
     def every_point(self) -> tuple[str, ...]:
         """Return all recovery points in order, with the first and the last; empty for a plain view."""

@@ -4,6 +4,7 @@ Only this module knows the format. The column ``request_headers`` contains heade
 lower-case names, which no stored header has.
 """
 
+import json
 import secrets
 from functools import partial
 from io import BytesIO
@@ -28,6 +29,7 @@ from idempotency._request.fingerprint import (
     readable,
     target,
 )
+from idempotency._request.kept import give_back, kept_values
 from idempotency._request.key_header import header
 from idempotency._request.options import Options
 from idempotency._request.redaction import redacted_body, redacted_target
@@ -49,6 +51,10 @@ _MULTIPART = "multipart"
 _NO_USER = "no_user"
 #: The mark with the URLconf that a middleware chose, for instance by host.
 _URLCONF = "urlconf"
+#: The mark with the values that ``keep=`` names, as JSON text: a column of JSON does not take each text.
+_KEPT = "kept"
+#: The maximum size of that text. The values should be identifiers; rows can be read again.
+MAX_KEPT_BYTES = 4096
 
 
 class CannotRun(KeyStuck):
@@ -59,11 +65,13 @@ class CannotRun(KeyStuck):
         self.code = code
 
 
-def capture(request: HttpRequest, scope: str, key: str, options: Options) -> ClaimedRequest:
+def capture(request: HttpRequest, scope: str, key: str, options: Options, *, view: str = "") -> ClaimedRequest:
     """Return the parts of the request that a claim stores. The body is read. Raises Problem ``body_incomplete`` for a
-    truncated body, and the exceptions of Django for a body that is too large or invalid."""
+    truncated body, and the exceptions of Django for a body that is too large or invalid. Raises TypeError or ValueError, which
+    name the ``view``, for values that ``keep=`` cannot store."""
     body, content_type = _body(request)
     marks = _marks(request)
+    snapshot = _kept(request, options, view)
     user = user_of(request)
     headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
     headers |= {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
@@ -77,6 +85,8 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options) -> Cla
         path, from_query = redacted_target(path, options.redact)
         kept, from_body = redacted_body(kept, content_type, options.redact) if kept is not None else (None, False)
         taken = from_query or from_body
+    if kept is not None and not taken:  # Otherwise the completer cannot run the request.
+        marks |= snapshot
     # With a secret, parts that are not stored cannot be guessed from the fingerprint.
     secret = settings.SECRET_KEY if options.withholds else None
     return ClaimedRequest(
@@ -121,6 +131,18 @@ def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
 def _marks(request: HttpRequest) -> dict[str, str]:
     marks = {_NO_USER: is_no_user(request), _MULTIPART: is_multipart(request) and request.method == "POST"}
     return {name: "true" for name, holds in marks.items() if holds}
+
+
+def _kept(request: HttpRequest, options: Options, view: str) -> dict[str, str]:
+    if not options.keep:
+        return {}
+    text = json.dumps(kept_values(request, options.keep, view))
+    if len(text) > MAX_KEPT_BYTES:
+        raise ValueError(
+            f"The values of the option keep of the view {view} have {len(text):,} bytes as JSON; at most {MAX_KEPT_BYTES:,} "
+            f"are stored. Name identifiers, and read the rows again."
+        )
+    return {_KEPT: text}
 
 
 def urlconf_of(key: IdempotencyKey) -> str | None:
@@ -168,6 +190,7 @@ def rebuild(key: IdempotencyKey) -> HttpRequest:
     request.auser = sync_to_async(lambda: request.user)
     if urlconf := urlconf_of(key):
         request.urlconf = urlconf
+    give_back(request, json.loads(key.request_headers.get(_KEPT, "{}")), key)
     return request
 
 

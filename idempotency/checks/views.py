@@ -92,11 +92,13 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
             id="idempotency.W006",
         )
     reads = [path for path in scopes.reads_of(view.options.scope) if path in _IDS_OF_USER or not path.startswith("user.")]
+    reads = [path for path in reads if "." in path or path not in view.options.keep]
     if view.options.recovery_points is not None and reads and conf.get().PREPARE_REQUEST is None:
         yield Warning(
             f"The scope of the view {view.path} reads request.{', request.'.join(reads)}, which the completer's request does "
             "not have. The key of a sender that is not a Django user becomes stuck (user_missing).",
-            hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that sets it, request.user or request.auth, from the key.",
+            hint="Name it in keep=, or set IDEMPOTENCY['PREPARE_REQUEST'] to a function that sets it, request.user or "
+            "request.auth, from the key.",
             id="idempotency.W009",
         )
 

@@ -183,6 +183,31 @@ def test_a_bank_that_was_away_is_asked_again_with_the_same_key(
     assert (Entry.objects.count(), StagedJob.objects.get().job_name) == (1, "shop.jobs.send_receipt")
 
 
+# prepare-a-request.md
+
+
+def test_the_completer_has_the_basket_and_the_account_again(
+    page: Callable[..., ModuleType], bank: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = page("prepare-a-request.md")
+    monkeypatch.setitem(sys.modules, "example", example)
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, "example.account_middleware"]
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": "example.prepare_request"}
+    Account.objects.create(name="testserver")
+    visitor = Client(raise_request_exception=False)
+    session = visitor.session
+    session["basket"] = "tea"
+    session.save()
+    example.Order = SimpleNamespace(objects=SimpleNamespace(create=fails))
+    assert visitor.post("/orders/", headers=KEY).status_code == 500
+    example.Order = Entry
+    age(IdempotencyKey.objects.all(), seconds=400)
+    assert complete_once().finished == 1
+    assert (Entry.objects.get().name, len(bank.calls)) == ("tea of testserver", 1)
+    assert visitor.session["basket"] == "tea"
+    assert visitor.post("/orders/", headers=KEY)["Idempotent-Replayed"] == "true"
+
+
 # stage-a-job.md
 
 HANDED_OVER: list[StagedJob] = []

@@ -169,6 +169,7 @@ def test_a_time_of_the_code_is_on_the_page(page: str, seconds: float) -> None:
         ("how-to/metrics-and-alerts.md", measures.COUNT_LIMIT, "rows"),
         ("how-to/move-from-django-idempotency-key.md", DEFAULTS.KEY_MAX_LENGTH + 1, "characters"),
         ("how-to/move-from-django-idempotency-key.md", DEFAULTS.MISMATCH_STATUS, ""),
+        ("how-to/prepare-a-request.md", stored_request.MAX_KEPT_BYTES, "bytes"),
         ("how-to/run-the-processes.md", DEFAULTS.LOCK_TIMEOUT_SECONDS, ""),
         ("how-to/run-the-processes.md", enqueuer.MAX_ATTEMPTS, "times|attempts|refusals"),
         ("reference.md", width("scope"), "characters"),

@@ -230,6 +230,7 @@ def test_a_project_without_users_and_sessions_needs_a_scope(settings, scope):
 @pytest.mark.parametrize(
     ("scope", "wanted"),
     [
+        (scopes.attribute("tenant"), []),
         (scopes.attribute("tenant.pk"), ["idempotency.W009"]),
         (scopes.attribute("user.pk"), ["idempotency.W009"]),
         (scopes.joined(scopes.attribute("tenant.pk"), scopes.session), ["idempotency.W009"]),
@@ -241,7 +242,7 @@ def test_a_project_without_users_and_sessions_needs_a_scope(settings, scope):
 )
 def test_a_sender_whom_the_completer_cannot_name_is_a_warning(settings, scope, wanted):
     assert said(settings, idempotent(scope=scope)(answer)) == [], "the completer runs no plain view"
-    phased = idempotent(scope=scope, recovery_points=[])(answer)
+    phased = idempotent(scope=scope, recovery_points=[], keep=["tenant", "tenant.pk"])(answer)
     assert said(settings, phased) == wanted
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": print}
     assert [message.id for message in run_checks(databases=[]) if message.id == "idempotency.W009"] == []

@@ -70,4 +70,6 @@ def _lines(policy: Policy) -> list[tuple[str, str]]:
         lines.append(("not kept", ", ".join(policy.redact)))
     if not policy.store_body:
         lines.append(("not kept", "the body of the request"))
+    if policy.keep:
+        lines.append(("kept besides", ", ".join(policy.keep)))
     return lines

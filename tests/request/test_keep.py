@@ -1,0 +1,306 @@
+"""``keep=``: values of the session and of the request that the completer's request has again."""
+
+import json
+import uuid
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import Group
+from django.contrib.sessions.models import Session
+from django.db import connection
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.utils.functional import SimpleLazyObject
+from pytest_django import Settings
+
+from idempotency import scopes
+from idempotency._request.stored_request import MAX_KEPT_BYTES
+from idempotency.completer import CompletePass, complete_once
+from idempotency.decorators import idempotent
+from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
+from idempotency.policy import policies
+from tests.kit.ageing import abandon
+from tests.kit.database import statements
+from tests.kit.serving import Sender
+
+Serve = Callable[..., None]
+
+#: What a middleware of the project sets.
+ATTRIBUTES: dict[str, Any] = {}
+
+
+def shop_middleware(get_response: Any) -> Any:
+    """Set what the shop's views read."""
+
+    def middleware(request: HttpRequest) -> HttpResponseBase:
+        vars(request).update(ATTRIBUTES)
+        return get_response(request)
+
+    return middleware
+
+
+class Checkout:
+    """A phased view that fails between its phases while ``broken``, and notes what each run has read."""
+
+    def __init__(self, read: Callable[[HttpRequest], Any], **options: Any) -> None:
+        self.broken, self.read = True, read
+        self.seen: list[Any] = []
+        self.view = idempotent(recovery_points=["paid"], **options)(self._view)
+
+    def _view(self, request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for recovery_point in key.phases():
+            with atomic_phase(key) as phase:
+                if recovery_point == "started":
+                    phase.set_recovery_point("paid")
+                    continue
+                self.seen.append(self.read(request))
+                if self.broken:
+                    raise OSError("The process dies.")
+                phase.set_response(JsonResponse({}, status=201))
+        return key.response()
+
+
+@pytest.fixture
+def checkout(serve: Serve, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checkout]:
+    """Return a function that serves a checkout at /view/, behind a middleware that sets attributes."""
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{__name__}.shop_middleware"]
+
+    def put(read: Callable[[HttpRequest], Any], attributes: dict[str, Any] | None = None, **options: Any) -> Checkout:
+        monkeypatch.setitem(globals(), "ATTRIBUTES", attributes or {})
+        made = Checkout(read, **options)
+        serve(view=made.view)
+        return made
+
+    return put
+
+
+def in_session(sender: Sender, **values: Any) -> None:
+    session = sender.client.session
+    session.update(values)
+    session.save()
+
+
+def complete(checkout: Checkout) -> None:
+    abandon()
+    checkout.broken = False
+    assert complete_once() == CompletePass(finished=1)
+
+
+def test_session_and_attributes_come_back_in_the_completer(checkout: Any, sender: Sender) -> None:
+    basket = {"lines": [["tea", 2]], "total": 9.5, "gift": None, "text": "ü\x00\ud800"}
+    shop = checkout(
+        lambda request: (request.session["basket"], request.session.get("gone"), request.tenant),
+        {"tenant": "north", "unused": object()},
+        keep=["session.basket", "session.gone", "tenant", "absent", "absent.pk"],
+    )
+    in_session(sender, basket=basket)
+    assert sender.send().status_code == 500
+    complete(shop)
+    assert shop.seen == [(basket, None, "north")] * 2
+
+
+def rebuild_account(request: HttpRequest, key: IdempotencyKey) -> None:
+    """Build the object that the middleware had set, from its number."""
+    request.account = Group.objects.get(pk=request.idempotency_kept["account.pk"])
+
+
+def test_a_part_of_an_object_is_for_prepare_request(checkout: Any, sender: Sender, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": rebuild_account}
+    group = Group.objects.create(name="north")
+    lazy = SimpleLazyObject(lambda: Group.objects.get(pk=group.pk))
+    shop = checkout(lambda request: request.account.name, {"account": lazy}, keep=["account.pk"])
+    assert sender.send().status_code == 500
+    complete(shop)
+    assert shop.seen == ["north"] * 2
+
+
+def test_a_part_may_be_a_uuid(checkout: Any, sender: Sender, settings: Settings) -> None:
+    seen: list[Any] = []
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": lambda request, key: seen.append(request.idempotency_kept)}
+    number = uuid.uuid4()
+    shop = checkout(lambda request: None, {"account": Group(id=number)}, keep=["account.pk", "session.a"])
+    in_session(sender, a=[1])
+    assert sender.send().status_code == 500
+    complete(shop)
+    assert seen == [{"account.pk": str(number), "session.a": [1]}]
+
+
+def test_the_first_claim_keeps_the_values_and_a_retry_may_have_others(checkout: Any, sender: Sender) -> None:
+    """The values are no part of the fingerprint, and the completer continues what was begun."""
+    shop = checkout(lambda request: request.session["basket"], keep=["session.basket"])
+    in_session(sender, basket="first")
+    assert sender.send().status_code == 500
+    in_session(sender, basket="second")
+    assert sender.send().status_code == 500
+    complete(shop)
+    assert shop.seen == ["first", "second", "first"]
+    in_session(sender, basket="third")
+    assert sender.send()["Idempotent-Replayed"] == "true"
+
+
+def test_the_session_of_the_completer_can_be_written_and_is_not_saved(
+    checkout: Any, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    def empty(request: HttpRequest) -> Any:
+        found = request.session.pop("basket", None), request.session.get("order")
+        request.session["order"] = 7
+        request.session.save()
+        request.session.cycle_key()
+        return *found, request.session["order"], request.session.session_key
+
+    shop = checkout(empty, keep=["session.basket"])
+    shop.broken = True
+    in_session(sender, basket="tea", other="kept")
+    sender.send()
+    stored = dict(sender.client.session)
+    shop.seen.clear()
+    count = Session.objects.count()
+    complete(shop)
+    assert shop.seen == [("tea", None, 7, None)]
+    assert (dict(sender.client.session), Session.objects.count()) == (stored, count)
+    [line] = [record.getMessage() for record in caplog.records if "session" in record.getMessage()]
+    assert IdempotencyKey.objects.get().key_hash in line
+
+
+def test_without_a_kept_session_value_the_completer_has_no_session(checkout: Any, sender: Sender) -> None:
+    shop = checkout(lambda request: hasattr(request, "session"), {"tenant": "north"}, keep=["tenant"])
+    assert sender.send().status_code == 500
+    complete(shop)
+    assert shop.seen == [True, False]
+
+
+class Basket:
+    """No JSON value."""
+
+    lines = (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "name", "kind"),
+    [
+        ({"basket": Basket()}, "basket", "Basket"),
+        ({"basket": SimpleLazyObject(Basket)}, "basket", "Basket"),
+        ({"basket": Basket()}, "basket.lines", "tuple"),
+        ({"day": date(2026, 1, 1)}, "day", "date"),
+        ({"tenant": uuid.uuid4()}, "tenant", "UUID"),
+        ({"prices": {1: 2}}, "prices", "dict"),
+        ({"rate": float("nan")}, "rate", "float"),
+    ],
+)
+def test_anything_but_a_json_value_is_an_error_that_names_it(
+    attributes: dict[str, Any], name: str, kind: str, checkout: Any, sender: Sender
+) -> None:
+    checkout(lambda request: None, attributes, keep=[name])
+    sender.client.raise_request_exception = True
+    with pytest.raises(TypeError, match=rf"view {__name__}\.Checkout\._view .*'{name}'.* {kind}"):
+        sender.send()
+    assert not IdempotencyKey.objects.exists()
+
+
+def test_values_that_are_too_large_are_an_error(checkout: Any, sender: Sender) -> None:
+    checkout(lambda request: None, keep=["session.basket"])
+    sender.client.raise_request_exception = True
+    in_session(sender, basket="x" * MAX_KEPT_BYTES)
+    with pytest.raises(ValueError, match=rf"_view .* at most {MAX_KEPT_BYTES:,}"):
+        sender.send()
+    assert not IdempotencyKey.objects.exists()
+
+
+@pytest.mark.parametrize("options", [{"redact": ["a"]}, {"store_body": False}])
+def test_nothing_is_kept_of_a_request_that_the_completer_cannot_run(
+    options: dict[str, Any], checkout: Any, sender: Sender
+) -> None:
+    checkout(lambda request: None, keep=["session.basket"], **options)
+    in_session(sender, basket="secret")
+    sender.send()
+    assert "secret" not in json.dumps(IdempotencyKey.objects.values_list("request_headers", flat=True)[0])
+
+
+@pytest.mark.postgres
+def test_it_costs_no_statement(checkout: Any, sender: Sender) -> None:
+    def count(key: str) -> int:
+        with statements() as made:
+            sender.send(key=key)
+        return len(made)
+
+    in_session(sender, basket="tea")
+    checkout(lambda request: None)
+    count("first of the process")
+    without = count("without")
+    checkout(lambda request: None, {"tenant": "north"}, keep=["session.basket", "tenant"])
+    assert count("with") == without
+    assert connection.vendor == "postgresql"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": "tenant"}, "must be a list"),
+        ({"keep": ["session"]}, "session.NAME"),
+        ({"keep": ["session."]}, "session.NAME"),
+        ({"keep": [""]}, "''"),
+        ({"keep": [7]}, "7"),
+        ({"keep": ["a..b"]}, "'a..b'"),
+        ({"keep": ["_auth"]}, "'_auth'"),
+        ({"keep": ["user"]}, "'user'"),
+        ({"keep": ["auth"]}, "'auth'"),
+        ({"keep": ["method"]}, "'method'"),
+        ({"keep": ["META"]}, "'META'"),
+        ({"keep": ["headers.Accept"]}, "'headers.Accept'"),
+        ({"keep": ["idempotency_key"]}, "'idempotency_key'"),
+        ({"keep": ["tenant"], "recovery_points": None}, "recovery_points"),
+        ({"keep": ["session.card"], "redact": ["session.card"]}, "session.card"),
+        ({"keep": ["session.card"], "redact": ["session.card.number"]}, "session.card.number"),
+    ],
+)
+def test_names_that_cannot_be_kept_are_refused_at_decoration(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        idempotent(**{"recovery_points": [], **options})
+    idempotent(recovery_points=[], keep=["session.a.b", "tenant", "user.profile"], redact=["session", "card"])
+
+
+def test_it_stands_in_the_policy(checkout: Any, settings: Settings) -> None:
+    checkout(lambda request: None, keep=["tenant"])
+    [policy] = policies()
+    assert policy.keep == ("tenant",)
+
+
+def test_a_scope_that_reads_a_kept_attribute_names_the_sender(checkout: Any, sender: Sender) -> None:
+    shop = checkout(lambda request: request.tenant, {"tenant": "north"}, keep=["tenant"], scope=scopes.attribute("tenant"))
+    sender.client.logout()
+    assert sender.send().status_code == 500
+    complete(shop)
+    assert shop.seen == ["north"] * 2
+
+
+async def read_async(request: HttpRequest) -> Any:
+    await request.session.aset("order", 7)
+    return await request.session.aget("basket")
+
+
+def test_an_async_view_reads_the_session_too(serve: Serve, sender: Sender) -> None:
+    seen: list[Any] = []
+
+    @idempotent(recovery_points=["paid"], keep=["session.basket"])
+    async def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        async for recovery_point in key.aphases():
+            async with atomic_phase(key) as phase:
+                if recovery_point == "started":
+                    phase.set_recovery_point("paid")
+                    continue
+                seen.append(await read_async(request))
+                if len(seen) == 1:
+                    raise OSError
+                phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    serve(view=view)
+    in_session(sender, basket="tea")
+    assert sender.send().status_code == 500
+    abandon()
+    assert complete_once() == CompletePass(finished=1)
+    assert seen == ["tea", "tea"]
