@@ -15,7 +15,7 @@ class IdempotencyConfig(AppConfig):
         """Import the modules that register checks and receivers."""
         from idempotency import _prompt, signals  # noqa: F401
         from idempotency._request import atomic_requests
-        from idempotency.checks import settings, views  # noqa: F401
+        from idempotency.checks import jobs, settings, views  # noqa: F401
         from idempotency.monitoring import traffic
 
         request_started.connect(atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests")

@@ -165,7 +165,7 @@ class CeleryBackend(OneByOne):
         Raises JobNotAllowed for an unknown task.
         Raises TypeError for a task that could be lost or take effect twice.
         """
-        self._refuse_unsafe(job.job_name)
+        self.refuse_name(job.job_name)
         by_name = isinstance(job.job_args, dict)
         try:
             self.app.send_task(
@@ -186,7 +186,8 @@ class CeleryBackend(OneByOne):
                 raise error.__cause__ from None
             raise BrokerUnavailable(f"Celery's broker takes no jobs at the moment: {error}") from error
 
-    def _refuse_unsafe(self, name: str) -> None:
+    def refuse_name(self, name: str) -> None:
+        """Raise JobNotAllowed for an unknown task, or TypeError for a task that could be lost or take effect twice."""
         if name not in self.app.tasks:
             self._register(name.rpartition(".")[0], name)
         task = self.app.tasks.get(name)

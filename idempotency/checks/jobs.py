@@ -1,0 +1,99 @@
+"""System check of the jobs that the code stages under a name which is written there."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from inspect import getsource
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from django.conf import settings
+from django.core.checks import CheckMessage, Warning, register
+from django.urls import get_resolver
+
+from idempotency import conf, jobs
+from idempotency.backends import backend_of
+
+_FUNCTIONS = (jobs.stage_job, jobs.astage_job)
+
+
+class _Call(NamedTuple):
+    """A call of ``stage_job`` whose name and queue are literals."""
+
+    place: str
+    name: str
+    queue: str
+
+
+@register
+def check_staged_names(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """W013: ``stage_job`` is called with a name that its queue refuses.
+
+    Only literal names in modules that are imported are checked: those of the URLconf, and those that other checks, the models
+    and the apps import. Tests are left out, because they may stage wrong names on purpose.
+    """
+    if conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
+        return []  # reported by E001
+    if getattr(settings, "ROOT_URLCONF", None):
+        _ = get_resolver().url_patterns  # Imports the views.
+    return [
+        Warning(
+            f"{call.place} stages the job {call.name!r} on the queue {call.queue!r}, which refuses it: {problem}",
+            hint="Correct the name, or stage the job on another queue. The job would stay staged with this error.",
+            id="idempotency.W013",
+        )
+        for module in list(sys.modules.values())
+        for call in _calls(module)
+        if (problem := _refusal(call))
+    ]
+
+
+def _calls(module: ModuleType) -> Iterator[_Call]:
+    # By identity, because a value may compare in a way of its own.
+    known = {id(jobs), *map(id, _FUNCTIONS), id(sys.modules["idempotency"])}
+    if not any(id(value) in known for value in list(getattr(module, "__dict__", {}).values())):
+        return
+    if module.__name__.startswith("idempotency.") or _is_test(module.__name__):
+        return
+    try:
+        tree = ast.parse(getsource(module))
+    except (OSError, SyntaxError, TypeError):  # There is no source.
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and id(_value(node.func, module)) in map(id, _FUNCTIONS):
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            name = _text(node.args[0] if node.args else given.get("name"))
+            queue = _text(given.get("queue", ast.Constant("default")))
+            if name and queue and None not in given:
+                yield _Call(f"{module.__file__}:{node.lineno}", name, queue)
+
+
+def _value(node: ast.expr, module: ModuleType) -> Any:
+    """Return what a name of the module, or an attribute of one, stands for."""
+    if isinstance(node, ast.Attribute):
+        owner = _value(node.value, module)
+        return vars(owner).get(node.attr) if isinstance(owner, ModuleType) else None
+    return vars(module).get(node.id) if isinstance(node, ast.Name) else None
+
+
+def _text(node: ast.expr | None) -> str:
+    """Return the text of a literal, or "" for anything else."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _is_test(module: str) -> bool:
+    return any(part.startswith("test") or part == "conftest" for part in module.split("."))
+
+
+def _refusal(call: _Call) -> str:
+    try:
+        backend = backend_of(call.queue)
+    except Exception:  # reported by E003, or the library of the default backend is not installed
+        return ""
+    refuse = jobs.function_of if getattr(backend, "runs_functions", False) else getattr(backend, "refuse_name", None)
+    try:
+        if refuse is not None:
+            refuse(call.name)
+    except Exception as error:  # A module may raise anything on import.
+        return f"{error}"
+    return ""
