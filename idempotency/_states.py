@@ -1,13 +1,13 @@
 """The states of a key: each is defined here, once, by the clock of the database."""
 
 from datetime import timedelta
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from django.db import models
 from django.db.models import Case, F, Q, Value, When
 from django.db.models.functions import Coalesce, Greatest, Now
 from django.db.models.lookups import LessThanOrEqual
+from django.utils.translation import gettext_lazy as _
 
 from idempotency import conf
 from idempotency.exceptions import StuckCode
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from idempotency.models import IdempotencyKey  # noqa: F401  # named in a string
 
 
-class KeyState(StrEnum):
-    """The state of a key, in the order of lists: states that need manual review come first."""
+class KeyState(models.TextChoices):
+    """The state of a key, in the order of lists: states that need manual review come first. Pages show the label."""
 
-    STUCK = "stuck"
-    ACKNOWLEDGED = "acknowledged"
-    ABANDONED = "abandoned"
-    WAITING = "waiting for a retry"
-    IN_FLIGHT = "in flight"
-    REFUSED = "refused"
-    FINISHED = "finished"
+    STUCK = "stuck", _("stuck")
+    ACKNOWLEDGED = "acknowledged", _("acknowledged")
+    ABANDONED = "abandoned", _("abandoned")
+    WAITING = "waiting for a retry", _("waiting for a retry")
+    IN_FLIGHT = "in flight", _("in flight")
+    REFUSED = "refused", _("refused")
+    FINISHED = "finished", _("finished")
 
 
 #: The condition of the partial index. It is part of each state but these two.

@@ -2,6 +2,8 @@
 
 from traceback import walk_tb
 
+from django.utils.formats import get_format
+
 _MAX_ERROR_LENGTH = 2000
 _MAX_SUMMARY_LENGTH = 200
 
@@ -50,3 +52,13 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def localized_duration(seconds: float) -> str:
+    """Return a duration as pages write it in the language of the person: ``1.4 s``, in German ``1,4 s``."""
+    return with_decimal_sign(duration(seconds))
+
+
+def with_decimal_sign(number: str) -> str:
+    """Return a number, written with a point, with the decimal sign of the language of the person."""
+    return number.replace(".", str(get_format("DECIMAL_SEPARATOR")))

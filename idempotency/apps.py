@@ -2,13 +2,14 @@
 
 from django.apps import AppConfig
 from django.core.signals import request_finished, request_started
+from django.utils.translation import gettext_lazy as _
 
 
 class IdempotencyConfig(AppConfig):
     """Register the models, the system checks and the signal receivers."""
 
     name = "idempotency"
-    verbose_name = "Idempotency"
+    verbose_name = _("Idempotency")
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:

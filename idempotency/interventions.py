@@ -19,6 +19,7 @@ from django.db import router, transaction
 from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.http import HttpResponse
+from django.utils.translation import gettext
 
 from idempotency import conf, signals
 from idempotency._request import responses
@@ -105,11 +106,13 @@ def answer_problem(response: HttpResponse) -> str:
     """Return why ``response`` cannot finish a key, or an empty string. Clients stop retrying only after a stored 2xx or 4xx."""
     code = response.status_code
     if not (200 <= code < 300 or 400 <= code < 500) or not responses.is_stored(response):
-        return f"A client may retry after status {code}: choose a 2xx, or a 4xx such as 409, 410 or 422."
+        text = gettext("A client may retry after status %(code)s: choose a 2xx, or a 4xx such as 409, 410 or 422.")
+        return text % {"code": code}
     if len(response.content) > conf.get().MAX_STORED_BODY_BYTES:
-        return f"The body is longer than {conf.get().MAX_STORED_BODY_BYTES} bytes (MAX_STORED_BODY_BYTES)."
+        text = gettext("The body is longer than %(limit)s bytes (MAX_STORED_BODY_BYTES).")
+        return text % {"limit": conf.get().MAX_STORED_BODY_BYTES}
     if code in (204, 205) and response.content:
-        return f"A response with status {code} has no body."
+        return gettext("A response with status %(code)s has no body.") % {"code": code}
     return ""
 
 

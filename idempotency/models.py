@@ -16,8 +16,13 @@ from django.conf import settings
 from django.db import models
 from django.db.models import F, Q
 from django.db.models.functions import Now
+from django.utils.translation import gettext, gettext_noop
+from django.utils.translation import gettext_lazy as _
 
 from idempotency._claimed_key import ClaimedKey
+from idempotency._records import ProcessedMessage as ProcessedMessage
+from idempotency._records import ProcessHeartbeat as ProcessHeartbeat
+from idempotency._records import TrafficCount as TrafficCount
 from idempotency._states import UNFINISHED, IdempotencyKeyQuerySet
 
 #: The first and the last recovery point of every key.
@@ -45,11 +50,14 @@ class IdempotencyKey(ClaimedKey):
     """
 
     scope = models.CharField(
-        max_length=200, help_text="The user, session or account that the key belongs to. Keys of other scopes are not visible."
+        _("scope"),
+        max_length=200,
+        help_text=_("The user, session or account that the key belongs to. Keys of other scopes are not visible."),
     )
-    idempotency_key = models.CharField(max_length=255, help_text="The value that the client sent.")
+    idempotency_key = models.CharField(_("idempotency key"), max_length=255, help_text=_("The value that the client sent."))
     user = models.ForeignKey(
         settings.AUTH_USER_MODEL,
+        verbose_name=_("user"),
         # A real constraint makes each claim wait for whoever holds the user's row FOR UPDATE, and blocks erasing the user.
         db_constraint=False,
         db_index=False,
@@ -59,77 +67,93 @@ class IdempotencyKey(ClaimedKey):
         related_name="+",
     )
 
-    created_at = models.DateTimeField(db_default=Now())
-    last_run_at = models.DateTimeField(db_default=Now(), help_text="Time of the last claim.")
+    created_at = models.DateTimeField(_("created at"), db_default=Now())
+    last_run_at = models.DateTimeField(_("last run at"), db_default=Now(), help_text=_("Time of the last claim."))
     locked_at = models.DateTimeField(
-        null=True, blank=True, help_text="Start of the current lock; each phase renews it. Null: not locked."
+        _("locked at"), null=True, blank=True, help_text=_("Start of the current lock; each phase renews it. Null: not locked.")
     )
-    finished_at = models.DateTimeField(null=True, blank=True)
-    stuck_at = models.DateTimeField(null=True, blank=True)
+    finished_at = models.DateTimeField(_("finished at"), null=True, blank=True)
+    stuck_at = models.DateTimeField(_("stuck at"), null=True, blank=True)
     acknowledged_at = models.DateTimeField(
+        _("acknowledged at"),
         null=True,
         blank=True,
-        help_text="Time at which a person acknowledged the stuck key. It counts if it is not before stuck_at.",
+        help_text=_("Time at which a person acknowledged the stuck key. It counts if it is not before stuck_at."),
     )
     handed_back_at = models.DateTimeField(
+        _("handed back at"),
         null=True,
         blank=True,
-        help_text="Time at which a person handed the key back to the completer. The retention counts from here.",
+        help_text=_("Time at which a person handed the key back to the completer. The retention counts from here."),
     )
 
     claim_token = models.UUIDField(
-        null=True, blank=True, help_text="The random token of the current claim, which the fence compares."
+        _("claim token"), null=True, blank=True, help_text=_("The random token of the current claim, which the fence compares.")
     )
-    attempts = models.PositiveIntegerField(default=0, help_text="Number of claims, by clients and by the completer.")
+    attempts = models.PositiveIntegerField(
+        _("attempts"), default=0, help_text=_("Number of claims, by clients and by the completer.")
+    )
     # Equal to ``attempts``, not a mark of its own: code from before this column raises ``attempts`` alone, and what it has
     # begun is unknown. Such a key counts as touched, and as not refused.
     untouched_attempts = models.PositiveIntegerField(
-        default=0, db_default=0, help_text="While it equals attempts, no attempt has begun a phase or a downstream call."
+        _("untouched attempts"),
+        default=0,
+        db_default=0,
+        help_text=_("While it equals attempts, no attempt has begun a phase or a downstream call."),
     )
-    call_begun_at = models.DateTimeField(null=True, blank=True, help_text="Time at which the last key.call() began.")
+    call_begun_at = models.DateTimeField(
+        _("call begun at"), null=True, blank=True, help_text=_("Time at which the last key.call() began.")
+    )
     refused_at = models.DateTimeField(
-        null=True, blank=True, help_text="Time at which the client got a status that is never stored. Each claim clears it."
+        _("refused at"),
+        null=True,
+        blank=True,
+        help_text=_("Time at which the client got a status that is never stored. Each claim clears it."),
     )
     refused = models.GeneratedField(
         expression=Q(refused_at__isnull=False, untouched_attempts=F("attempts")),  # type: ignore[arg-type]  # a Q is one
         output_field=models.BooleanField(),
         db_persist=True,
-        help_text="Refused before any attempt began a phase or a call. Only a retry of the client runs it.",
+        verbose_name=_("refused"),
+        help_text=_("Refused before any attempt began a phase or a call. Only a retry of the client runs it."),
     )
-    completer_attempts = models.PositiveIntegerField(default=0)
-    next_run_at = models.DateTimeField(null=True, blank=True, help_text="The completer does not run the key before this time.")
+    completer_attempts = models.PositiveIntegerField(_("completer attempts"), default=0)
+    next_run_at = models.DateTimeField(
+        _("next run at"), null=True, blank=True, help_text=_("The completer does not run the key before this time.")
+    )
 
-    request_method = models.CharField(max_length=20)
-    request_path = models.TextField(help_text="Path and query, percent-encoded.")
-    request_body = models.BinaryField(null=True, blank=True, help_text="Null: the body was not stored.")
-    request_content_type = models.TextField(blank=True, default="")
-    request_headers = models.JSONField(default=dict, blank=True)
-    remote_addr = models.CharField(max_length=45, blank=True, default="")
-    request_fingerprint = models.CharField(max_length=80)
+    request_method = models.CharField(_("request method"), max_length=20)
+    request_path = models.TextField(_("request path"), help_text=_("Path and query, percent-encoded."))
+    request_body = models.BinaryField(_("request body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
+    request_content_type = models.TextField(_("request content type"), blank=True, default="")
+    request_headers = models.JSONField(_("request headers"), default=dict, blank=True)
+    remote_addr = models.CharField(_("remote address"), max_length=45, blank=True, default="")
+    request_fingerprint = models.CharField(_("request fingerprint"), max_length=80)
 
-    seed = models.BinaryField(default=random_seed)
-    recovery_point = models.CharField(max_length=50, default=STARTED)
+    seed = models.BinaryField(_("seed"), default=random_seed)
+    recovery_point = models.CharField(_("recovery point"), max_length=50, default=STARTED)
 
-    response_code = models.PositiveSmallIntegerField(null=True, blank=True)
-    response_headers = models.JSONField(null=True, blank=True)
-    response_body = models.BinaryField(null=True, blank=True, help_text="Null: the body was not stored.")
+    response_code = models.PositiveSmallIntegerField(_("response code"), null=True, blank=True)
+    response_headers = models.JSONField(_("response headers"), null=True, blank=True)
+    response_body = models.BinaryField(_("response body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
 
     stuck_code = models.CharField(
-        max_length=50, blank=True, default="", help_text="Short and stable code, for filters and alerts."
+        _("stuck code"), max_length=50, blank=True, default="", help_text=_("Short and stable code, for filters and alerts.")
     )
-    stuck_reason = models.TextField(blank=True, default="", help_text="The reason in words.")
-    last_error = models.TextField(blank=True, default="")
-    history = models.JSONField(default=list, blank=True, help_text="The last 50 events, with their times.")
+    stuck_reason = models.TextField(_("stuck reason"), blank=True, default="", help_text=_("The reason in words."))
+    last_error = models.TextField(_("last error"), blank=True, default="")
+    history = models.JSONField(_("history"), default=list, blank=True, help_text=_("The last 50 events, with their times."))
 
     objects: ClassVar[models.Manager["IdempotencyKey"]] = IdempotencyKeyQuerySet.as_manager()
 
     class Meta:
-        verbose_name = "idempotency key"
+        verbose_name = _("idempotency key")
+        verbose_name_plural = _("idempotency keys")
         permissions = [
-            ("complete_idempotencykey", "Can have an idempotency key completed"),
-            ("release_idempotencykey", "Can release the lock of an idempotency key"),
-            ("answer_idempotencykey", "Can answer an idempotency key"),
-            ("acknowledge_idempotencykey", "Can acknowledge a stuck idempotency key"),
+            ("complete_idempotencykey", gettext_noop("Can have an idempotency key completed")),
+            ("release_idempotencykey", gettext_noop("Can release the lock of an idempotency key")),
+            ("answer_idempotencykey", gettext_noop("Can answer an idempotency key")),
+            ("acknowledge_idempotencykey", gettext_noop("Can acknowledge a stuck idempotency key")),
         ]
         constraints = [
             models.UniqueConstraint(fields=["scope", "idempotency_key"], name="idempotency_key_unique"),
@@ -199,28 +223,42 @@ class StagedJob(models.Model):
     Its id is given at staging and becomes the broker's id of the job, so that a job handed over twice is known.
     """
 
-    id = models.UUIDField(primary_key=True, default=time_ordered_uuid, editable=False)
-    job_name = models.CharField(max_length=255, help_text="Dotted path of the function or name of the task.")
-    job_args = models.JSONField(default=dict, blank=True, help_text="An object is keyword arguments, an array positional ones.")
-    queue = models.CharField(max_length=100, default="default")
-    run_at = models.DateTimeField(db_default=Now(), help_text="The job is not handed over before this time.")
-    created_at = models.DateTimeField(db_default=Now())
-    hand_overs = models.PositiveIntegerField(default=0, help_text="Number of hand-overs since the job was staged or retried.")
-    refusals = models.PositiveIntegerField(default=0, help_text="Number of refusals since the last hand-over.")
-    failed_at = models.DateTimeField(
-        null=True, blank=True, help_text="Time at which the job failed for good. It needs manual review."
+    id = models.UUIDField(_("id"), primary_key=True, default=time_ordered_uuid, editable=False)
+    job_name = models.CharField(_("job name"), max_length=255, help_text=_("Dotted path of the function or name of the task."))
+    job_args = models.JSONField(
+        _("arguments"), default=dict, blank=True, help_text=_("An object is keyword arguments, an array positional ones.")
     )
-    last_error = models.TextField(blank=True, default="")
+    queue = models.CharField(_("queue"), max_length=100, default="default")
+    run_at = models.DateTimeField(_("due at"), db_default=Now(), help_text=_("The job is not handed over before this time."))
+    created_at = models.DateTimeField(_("created at"), db_default=Now())
+    hand_overs = models.PositiveIntegerField(
+        _("hand-overs"), default=0, help_text=_("Number of hand-overs since the job was staged or retried.")
+    )
+    refusals = models.PositiveIntegerField(
+        _("refusals"), default=0, help_text=_("Number of refusals since the last hand-over.")
+    )
+    failed_at = models.DateTimeField(
+        _("failed at"), null=True, blank=True, help_text=_("Time at which the job failed for good. It needs manual review.")
+    )
+    last_error = models.TextField(_("last error"), blank=True, default="")
     # Django keeps it true; the database does not look. Under SERIALIZABLE that look would set phases of different keys, which
     # stage a job and finish, against each other.
     idempotency_key = models.ForeignKey(
-        IdempotencyKey, null=True, blank=True, on_delete=models.SET_NULL, related_name="staged_jobs", db_constraint=False
+        IdempotencyKey,
+        verbose_name=_("idempotency key"),
+        null=True,
+        blank=True,
+        on_delete=models.SET_NULL,
+        related_name="staged_jobs",
+        db_constraint=False,
     )
 
     class Meta:
+        verbose_name = _("staged job")
+        verbose_name_plural = _("staged jobs")
         permissions = [
-            ("retry_stagedjob", "Can hand a failed staged job over again"),
-            ("discard_stagedjob", "Can discard a failed staged job"),
+            ("retry_stagedjob", gettext_noop("Can hand a failed staged job over again")),
+            ("discard_stagedjob", gettext_noop("Can discard a failed staged job")),
         ]
         constraints = [
             models.CheckConstraint(condition=~Q(job_name="") & ~Q(queue=""), name="idempotency_job_not_empty"),
@@ -237,64 +275,21 @@ class StagedJob(models.Model):
 class ForeignCall(models.Model):
     """A call to a service that is not idempotent: the intent is committed before it, the result after it."""
 
-    key = models.ForeignKey(IdempotencyKey, on_delete=models.CASCADE, related_name="foreign_calls")
-    name = models.CharField(max_length=100)
-    token = models.UUIDField(help_text="Token of the claim that began the call. Only this claim may record the result.")
-    started_at = models.DateTimeField(db_default=Now())
-    recorded_at = models.DateTimeField(
-        null=True, blank=True, help_text="Null: the result is unknown, and the call may have taken effect."
+    key = models.ForeignKey(IdempotencyKey, verbose_name=_("key"), on_delete=models.CASCADE, related_name="foreign_calls")
+    name = models.CharField(_("name"), max_length=100)
+    token = models.UUIDField(
+        _("token"), help_text=_("Token of the claim that began the call. Only this claim may record the result.")
     )
-    result = models.JSONField(null=True, blank=True)
+    started_at = models.DateTimeField(_("started at"), db_default=Now())
+    recorded_at = models.DateTimeField(
+        _("recorded at"), null=True, blank=True, help_text=_("Null: the result is unknown, and the call may have taken effect.")
+    )
+    result = models.JSONField(_("result"), null=True, blank=True)
 
     class Meta:
+        verbose_name = _("foreign call")
+        verbose_name_plural = _("foreign calls")
         constraints = [models.UniqueConstraint(fields=["key", "name"], name="idempotency_call_unique")]
 
     def __str__(self) -> str:
-        return f"{self.name} of key {self.key_id}"
-
-
-class ProcessedMessage(models.Model):
-    """A message, webhook or job that took effect; its second delivery finds this row and does nothing."""
-
-    source = models.CharField(max_length=100)
-    message_id = models.CharField(max_length=255)
-    processed_at = models.DateTimeField(db_default=Now())
-
-    class Meta:
-        constraints = [
-            models.UniqueConstraint(fields=["source", "message_id"], name="idempotency_message_unique"),
-            models.CheckConstraint(condition=~Q(source="") & ~Q(message_id=""), name="idempotency_message_not_empty"),
-        ]
-        indexes = [models.Index(fields=["processed_at"], name="idempotency_message_processed")]
-
-    def __str__(self) -> str:
-        return f"{self.source} {self.message_id}"
-
-
-class ProcessHeartbeat(models.Model):
-    """The last heartbeat of a loop (enqueuer, completer, reaper) of one process; deleted when the loop is stopped."""
-
-    name = models.CharField(max_length=50, help_text="The command, such as enqueue_jobs.")
-    host = models.CharField(max_length=100)
-    pid = models.PositiveIntegerField()
-    beat_at = models.DateTimeField(db_default=Now())
-
-    class Meta:
-        constraints = [models.UniqueConstraint(fields=["name", "host", "pid"], name="idempotency_heartbeat_unique")]
-
-    def __str__(self) -> str:
-        return f"{self.name} on {self.host}, process {self.pid}"
-
-
-class TrafficCount(models.Model):
-    """The number of requests of one kind in one minute, of all processes; deleted after eight days."""
-
-    minute = models.PositiveIntegerField(help_text="Minutes since 1970, by the clock of the process that counted.")
-    kind = models.CharField(max_length=20, help_text="The outcome of the requests; for requests that ran, their duration.")
-    count = models.PositiveBigIntegerField()
-
-    class Meta:
-        constraints = [models.UniqueConstraint(fields=["minute", "kind"], name="idempotency_traffic_unique")]
-
-    def __str__(self) -> str:
-        return f"{self.count} {self.kind} in minute {self.minute}"
+        return gettext("%(name)s of key %(key)s") % {"name": self.name, "key": self.key_id}

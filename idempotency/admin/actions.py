@@ -10,6 +10,9 @@ from typing import Any
 from django import forms
 from django.contrib import messages
 from django.http import HttpRequest
+from django.utils.functional import Promise
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from idempotency import interventions
 from idempotency._states import KeyState
@@ -17,16 +20,18 @@ from idempotency.admin.answering import AnswerFields
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
 
-#: A level of the messages framework and a sentence for the person; what the admin log keeps, "" if nothing was done.
-Result = tuple[int, str, str]
+#: A level of the messages framework and a sentence for the person; the entry of the admin log, in English, or "".
+Result = tuple[int, str | Promise, str]
 
-TOO_LATE = "Nothing was done: the key has moved since you looked at it. This is how it stands now."
+TOO_LATE = _("Nothing was done: the key has moved since you looked at it. This is how it stands now.")
 
 
 def note_field() -> forms.CharField:
     """Return the field of each form that changes something."""
-    help_text = "For the history: what you found, or the number of a ticket."
-    return forms.CharField(max_length=150, required=False, help_text=help_text, widget=forms.TextInput(attrs={"size": 60}))
+    help_text = _("For the history: what you found, or the number of a ticket.")
+    return forms.CharField(
+        label=_("Note"), max_length=150, required=False, help_text=help_text, widget=forms.TextInput(attrs={"size": 60})
+    )
 
 
 class PressForm(forms.Form):
@@ -55,9 +60,9 @@ class AnswerForm(AnswerFields, PressForm):
 class Button:
     """An intervention as the admin offers it."""
 
-    label: str
+    label: str | Promise
     permission: str
-    explanation: str
+    explanation: str | Promise
     possible: Callable[[Any], bool]
     press: Callable[[IdempotencyKey, dict[str, Any], str, str], Result]
     form: type[PressForm] = PressForm
@@ -68,19 +73,20 @@ def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) ->
         case None:
             return messages.WARNING, TOO_LATE, ""
         case "finished":
-            return messages.SUCCESS, "The request was completed: its response is stored.", "Completed."
+            return messages.SUCCESS, _("The request was completed: its response is stored."), "Completed."
         case "stuck":
-            return messages.ERROR, "The request was run, and is stuck again: see the reason.", "Run; it is stuck again."
+            return messages.ERROR, _("The request was run, and is stuck again: see the reason."), "Run; it is stuck again."
         case "failed":
-            text = "The request was run and failed: see its last error. The completer tries again."
+            text = _("The request was run and failed: see its last error. The completer tries again.")
             return messages.ERROR, text, "Run; it failed."
-    return messages.WARNING, "The key was handed back, and another process is running it now.", "Handed back to the completer."
+    text = _("The key was handed back, and another process is running it now.")
+    return messages.WARNING, text, "Handed back to the completer."
 
 
 def _release(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
     if not interventions.release_lock(key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using):
         return messages.WARNING, TOO_LATE, ""
-    return messages.SUCCESS, "The lock is released: the run that held it can commit nothing any more.", "Released the lock."
+    return messages.SUCCESS, _("The lock is released: the run that held it can commit nothing any more."), "Released the lock."
 
 
 def _answer(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
@@ -88,23 +94,24 @@ def _answer(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> R
     seen = {"at": sent["at"], "calls": sent["calls"]}
     if not interventions.answer(key.pk, sent["seen"], response, by=by, note=sent["note"], using=using, **seen):
         return messages.WARNING, TOO_LATE, ""
-    text = f"Answered with status {response.status_code}."
-    return messages.SUCCESS, f"{text} Each retry of the client gets this response.", text
+    text = gettext("Answered with status %(status)s. Each retry of the client gets this response.")
+    return messages.SUCCESS, text % {"status": response.status_code}, f"Answered with status {response.status_code}."
 
 
 def _acknowledge(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
     if not interventions.acknowledge(key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using):
         return messages.WARNING, TOO_LATE, ""
-    return messages.SUCCESS, "The key is off the list of stuck keys. It has no response, and stays.", "Acknowledged."
+    return messages.SUCCESS, _("The key is off the list of stuck keys. It has no response, and stays."), "Acknowledged."
 
 
 BUTTONS = {
     "complete": Button(
-        label="Complete now",
+        label=_("Complete now"),
         permission="complete_idempotencykey",
-        explanation="The request is run on from its recovery point, now and in this process, as the user who sent it. What it "
-        "has done already is not done again. Should it fail, the completer goes on with it, with all its attempts "
-        "anew.",
+        explanation=_(
+            "The request is run on from its recovery point, now and in this process, as the user who sent it. What it has done "
+            "already is not done again. Should it fail, the completer goes on with it, with all its attempts anew."
+        ),
         possible=lambda key: (
             key.state not in (KeyState.IN_FLIGHT, KeyState.REFUSED, KeyState.FINISHED)
             and key.stuck_code != StuckCode.ON_ABANDON
@@ -112,29 +119,34 @@ BUTTONS = {
         press=_complete,
     ),
     "answer": Button(
-        label="Answer",
+        label=_("Answer"),
         permission="answer_idempotencykey",
-        explanation="The request is over, and each retry of its client gets the response that you write here. Nothing is "
-        "undone: if the answer says that it failed, first take back what it has begun, here and at other "
-        "services.",
+        explanation=_(
+            "The request is over, and each retry of its client gets the response that you write here. Nothing is undone: if "
+            "the answer says that it failed, first take back what it has begun, here and at other services."
+        ),
         possible=lambda key: key.state not in (KeyState.IN_FLIGHT, KeyState.FINISHED),
         press=_answer,
         form=AnswerForm,
     ),
     "acknowledge": Button(
-        label="Acknowledge",
+        label=_("Acknowledge"),
         permission="acknowledge_idempotencykey",
-        explanation="The key leaves the list of stuck keys. Nothing else changes: it has no response, a retry of its client is "
-        "refused as before, and it is kept until it is answered or completed.",
+        explanation=_(
+            "The key leaves the list of stuck keys. Nothing else changes: it has no response, a retry of its client is refused "
+            "as before, and it is kept until it is answered or completed."
+        ),
         possible=lambda key: key.state == KeyState.STUCK,
         press=_acknowledge,
     ),
     "release": Button(
-        label="Release the lock",
+        label=_("Release the lock"),
         permission="release_idempotencykey",
-        explanation="For a run that is known to be dead, or to hang. It loses the key: it can commit nothing any more, and "
-        "the next retry, or the completer, goes on from the recovery point. A call to another service that is "
-        "under way goes on there.",
+        explanation=_(
+            "For a run that is known to be dead, or to hang. It loses the key: it can commit nothing any more, and the next "
+            "retry, or the completer, goes on from the recovery point. A call to another service that is under way goes on "
+            "there."
+        ),
         possible=lambda key: key.state == KeyState.IN_FLIGHT,
         press=_release,
     ),
@@ -157,5 +169,5 @@ def username(request: HttpRequest) -> str:
 
 
 def noted(logged: str, note: str) -> str:
-    """Return what the admin log keeps of an action: what was done, and the note of the person."""
+    """Return what the admin log keeps of an action, in English: what was done, and the note of the person."""
     return f"{logged} {note}" if note else logged

@@ -7,6 +7,8 @@ from typing import Any
 
 from django import forms
 from django.http import HttpResponse
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from idempotency import conf, interventions
 from idempotency._request import responses
@@ -17,7 +19,7 @@ from idempotency.models import IdempotencyKey
 #: Among how many keys, the youngest, a template is looked for.
 MAX_SEARCHED = 1000
 _TYPES = {"json": "application/json", "text": "text/plain; charset=utf-8"}
-_STATUS_HELP = "A 2xx if the work was done. If it was not: 409 or 410, or 422 if the request itself is at fault."
+_STATUS_HELP = _("A 2xx if the work was done. If it was not: 409 or 410, or 422 if the request itself is at fault.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +35,18 @@ class Preview:
 class AnswerFields(forms.Form):
     """The response with which each retry of the client is answered: written, previewed, then stored."""
 
-    status = forms.IntegerField(initial=409, help_text=_STATUS_HELP, widget=forms.NumberInput(attrs={"min": 100, "max": 599}))
+    status = forms.IntegerField(
+        label=_("Status"), initial=409, help_text=_STATUS_HELP, widget=forms.NumberInput(attrs={"min": 100, "max": 599})
+    )
     kind = forms.ChoiceField(
-        choices=[("json", "JSON"), ("text", "plain text")], initial="json", label="Body is", widget=forms.RadioSelect
+        choices=[("json", "JSON"), ("text", _("plain text"))], initial="json", label=_("Body is"), widget=forms.RadioSelect
     )
     body = forms.CharField(
+        label=_("Body"),
         widget=forms.Textarea(attrs={"rows": 12, "spellcheck": "false", "class": "idem-body"}),
         required=False,
         strip=False,
-        help_text="May be empty. JSON is checked before it is stored.",
+        help_text=_("May be empty. JSON is checked before it is stored."),
     )
 
     def clean_body(self) -> str:
@@ -55,11 +60,11 @@ class AnswerFields(forms.Form):
         if not {"status", "kind", "body"} <= cleaned.keys():
             return cleaned
         if not 100 <= cleaned["status"] <= 599:
-            self.add_error("status", "A status is a number from 100 to 599.")
+            self.add_error("status", _("A status is a number from 100 to 599."))
             return cleaned
         body = cleaned["body"]
         if body and cleaned["kind"] == "json" and (mistake := json_mistake(body)):
-            self.add_error("body", f"{mistake} Correct it, or choose plain text.")
+            self.add_error("body", gettext("%(mistake)s Correct it, or choose plain text.") % {"mistake": mistake})
             return cleaned
         content_type = _TYPES[cleaned["kind"] if body else "text"]
         cleaned["response"] = response = HttpResponse(body, status=cleaned["status"], content_type=content_type)
@@ -89,16 +94,17 @@ def json_mistake(text: str) -> str:
     try:
         json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        return f"This is not JSON: {error.msg}, in line {error.lineno}, column {error.colno}."
+        place = {"error": error.msg, "line": error.lineno, "column": error.colno}
+        return gettext("This is not JSON: %(error)s, in line %(line)s, column %(column)s.") % place
     except ValueError as error:
-        return f"This is not JSON: {error}."
+        return gettext("This is not JSON: %(error)s.") % {"error": error}
     except RecursionError:
-        return "This is nested too deeply."
+        return gettext("This is nested too deeply.")
     return ""
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a value of JSON")
+    raise ValueError(gettext("%(name)s is not a value of JSON") % {"name": name})
 
 
 def _preview(response: HttpResponse, kind: str, template: IdempotencyKey | None) -> Preview:
@@ -107,11 +113,12 @@ def _preview(response: HttpResponse, kind: str, template: IdempotencyKey | None)
     replay[conf.get().REPLAYED_HEADER] = "true"
     text, notes = response.content.decode(), []
     if not text:
-        notes.append("The body is empty.")
+        notes.append(gettext("The body is empty."))
     elif kind == "text" and not json_mistake(text):
-        notes.append("The body is valid JSON, and is sent as plain text.")
+        notes.append(gettext("The body is valid JSON, and is sent as plain text."))
     if template is not None and text and _same(text, bytes(template.response_body or b"").decode()):
-        notes.append(f"The body is that of key #{template.pk}, unchanged. Are its values right for this request?")
+        note = gettext("The body is that of key #%(key)s, unchanged. Are its values right for this request?")
+        notes.append(note % {"key": template.pk})
     return Preview(f"{code} {replay.reason_phrase}", list(replay.items()), text, notes)
 
 

@@ -11,12 +11,13 @@ from django.core.exceptions import ObjectDoesNotExist
 from django.db.models import ForeignKey
 from django.http import HttpRequest
 from django.utils.html import strip_tags
+from django.utils.translation import gettext, ngettext
 
-from idempotency._text import duration
+from idempotency._text import localized_duration
 from idempotency.admin.reading import admin_url, first_line_of
 from idempotency.inbox import STAGED_JOBS
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
-from idempotency.templatetags.idempotency_admin import written
+from idempotency.templatetags.idempotency_admin import ago, written
 
 #: How many rows of one kind, and how many columns of a row, are shown.
 MAX_LINKED, MAX_COLUMNS = 10, 5
@@ -99,20 +100,24 @@ def _jobs(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked
     for job in jobs[:MAX_LINKED]:
         state = _state_of_job(job, processed.get(str(job.pk)), key.read_at)
         rows.append(Row(job.job_name, admin_url(site, request, StagedJob, job.pk), state, job.failed_at is not None))
-    return Linked("staged job", rows, more=len(jobs) > MAX_LINKED)
+    return Linked(gettext("staged job"), rows, more=len(jobs) > MAX_LINKED)
 
 
 def _state_of_job(job: StagedJob, processed_at: datetime | None, now: datetime) -> str:
+    error = first_line_of(job.last_error)
     if processed_at is not None:
-        return f"took effect at {written(processed_at)}"
+        return gettext("took effect at %(time)s") % {"time": written(processed_at)}
     if job.failed_at is not None:
-        return f"failed {_ago(job.failed_at, now)}: {first_line_of(job.last_error)}"
-    refused = f", refused {job.refusals} times: {first_line_of(job.last_error)}" if job.refusals else ""
-    if job.hand_overs:
-        return f"handed over, no effect yet{refused}"
-    if job.run_at > now:
-        return f"due in {duration((job.run_at - now).total_seconds())}"
-    return f"waiting, due {_ago(job.run_at, now)}{refused}"
+        return gettext("failed %(ago)s: %(error)s") % {"ago": _ago(job.failed_at, now), "error": error}
+    if not job.hand_overs and job.run_at > now:
+        return gettext("due in %(duration)s") % {"duration": localized_duration((job.run_at - now).total_seconds())}
+    state = gettext("handed over, no effect yet")
+    if not job.hand_overs:
+        state = gettext("waiting, due %(ago)s") % {"ago": _ago(job.run_at, now)}
+    if not job.refusals:
+        return state
+    refused = ngettext("refused %(count)s time: %(error)s", "refused %(count)s times: %(error)s", job.refusals)
+    return f"{state}, {refused % {'count': job.refusals, 'error': error}}"
 
 
 def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked:
@@ -120,11 +125,11 @@ def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linke
     rows = []
     for call in calls[:MAX_LINKED]:
         unknown = call.recorded_at is None
-        made = f"begun {_ago(call.started_at, key.read_at)}"
-        state = f"{made}, result unknown" if unknown else f"{made}, result {first_line_of(str(call.result))}"
+        text = gettext("begun %(ago)s, result unknown") if unknown else gettext("begun %(ago)s, result %(result)s")
+        state = text % {"ago": _ago(call.started_at, key.read_at), "result": first_line_of(str(call.result))}
         rows.append(Row(call.name, admin_url(site, request, ForeignCall, call.pk), state, unknown))
-    return Linked("foreign call", rows, more=len(calls) > MAX_LINKED)
+    return Linked(gettext("foreign call"), rows, more=len(calls) > MAX_LINKED)
 
 
 def _ago(at: datetime, now: datetime) -> str:
-    return f"{duration(max(0.0, (now - at).total_seconds()))} ago"
+    return ago((now - at).total_seconds())

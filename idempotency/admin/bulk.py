@@ -15,11 +15,15 @@ from django.contrib.admin.models import CHANGE
 from django.core import signing
 from django.db.models import QuerySet, TextField, Value
 from django.db.models.functions import Cast
+from django.utils.functional import Promise
+from django.utils.translation import gettext, gettext_noop
 
 #: A chunk ends with the first of these, far below the timeout of any web server.
 CHUNK_ROWS = 500
 CHUNK_SECONDS = 3.0
-RUNNING, FINISHED, CHANGED = "running now", "finished", "changed since the question"
+#: Why a row is left alone: the work carries these reasons in English, and pages translate them.
+RUNNING, FINISHED = gettext_noop("running now"), gettext_noop("finished")
+CHANGED = gettext_noop("changed since the question")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +39,18 @@ class BulkAction:
     """An action as the question describes it, and as it is done to one row."""
 
     name: ClassVar[str]
-    label: ClassVar[str]
+    label: ClassVar[str | Promise]
     permission: ClassVar[str]
-    explanation: ClassVar[str]
-    #: What a person is told of the rows that were changed, and what the admin log keeps of each, with the kind of its entry.
-    done: ClassVar[str]
+    explanation: ClassVar[str | Promise]
+    #: What a person is told of the rows that were changed, by their count, and what the admin log keeps of each, in English,
+    #: with the kind of its entry.
+    done: ClassVar[Any]
     logged: ClassVar[str]
     flag: ClassVar[int] = CHANGE
     #: The column, with an index, in whose order the rows are taken.
     column: ClassVar[str]
     #: Why the action leaves alone what is not ``concerned``.
-    others: ClassVar[str]
+    others: ClassVar[str | Promise]
     #: Shows single rows in the question, if it is not empty.
     sample_template: ClassVar[str] = ""
 
@@ -58,7 +63,7 @@ class BulkAction:
         raise NotImplementedError
 
     def why_not(self, row: Any) -> str:
-        """Return why the action leaves ``row`` alone; an empty string if it does not."""
+        """Return why the action leaves ``row`` alone, in English; an empty string if it does not."""
         return ""
 
     def changed_at(self, row: Any) -> Iterable[datetime | None]:
@@ -98,10 +103,15 @@ class Work:
 
     def report(self, action: BulkAction) -> str:
         """Return what was done, what was not, and why."""
-        left = [f"{count} {reason}" for reason, count in self.left.items()]
-        if not self.more and (gone := self.expected - self.visited) > 0:
-            left.append(f"{gone} not among them any more when their turn came")
-        return f"{self.done} {action.done}." + (f" Left alone: {'; '.join(left)}." if left else "")
+        gone = 0 if self.more else self.expected - self.visited
+        return self.progress(action, {gettext_noop("not among them any more when their turn came"): gone})
+
+    def progress(self, action: BulkAction, missing: dict[str, int] | None = None) -> str:
+        """Return what was done so far, and what was left alone, and why, ``missing`` rows among it."""
+        reasons = self.left | (missing or {})
+        left = [f"{count} {gettext(reason)}" for reason, count in reasons.items() if count > 0]
+        done = str(action.done % {"count": self.done})
+        return f"{done} {gettext('Left alone: %(reasons)s.') % {'reasons': '; '.join(left)}}" if left else done
 
 
 def in_order(action: BulkAction, rows: QuerySet[Any], after: tuple[str, str] | None = None) -> QuerySet[Any]:

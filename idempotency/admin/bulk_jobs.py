@@ -6,6 +6,8 @@ from typing import Any
 
 from django.contrib.admin.models import DELETION
 from django.db import router
+from django.utils.translation import gettext_lazy as _
+from django.utils.translation import gettext_noop, ngettext_lazy
 
 from idempotency import interventions
 from idempotency.admin.bulk import CHANGED, BulkAction, Group
@@ -15,7 +17,7 @@ from idempotency.monitoring.error_groups import group_of
 
 class _OfJobs(BulkAction):
     column = "failed_at"
-    others = "not failed, or not any more"
+    others = _("not failed, or not any more")
     sample_template = "admin/idempotency/stagedjob/sample.html"
 
     def concerned(self, rows: Any) -> Any:
@@ -31,9 +33,10 @@ class _OfJobs(BulkAction):
 class Retry(_OfJobs):
     """Failed jobs are due again."""
 
-    name, label, permission = "retry", "Retry: hand failed jobs over again", "retry_stagedjob"
-    explanation = "The enqueuer hands these jobs over again in its next pass, with a new count of hand-overs and refusals."
-    done, logged = "made due again", "Made due again."
+    name, label, permission = "retry", _("Retry: hand failed jobs over again"), "retry_stagedjob"
+    explanation = _("The enqueuer hands these jobs over again in its next pass, with a new count of hand-overs and refusals.")
+    done = ngettext_lazy("%(count)s job is due again.", "%(count)s jobs are due again.", "count")
+    logged = "Made due again."
 
     def act(self, row: Any, *, by: str, note: str) -> str:
         using = router.db_for_write(StagedJob, instance=row)
@@ -43,10 +46,12 @@ class Retry(_OfJobs):
 class Discard(_OfJobs):
     """Failed jobs are deleted, and never run."""
 
-    name, label, permission = "discard", "Discard failed jobs for good", "discard_stagedjob"
-    explanation = "These jobs are deleted. They never run, even if a queue still has a message for one of them."
-    done, logged, flag = "discarded", "Discarded.", DELETION
+    name, label, permission = "discard", _("Discard failed jobs for good"), "discard_stagedjob"
+    explanation = _("These jobs are deleted. They never run, even if a queue still has a message for one of them.")
+    done = ngettext_lazy("%(count)s job was discarded.", "%(count)s jobs were discarded.", "count")
+    logged, flag = "Discarded.", DELETION
 
     def act(self, row: Any, *, by: str, note: str) -> str:
         using = router.db_for_write(StagedJob, instance=row)
-        return "" if interventions.discard_jobs([row.pk], using=using) else "running now, or changed since the question"
+        left = gettext_noop("running now, or changed since the question")
+        return "" if interventions.discard_jobs([row.pk], using=using) else left

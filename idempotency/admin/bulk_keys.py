@@ -5,6 +5,8 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from django.db import router
+from django.utils.translation import gettext, gettext_noop, ngettext_lazy
+from django.utils.translation import gettext_lazy as _
 
 from idempotency import interventions
 from idempotency._states import KeyState
@@ -17,12 +19,12 @@ _COLUMNS = (
     *("pk", "claim_token", "recovery_point", "request_method", "request_path", "stuck_code", "created_at", "last_run_at"),
     *("stuck_at", "handed_back_at", "acknowledged_at"),
 )
-_OWN_CODE = "A code of your views. Do first what the reasons of these keys say."
+_OWN_CODE = _("A code of your views. Do first what the reasons of these keys say.")
 
 
 class _OfKeys(BulkAction):
     column = "created_at"
-    others = "finished or refused"
+    others = _("finished or refused")
     intervene: ClassVar[Callable[..., bool]]
 
     def concerned(self, rows: Any) -> Any:
@@ -40,9 +42,10 @@ class _OfKeys(BulkAction):
         return {KeyState.IN_FLIGHT: RUNNING, KeyState.FINISHED: FINISHED}.get(now, CHANGED)
 
     def group(self, row: Any) -> Group:
-        label = f"{row.state}: {row.stuck_code}" if row.stuck_code else row.state
+        state = str(KeyState(row.state).label)
+        label = f"{state}: {row.stuck_code}" if row.stuck_code else state
         if reason := self.why_not(row):
-            return Group(label, f"Left alone: {reason}.")
+            return Group(label, gettext("Left alone: %(reasons)s.") % {"reasons": gettext(reason)})
         return self.meant(label, row)
 
     def meant(self, label: str, row: Any) -> Group:
@@ -53,46 +56,50 @@ class _OfKeys(BulkAction):
 class HandBack(_OfKeys):
     """Many keys go back to the completer."""
 
-    name, label, permission = "hand_back", "Hand back to the completer", "complete_idempotencykey"
-    explanation = (
+    name, label, permission = "hand_back", _("Hand back to the completer"), "complete_idempotencykey"
+    explanation = _(
         "The completer runs these requests, each from its recovery point and as the user who sent it, with all its attempts "
         "anew."
     )
-    done, logged = "handed back to the completer", "Handed back to the completer."
+    done = ngettext_lazy(
+        "%(count)s key was handed back to the completer.", "%(count)s keys were handed back to the completer.", "count"
+    )
+    logged = "Handed back to the completer."
     intervene = staticmethod(interventions.hand_back)
 
     def why_not(self, row: Any) -> str:
         if row.state == KeyState.IN_FLIGHT:
             return RUNNING
-        return "with on_abandon begun, and can only be answered" if row.stuck_code == StuckCode.ON_ABANDON else ""
+        return gettext_noop("with on_abandon begun, and can only be answered") if row.stuck_code == StuckCode.ON_ABANDON else ""
 
     def meant(self, label: str, row: Any) -> Group:
         if not row.stuck_code:
-            return Group(label, "The completer runs them in its next pass.")
+            return Group(label, gettext("The completer runs them in its next pass."))
         if (found := STUCK_CODES.get(row.stuck_code)) is None:
-            return Group(label, _OWN_CODE)
-        again = "Completing these keys stops at the same place. " if found.stops_again else ""
-        return Group(label, again + found.cure, found.stops_again)
+            return Group(label, str(_OWN_CODE))
+        again = gettext("Completing these keys stops at the same place.") if found.stops_again else ""
+        return Group(label, f"{again} {found.cure}".strip(), found.stops_again)
 
 
 class Acknowledge(_OfKeys):
     """Many stuck keys leave the list of stuck ones."""
 
-    name, label, permission = "acknowledge", "Acknowledge", "acknowledge_idempotencykey"
-    explanation = (
+    name, label, permission = "acknowledge", _("Acknowledge"), "acknowledge_idempotencykey"
+    explanation = _(
         "These keys leave the list of stuck keys. Nothing else changes: they have no response, a retry of their clients is "
         "refused as before, and they are kept until they are answered or completed."
     )
-    done, logged = "acknowledged", "Acknowledged."
+    done = ngettext_lazy("%(count)s key was acknowledged.", "%(count)s keys were acknowledged.", "count")
+    logged = "Acknowledged."
     intervene = staticmethod(interventions.acknowledge)
 
     def why_not(self, row: Any) -> str:
         if row.state == KeyState.IN_FLIGHT:
             return RUNNING
         if row.state == KeyState.ACKNOWLEDGED:
-            return "acknowledged already"
-        return "" if row.state == KeyState.STUCK else "not stuck"
+            return gettext_noop("acknowledged already")
+        return "" if row.state == KeyState.STUCK else gettext_noop("not stuck")
 
     def meant(self, label: str, row: Any) -> Group:
         found = STUCK_CODES.get(row.stuck_code)
-        return Group(label, found.cure if found else _OWN_CODE)
+        return Group(label, str(found.cure if found else _OWN_CODE))

@@ -18,6 +18,8 @@ from django.db.models import QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
+from django.utils.functional import Promise
+from django.utils.translation import gettext
 
 from idempotency._request.atomic_requests import EVERY_ALIAS
 from idempotency.admin.actions import note_field, noted, username
@@ -46,7 +48,7 @@ class BulkForm(forms.Form):
         try:
             return Work.of(self.cleaned_data["work"], self.action)
         except signing.BadSignature:
-            raise ValidationError("This page was out of date. Nothing was done.") from None
+            raise ValidationError(gettext("This page was out of date. Nothing was done.")) from None
 
 
 class BulkAdmin(ReadOnlyAdmin):
@@ -69,7 +71,7 @@ class BulkAdmin(ReadOnlyAdmin):
         """Say which actions the person may not press, and what each needs."""
         return super().changelist_view(request, {"not_offered": self.not_offered(request)} | (extra_context or {}))
 
-    def not_offered(self, request: HttpRequest) -> list[tuple[str, str]]:
+    def not_offered(self, request: HttpRequest) -> list[tuple[str | Promise, str]]:
         """Return the labels of the actions that the person may not press, with their permissions."""
         label = self.opts.app_label
         return [
@@ -102,7 +104,11 @@ class BulkAdmin(ReadOnlyAdmin):
                 level = messages.SUCCESS if work.done >= work.expected else messages.WARNING
                 self.message_user(request, work.report(action), level)
                 return HttpResponseRedirect(back)
-            context |= {"work": work, "form": BulkForm(action, initial={"work": work.signed(action), "note": note})}
+            context |= {
+                "work": work,
+                "report": work.progress(action),
+                "form": BulkForm(action, initial={"work": work.signed(action), "note": note}),
+            }
             return self._page(request, "progress", context)
         question = _question(action, rows, ids)
         initial = {"work": question["work"].signed(action), "note": request.POST.get("note")}

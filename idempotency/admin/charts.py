@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from django.utils.formats import date_format
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+
+from idempotency._text import with_decimal_sign
 
 WIDTH, HEIGHT = 480, 120
 _LEFT, _TOP, _BOTTOM = 44, 10, 18
@@ -44,7 +48,7 @@ def chart(title: str, lines: Sequence[Line], begins: Sequence[datetime], *, unit
         format_html_join(
             "",
             '<text x="{}" y="{}" text-anchor="{}">{}</text>',
-            [(_x(place, len(begins)), HEIGHT - 3, anchor, begins[place].strftime(time_format)) for place, anchor in ticks],
+            [(_x(place, len(begins)), HEIGHT - 3, anchor, date_format(begins[place], time_format)) for place, anchor in ticks],
         ),
         format_html_join(
             "",
@@ -57,18 +61,19 @@ def chart(title: str, lines: Sequence[Line], begins: Sequence[datetime], *, unit
 def number(value: float) -> str:
     """Return a number in few characters: ``0``, ``0.25``, ``12``, ``3.4k``."""
     if value >= 1_000_000:
-        return f"{value / 1_000_000:.3g}M"
+        return with_decimal_sign(f"{value / 1_000_000:.3g}M")
     if value >= 10_000:
-        return f"{value / 1000:.3g}k"
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+        return with_decimal_sign(f"{value / 1000:.3g}k")
+    return with_decimal_sign(f"{value:.3g}" if value < 100 else f"{value:.0f}")
 
 
 def _in_words(line: Line, unit: str) -> str:
     known = [value for value in line.values if value is not None]
     if not known:
-        return f"{line.name}: no value"
-    now = "none" if line.last is None else number(line.last)
-    return f"{line.name}: now {now}, at most {number(max(known))} {unit}"
+        return gettext("%(name)s: no value") % {"name": line.name}
+    now = gettext("none") if line.last is None else number(line.last)
+    numbers = {"name": line.name, "now": now, "most": number(max(known)), "unit": unit}
+    return gettext("%(name)s: now %(now)s, at most %(most)s %(unit)s") % numbers
 
 
 def _path(values: Sequence[float | None], top: float) -> str:

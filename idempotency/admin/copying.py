@@ -3,6 +3,8 @@
 import shlex
 from typing import Any
 
+from django.utils.translation import gettext as _
+
 from idempotency import conf
 from idempotency._request.redaction import REDACTED
 from idempotency._request.stored_request import address_of, client_headers, is_withheld
@@ -23,17 +25,17 @@ def curl(key: IdempotencyKey) -> str:
         headers["Content-Type"] = key.request_content_type
     parts = [f"curl -X {shlex.quote(key.request_method)} {shlex.quote(address_of(key))}"]
     parts += [f"-H {shlex.quote(f'{name}: {value}')}" for name, value in headers.items()]
-    notes = ["# Left out: credentials, cookies, and each header that is not stored. Add credentials of your own."]
+    notes = [_("Left out: credentials, cookies, and each header that is not stored. Add credentials of your own.")]
     body = _text(key.request_body)
     if key.request_body is None:
-        notes.append("# Left out: the body, which is not stored.")
+        notes.append(_("Left out: the body, which is not stored."))
     elif body is None or len(body) > MAX_SHOWN_CHARACTERS:
-        notes.append("# Left out: the body, which is too long or no text.")
+        notes.append(_("Left out: the body, which is too long or no text."))
     elif body:
         parts.append(f"--data-raw {shlex.quote(body)}")
     if key.request_body is not None and is_withheld(key):
-        notes.append(f"# Redacted values are {REDACTED}.")
-    return "\n".join([*notes, " \\\n  ".join(parts)])
+        notes.append(_("Redacted values are %(mark)s.") % {"mark": REDACTED})
+    return "\n".join([*(f"# {note}" for note in notes), " \\\n  ".join(parts)])
 
 
 def as_json(key: Any, linked: list[Linked]) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from django.db.models import Model
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils import timezone
+from django.utils.functional import Promise
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
 from idempotency.admin import charts
@@ -36,7 +39,7 @@ MAX_GROUPS = 20
 class Bar:
     """A number with its share of the largest one beside it, in percent, and the list behind it."""
 
-    label: str
+    label: str | Promise
     count: int
     percent: float
     url: str
@@ -48,13 +51,18 @@ class Span:
     """A span of time that the charts show, in ``intervals`` of so many ``minutes``."""
 
     name: str
-    label: str
+    label: str | Promise
+    title: str | Promise
     intervals: int
     minutes: int
     time_format: str
 
 
-SPANS = (Span("1h", "1 hour", 60, 1, "%H:%M"), Span("24h", "24 hours", 96, 15, "%H:%M"), Span("7d", "7 days", 84, 120, "%d %b"))
+SPANS = (
+    Span("1h", _("1 hour"), _("Traffic, last hour"), 60, 1, "H:i"),
+    Span("24h", _("24 hours"), _("Traffic, last 24 hours"), 96, 15, "H:i"),
+    Span("7d", _("7 days"), _("Traffic, last 7 days"), 84, 120, "MONTH_DAY_FORMAT"),
+)
 
 
 def numbers(request: HttpRequest, site: AdminSite) -> dict[str, Any]:
@@ -84,6 +92,7 @@ def _charts(alias: str, chosen: str) -> dict[str, Any]:
     span = next((span for span in SPANS if span.name == chosen), SPANS[0])
     found = traffic.read(alias, intervals=span.intervals, minutes=span.minutes)
     begins = [timezone.localtime(interval.begin) for interval in found]
+    minutely = gettext("a minute")
 
     def chart(title: str, unit: str, *lines: Line) -> dict[str, Any]:
         drawn = charts.chart(title, lines, begins, unit=unit, time_format=span.time_format)
@@ -93,15 +102,17 @@ def _charts(alias: str, chosen: str) -> dict[str, Any]:
         "spans": SPANS,
         "span": span,
         "charts": [
-            chart("Requests", "a minute", Line("requests", [each.requests for each in found])),
+            chart(gettext("Requests"), minutely, Line(gettext("requests"), [each.requests for each in found])),
             chart(
-                "Retries",
-                "a minute",
-                Line("replays", [each.replays for each in found]),
-                Line("conflicts", [each.conflicts for each in found]),
+                gettext("Retries"),
+                minutely,
+                Line(gettext("replays"), [each.replays for each in found]),
+                Line(gettext("conflicts"), [each.conflicts for each in found]),
             ),
-            chart("Errors", "a minute", Line("errors", [each.errors for each in found])),
-            chart("Run time", "s", Line("p50", [each.p50 for each in found]), Line("p95", [each.p95 for each in found])),
+            chart(gettext("Errors"), minutely, Line(gettext("errors"), [each.errors for each in found])),
+            chart(
+                gettext("Run time"), "s", Line("p50", [each.p50 for each in found]), Line("p95", [each.p95 for each in found])
+            ),
         ],
     }
 
@@ -120,7 +131,7 @@ def _of_keys(keys: measures.UnfinishedKeys, groups: list[measures.ErrorGroup], u
         "unfinished": keys.count,
         "unfinished_url": f"{url}?state=unfinished",
         "by_state": [
-            _bar(state, states[state], most, url, state == KeyState.STUCK, state=state.replace(" ", "_"))
+            _bar(state.label, states[state], most, url, state == KeyState.STUCK, state=state.replace(" ", "_"))
             for state in KeyState
             if state not in (KeyState.REFUSED, KeyState.FINISHED)
         ],
@@ -141,11 +152,12 @@ def _of_keys(keys: measures.UnfinishedKeys, groups: list[measures.ErrorGroup], u
 def _of_jobs(jobs: measures.StagedJobs, groups: list[measures.ErrorGroup], url: str) -> dict[str, Any]:
     ages, failed = _by_age(jobs.waiting), jobs.failed_by_name
     largest = max(ages.values(), default=0)
-    bars = [_bar(f"due for {age.label}", ages[age.name], largest, url, state="waiting", age=age.name) for age in AGES]
+    due = gettext("due for %(age)s")
+    bars = [_bar(due % {"age": age.label}, ages[age.name], largest, url, state="waiting", age=age.name) for age in AGES]
     return {
         "may_see_jobs": True,
         "more_jobs": len(jobs.waiting) == MAX_READ,
-        "jobs_by_age": [_bar("not due yet", ages["later"], largest, url, state="later"), *bars],
+        "jobs_by_age": [_bar(_("not due yet"), ages["later"], largest, url, state="later"), *bars],
         "jobs_failed": [
             _bar(name, count, max(failed.values()), url, True, state="failed", job_name=name)
             for name, count in failed.most_common(20)
@@ -176,7 +188,9 @@ def _of_processes(processes: list[measures.Process]) -> dict[str, Any]:
 
 
 def _state_of(lag: float | None) -> str:
-    return "no heartbeat" if lag is None else "silent" if lag > heartbeats.SILENT_SECONDS else "ok"
+    if lag is None:
+        return gettext("no heartbeat")
+    return gettext("silent") if lag > heartbeats.SILENT_SECONDS else gettext("ok")
 
 
 def _by_age(ages: Iterable[float]) -> Counter[str]:
@@ -184,7 +198,7 @@ def _by_age(ages: Iterable[float]) -> Counter[str]:
     return Counter(next((age.name for age in reversed(AGES) if seconds >= age.begin), "later") for seconds in ages)
 
 
-def _bar(label: str, count: int, largest: int, url: str, alarming: bool = False, **chosen: str) -> Bar:
+def _bar(label: str | Promise, count: int, largest: int, url: str, alarming: bool = False, **chosen: str) -> Bar:
     return Bar(label, count, round(100 * count / largest, 1) if largest else 0, _link(url, **chosen), alarming)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from django.db.models import QuerySet
 from django.http import HttpResponse
+from django.utils.translation import gettext
 
 #: A file has at most so many rows, and says in its last one if there are more.
 MAX_ROWS = 20_000
@@ -27,7 +28,8 @@ def csv_of(keys: QuerySet[Any]) -> HttpResponse:
     rows = list(keys.values_list(*_COLUMNS)[: MAX_ROWS + 1])
     lines.writerows(map(_cells, rows[:MAX_ROWS]))
     if len(rows) > MAX_ROWS:
-        lines.writerow([f"There are more than {MAX_ROWS} keys. The others are not in this file."])
+        text = gettext("There are more than %(count)s keys. The others are not in this file.")
+        lines.writerow([text % {"count": MAX_ROWS}])
     return response
 
 

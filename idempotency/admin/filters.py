@@ -9,6 +9,10 @@ from django.contrib.admin.options import get_content_type_for_model
 from django.db.models import QuerySet
 from django.db.models.functions import Left
 from django.http import HttpRequest
+from django.utils.formats import number_format
+from django.utils.functional import Promise, lazy
+from django.utils.text import format_lazy
+from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState, ago
 from idempotency.admin.stuck_codes import STUCK_CODES
@@ -23,20 +27,25 @@ MAX_GROUPED = 5000
 _BIGGEST_ID = 2**63 - 1
 
 
+def of_the_newest(text: Any, **values: Any) -> Any:
+    """Return a lazy text with NEWEST, as the language of the person writes numbers, for ``{count}``, and with ``values``."""
+    return format_lazy(text, count=lazy(number_format, str)(NEWEST, force_grouping=True), **values)
+
+
 class Age(NamedTuple):
     """A span of ages, in seconds."""
 
     name: str
-    label: str
+    label: str | Promise
     begin: int
     end: int
 
 
 AGES = (
-    Age("minutes", "under 5 minutes", 0, 300),
-    Age("hour", "5 minutes to an hour", 300, 3600),
-    Age("day", "an hour to a day", 3600, 86400),
-    Age("older", "over a day", 86400, 100 * 365 * 86400),
+    Age("minutes", _("under 5 minutes"), 0, 300),
+    Age("hour", _("5 minutes to an hour"), 300, 3600),
+    Age("day", _("an hour to a day"), 3600, 86400),
+    Age("older", _("over a day"), 86400, 100 * 365 * 86400),
 )
 
 
@@ -55,11 +64,11 @@ def row_id(term: str) -> int | None:
 class StateFilter(admin.SimpleListFilter):
     """The states of a key, and all that are unfinished."""
 
-    title = "state"
+    title = _("state")
     parameter_name = "state"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [(name.replace(" ", "_"), name) for name in (*KeyState, "unfinished")]
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return [*((state.replace(" ", "_"), state.label) for state in KeyState), ("unfinished", _("unfinished"))]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         if self.value() == "unfinished":
@@ -71,11 +80,11 @@ class StateFilter(admin.SimpleListFilter):
 class AgeFilter(admin.SimpleListFilter):
     """Spans of age, by a column with an index."""
 
-    title = "age"
+    title = _("age")
     parameter_name = "age"
     column = "created_at"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
         return [(age.name, age.label) for age in AGES]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
@@ -110,7 +119,7 @@ class ChosenFilter(admin.SimpleListFilter):
 class StuckCodeFilter(ChosenFilter):
     """Why a key is stuck."""
 
-    title = "stuck because"
+    title = _("stuck because")
     parameter_name = "stuck_code"
     known = STUCK_CODES
 
@@ -118,14 +127,14 @@ class StuckCodeFilter(ChosenFilter):
 class RecoveryPointFilter(ChosenFilter):
     """Where a key stands."""
 
-    title = "recovery point"
+    title = _("recovery point")
     parameter_name = "recovery_point"
 
 
 class PathFilter(ChosenFilter):
     """The beginning of a request's path, among the keys in a state that has an index, or among the newest."""
 
-    title = "path"
+    title = _("path")
     parameter_name = "path"
     template = "admin/idempotency/text_filter.html"
 
@@ -142,14 +151,14 @@ class PathFilter(ChosenFilter):
     def choices(self, changelist: Any) -> Any:
         """Yield what the form of the filter needs: the value, and the other parameters of the list."""
         others = [(name, value) for name, value in changelist.params.items() if name != self.parameter_name]
-        text = f"unfinished keys, or the {NEWEST:,} newest"
+        text = of_the_newest(_("unfinished keys, or the {count} newest"))
         yield {"name": self.parameter_name, "value": self.value() or "", "others": others, "help": text}
 
 
 class StatusFilter(ChosenFilter):
     """The status of the stored response, of the newest keys."""
 
-    title = f"status, of the {NEWEST:,} newest"
+    title = of_the_newest(_("status, of the {count} newest"))
     parameter_name = "status"
     known = ("2xx", "3xx", "4xx", "5xx")
 
@@ -165,7 +174,7 @@ class StatusFilter(ChosenFilter):
 class ErrorGroupFilter(ChosenFilter):
     """The group of the error (``error_groups.group_of``) of unfinished keys; of more than MAX_GROUPED, of the oldest."""
 
-    title = "error"
+    title = _("error")
     parameter_name = "error_group"
 
     def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
@@ -181,7 +190,7 @@ class ErrorGroupFilter(ChosenFilter):
 class RequestGroupFilter(ChosenFilter):
     """The group of the request (``measures.request_group``) of unfinished keys, bounded as ErrorGroupFilter is."""
 
-    title = "request"
+    title = _("request")
     parameter_name = "request_group"
 
     def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
@@ -201,11 +210,11 @@ class MineFilter(admin.SimpleListFilter):
     """The keys that the person completed, answered, acknowledged or released, as far as the newest entries of the admin log
     go."""
 
-    title = "acted on by"
+    title = _("acted on by")
     parameter_name = "mine"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("1", "me")]
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return [("1", _("me"))]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         if self.value() != "1":

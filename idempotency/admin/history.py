@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from django.utils.dateparse import parse_datetime
+from django.utils.translation import gettext
 
 from idempotency._store.dialects import HISTORY_LIMIT
 from idempotency._store.history import HistoryEvent
@@ -13,6 +14,8 @@ from idempotency.templatetags.idempotency_admin import aware
 
 #: Events that only the run itself writes, as its last one.
 _OWN_ENDS = (HistoryEvent.FINISHED, HistoryEvent.ERROR, HistoryEvent.REFUSED)
+#: The ending of a run that fell silent, whether an event says so or not.
+LOST = "lost"
 #: Events after which no run goes on: a person, or the completer, has changed a key that no run held.
 _OTHER_ENDS = (HistoryEvent.ANSWERED, HistoryEvent.HANDED_BACK, HistoryEvent.LOCK_RELEASED, HistoryEvent.STUCK)
 
@@ -26,10 +29,15 @@ class Event:
     at: datetime | None
     seconds_later: float | None
 
+    @property
+    def label(self) -> str:
+        """The name in the language of the person."""
+        return event_label(self.name)
+
 
 @dataclass(slots=True)
 class Run:
-    """One run of the key. ``ending`` is the event that ended it, "lost" if it fell silent, or "" while it may go on."""
+    """One run of the key. ``ending`` is the event that ended it, LOST if it fell silent, or "" while it may go on."""
 
     by: str
     begin: datetime
@@ -37,6 +45,13 @@ class Run:
     ending: str = ""
     #: Recovery points and calls, in their order, and the event that ended the run.
     events: list[Event] = field(default_factory=list)
+
+
+def event_label(name: str) -> str:
+    """Return the name of an event, or of an ending, in the language of the person; as it is if this code does not know it."""
+    if name == LOST:
+        return gettext("lost")
+    return str(HistoryEvent(name).label) if name in HistoryEvent else name
 
 
 def history_of(key: Any) -> list[Event]:
@@ -73,20 +88,20 @@ def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[Run], li
             run is None and event.name in (HistoryEvent.RECOVERY_POINT, *_OWN_ENDS) and not runs
         ):
             if run is not None:
-                run.ending = "lost"
+                run.ending = LOST
             run = Run(event.detail if event.name == HistoryEvent.CLAIMED else "run", event.at, event.at)
             runs.append(run)
             if event.name == HistoryEvent.CLAIMED:
                 continue
         if event.name == HistoryEvent.RUN_LOST:
             if run is not None:
-                run.ending = "lost"
+                run.ending = LOST
         elif run is None or event.name == HistoryEvent.ACKNOWLEDGED:
             others.append(event)
         elif event.name in _OTHER_ENDS and (
             event.name != HistoryEvent.STUCK or (event.at - run.last).total_seconds() > lock_seconds
         ):
-            run.ending = "lost"
+            run.ending = LOST
             others.append(event)
         else:
             run.last = event.at

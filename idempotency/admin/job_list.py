@@ -9,23 +9,26 @@ from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
 from django.utils.html import format_html
-from django.utils.timesince import timesince
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
+from idempotency._text import localized_duration
 from idempotency.admin.bulk_jobs import Discard, Retry
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.filters import AgeFilter, ChosenFilter, JobErrorGroupFilter, row_id
 from idempotency.admin.reading import preformatted, pretty
 from idempotency.models import StagedJob
+from idempotency.templatetags.idempotency_admin import ago
 
 
 class JobStateFilter(admin.SimpleListFilter):
     """Jobs that wait for the enqueuer, and those that it gave up on."""
 
-    title = "state"
+    title = _("state")
     parameter_name = "state"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("waiting", "waiting"), ("failed", "failed"), ("later", "not due yet")]
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return [("waiting", _("waiting")), ("failed", _("failed")), ("later", _("not due yet"))]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         match self.value():
@@ -41,21 +44,21 @@ class JobStateFilter(admin.SimpleListFilter):
 class DueFilter(AgeFilter):
     """For how long jobs have been due."""
 
-    title = "due for"
+    title = _("due for")
     column = "run_at"
 
 
 class JobNameFilter(ChosenFilter):
     """The function or task of a job."""
 
-    title = "job name"
+    title = _("job name")
     parameter_name = "job_name"
 
 
 class QueueFilter(ChosenFilter):
     """The queue of a job."""
 
-    title = "queue"
+    title = _("queue")
     parameter_name = "queue"
 
 
@@ -68,7 +71,7 @@ class StagedJobAdmin(BulkAdmin):
     bulk = (Retry(), Discard())
     ordering = ("-id",)
     search_fields = ("id",)
-    search_help_text = "The id of a job, or the id of the row of its key."
+    search_help_text = _("The id of a job, or the id of the row of its key.")
     fields = (
         "job_name",
         "arguments",
@@ -99,16 +102,17 @@ class StagedJobAdmin(BulkAdmin):
             key = row_id(search_term)
         return (queryset.none() if key is None else queryset.filter(idempotency_key=key)), False
 
-    @admin.display(description="state")
+    @admin.display(description=_("state"))
     def state(self, job: Any) -> str:
         """Return since when it has waited or been given up."""
         if job.failed_at is not None:
-            return f"failed {timesince(job.failed_at, job.read_at, depth=1)} ago"
-        if job.run_at > job.read_at:
-            return f"due in {timesince(job.read_at, job.run_at, depth=1)}"
-        return f"waiting for {timesince(job.run_at, job.read_at, depth=1)}"
+            return gettext("failed %(ago)s") % {"ago": ago((job.read_at - job.failed_at).total_seconds())}
+        waited = (job.read_at - job.run_at).total_seconds()
+        if waited < 0:
+            return gettext("due in %(duration)s") % {"duration": localized_duration(-waited)}
+        return gettext("waiting for %(duration)s") % {"duration": localized_duration(waited)}
 
-    @admin.display(description="key")
+    @admin.display(description=_("key"))
     def key(self, job: StagedJob) -> str:
         """Return the key that staged it, as a link."""
         if job.idempotency_key_id is None:
@@ -125,10 +129,10 @@ class StagedJobAdmin(BulkAdmin):
             context["not_offered"] = self.not_offered(request)
         return super().render_change_form(request, context, *args, **kwargs)
 
-    @admin.display(description="arguments")
+    @admin.display(description=_("arguments"))
     def arguments(self, job: StagedJob) -> str:
         return preformatted(pretty(job.job_args))
 
-    @admin.display(description="last error")
+    @admin.display(description=_("last error"))
     def error(self, job: StagedJob) -> str:
         return preformatted(job.last_error)

@@ -6,19 +6,22 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.utils.safestring import SafeString
+from django.utils.text import capfirst
+from django.utils.translation import gettext as _
+from django.utils.translation import npgettext
 
 from idempotency import conf
 from idempotency._request.lookup import on_abandon_of, options_for
 from idempotency._request.stored_request import urlconf_of
 from idempotency._states import KeyState
 from idempotency._store.history import HistoryEvent
-from idempotency._text import duration
+from idempotency._text import localized_duration as duration
 from idempotency.admin.history import history_of, is_whole
 from idempotency.admin.reading import first_line_of, masked
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.exceptions import StuckCode
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
-from idempotency.templatetags.idempotency_admin import aware, written
+from idempotency.templatetags.idempotency_admin import ago, aware, written
 
 #: How many foreign calls of a key are looked at for one in doubt.
 MAX_CALLS = 100
@@ -98,44 +101,56 @@ def since(key: Any) -> datetime:
     return found
 
 
+def _age(key: Any) -> float:
+    return max(0.0, float((key.read_at - since(key)).total_seconds()))
+
+
 def for_how_long(key: Any) -> str:
     """Return how long the key has been in its state."""
-    return duration(max(0.0, (key.read_at - since(key)).total_seconds()))
+    return duration(_age(key))
 
 
 def heading(key: Any) -> str:
     """Return the state of the key in a few words, with the stuck code or the stored status."""
     if key.state == KeyState.FINISHED:
-        return f"Finished: answered {key.response_code}" if key.response_code else "Finished: without a response"
-    state = short_state(key).capitalize()
+        with_status = _("Finished: answered %(status)s") % {"status": key.response_code}
+        return with_status if key.response_code else _("Finished: without a response")
+    state = capfirst(short_state(key))
     return f"{state}: {key.stuck_code}" if key.stuck_code else state
 
 
 def short_state(key: Any) -> str:
     """Return the state of the key and its age, for a cell of a table: ``stuck, 9 min``."""
-    return f"{key.state}, {for_how_long(key)}"
+    return f"{KeyState(key.state).label}, {for_how_long(key)}"
 
 
 def state_line(key: Any) -> str:
     """Return where the key stands, and how it came there, in a sentence."""
-    place, ago = progress(key, key.declared), f"{for_how_long(key)} ago"
-    runs = f"{key.attempts} run{'' if key.attempts == 1 else 's'}"
+    runs = npgettext('"after %(runs)s" or "in %(runs)s"', "%(count)s run", "%(count)s runs", key.attempts)
+    told = {
+        "place": progress(key, key.declared),
+        "ago": ago(_age(key)),
+        "number": key.attempts,
+        "runs": runs % {"count": key.attempts},
+    }
     match key.state:
         case KeyState.FINISHED:
             events = history_of(key)
             if events and events[-1].name == HistoryEvent.ANSWERED:
-                return f"A person wrote its response {ago} ({events[-1].detail}), after {runs}."
-            took = duration((key.finished_at - key.created_at).total_seconds())
-            return f"Its response was stored {ago}, {took} after the request, in {runs}."
+                told["detail"] = events[-1].detail
+                return _("A person wrote its response %(ago)s (%(detail)s), after %(runs)s.") % told
+            told["duration"] = duration((key.finished_at - key.created_at).total_seconds())
+            return _("Its response was stored %(ago)s, %(duration)s after the request, in %(runs)s.") % told
         case KeyState.REFUSED:
-            return f"Its client was refused {ago}, in {runs}. Nothing was begun."
+            return _("Its client was refused %(ago)s, in %(runs)s. Nothing was begun.") % told
         case KeyState.IN_FLIGHT:
-            return f"Run {key.attempts} began {ago} and holds its lock. The key stands at {place}."
+            return _("Run %(number)s began %(ago)s and holds its lock. The key stands at %(place)s.") % told
         case KeyState.STUCK:
-            return f"It was given up {ago} at {place}, after {runs}. It has no response."
+            return _("It was given up %(ago)s at %(place)s, after %(runs)s. It has no response.") % told
         case KeyState.ACKNOWLEDGED:
-            return f"It is stuck at {place}, after {runs}. A person took it off the list {ago}. It has no response."
-    return f"No run holds it. Its last run, number {key.attempts}, began {ago}. The key stands at {place}."
+            text = _("It is stuck at %(place)s, after %(runs)s. A person took it off the list %(ago)s. It has no response.")
+            return text % told
+    return _("No run holds it. Its last run, number %(number)s, began %(ago)s. The key stands at %(place)s.") % told
 
 
 def best_action(key: Any) -> str:
@@ -183,45 +198,53 @@ def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
 def next_step(key: Any, *, has_view: bool) -> str:
     """Return what the machine will do next with ``key``, and when, in a sentence or two."""
     limits, now = conf.get(), key.read_at
-    number, limit = key.completer_attempts + 1, limits.COMPLETER_MAX_ATTEMPTS
-    run = f"run {number} of {limit}"
-    if number > limit:
-        to_a_person = f"its {limit} runs are over: it hands the key to a person"
-        run = f"run {number}, until on_abandon settles it" if on_abandon_of(key) else to_a_person
-    lost = "" if has_view else " No protected view answers its path now: a run would mark it as stuck."
+    kept, locked = timedelta(hours=limits.RETENTION_HOURS), timedelta(seconds=limits.LOCK_TIMEOUT_SECONDS)
     match key.state:
         case KeyState.FINISHED:
-            expires = (key.finished_at or now) + timedelta(hours=limits.RETENTION_HOURS)
+            expires = (key.finished_at or now) + kept
             if expires <= now:
-                return "Its retention is over: the reaper deletes it, and a further request with this key runs anew."
-            return f"Nothing: each retry of its client gets the stored response, until {_moment(expires, now)}."
+                return _("Its retention is over: the reaper deletes it, and a further request with this key runs anew.")
+            text = _("Nothing: each retry of its client gets the stored response, until %(time)s.")
+            return text % {"time": _moment(expires, now)}
         case KeyState.IN_FLIGHT:
-            expires = key.locked_at + timedelta(seconds=limits.LOCK_TIMEOUT_SECONDS)
-            return (
-                f"A run holds it. Should that run fall silent, its lock expires at {_moment(expires, now)}; then a "
-                f"retry of its client goes on from its recovery point, or later the completer."
+            text = _(
+                "A run holds it. Should that run fall silent, its lock expires at %(time)s; then a retry of its client goes on "
+                "from its recovery point, or later the completer."
             )
+            return text % {"time": _moment(key.locked_at + locked, now)}
         case KeyState.REFUSED:
-            expires = (key.refused_at or now) + timedelta(hours=limits.RETENTION_HOURS)
-            return f"Nothing was begun. Only a retry of its client runs it; the reaper deletes it at {_moment(expires, now)}."
+            text = _("Nothing was begun. Only a retry of its client runs it; the reaper deletes it at %(time)s.")
+            return text % {"time": _moment((key.refused_at or now) + kept, now)}
         case KeyState.STUCK if key.stuck_code == StuckCode.REFUSED_WHEN_REBUILT:
-            return "The completer does not run it again. A retry of its client does."
+            return _("The completer does not run it again. A retry of its client does.")
         case KeyState.STUCK if key.stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
-            due = _moment(max(key.due_at, now), now)
-            return f"Code that knows its recovery point goes on: with a retry, or the completer at {due}."
+            text = _("Code that knows its recovery point goes on: with a retry, or the completer at %(time)s.")
+            return text % {"time": _moment(max(key.due_at, now), now)}
         case KeyState.STUCK:
-            return "Nothing: it waits for a person. A retry of its client is answered 409 key_stuck, and changes nothing."
+            return _("Nothing: it waits for a person. A retry of its client is answered 409 key_stuck, and changes nothing.")
         case KeyState.ACKNOWLEDGED:
-            return "Nothing: a person has taken it off the list, and it has no response. A retry is answered 409 key_stuck."
-        case KeyState.ABANDONED:
-            return f"The completer takes it in its next pass ({run}), if a retry of its client does not come first.{lost}"
-    due = _moment(key.due_at, now)
-    return f"A retry of its client goes on at once. Without one the completer takes it at {due} ({run}).{lost}"
+            return _("Nothing: a person has taken it off the list, and it has no response. A retry is answered 409 key_stuck.")
+    lost = "" if has_view else _("No protected view answers its path now: a run would mark it as stuck.")
+    return f"{_next_run(key)} {lost}".strip()
+
+
+def _next_run(key: Any) -> str:
+    """Return when the completer runs a key that no run holds, and how often it will still try."""
+    number, limit = key.completer_attempts + 1, conf.get().COMPLETER_MAX_ATTEMPTS
+    told = {"time": _moment(key.due_at, key.read_at), "run": _("run %(number)s of %(limit)s")}
+    if number > limit:
+        to_a_person = _("its %(limit)s runs are over: it hands the key to a person")
+        told["run"] = _("run %(number)s, until on_abandon settles it") if on_abandon_of(key) else to_a_person
+    told["run"] %= {"number": number, "limit": limit}
+    if key.state == KeyState.ABANDONED:
+        return _("The completer takes it in its next pass (%(run)s), if a retry of its client does not come first.") % told
+    return _("A retry of its client goes on at once. Without one the completer takes it at %(time)s (%(run)s).") % told
 
 
 def _moment(at: datetime, now: datetime) -> str:
-    distance = f"in {duration((at - now).total_seconds())}" if at > now else "now"
-    return f"{written(at)} ({distance})"
+    if at <= now:
+        return _("%(time)s (now)") % {"time": written(at)}
+    return _("%(time)s (in %(duration)s)") % {"time": written(at), "duration": duration((at - now).total_seconds())}
 
 
 def facts(key: Any) -> dict[str, Any]:

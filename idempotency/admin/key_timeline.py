@@ -6,12 +6,13 @@ from itertools import pairwise
 from typing import Any
 
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext as _
 
 from idempotency import conf
 from idempotency._states import KeyState
 from idempotency._store.history import HistoryEvent
-from idempotency._text import duration
-from idempotency.admin.history import Event, Run, runs_of
+from idempotency._text import localized_duration as duration
+from idempotency.admin.history import LOST, Event, Run, event_label, runs_of
 from idempotency.admin.timeline import Bar, Mark, Row, draw
 from idempotency.templatetags.idempotency_admin import aware, written
 
@@ -36,7 +37,7 @@ class KeyTimeline:
         self._lock_seconds = conf.get().LOCK_TIMEOUT_SECONDS
         self._runs, self._others = runs_of(self._events, self._lock_seconds)
         if self._runs and not self._runs[-1].ending and key.state != KeyState.IN_FLIGHT:
-            self._runs[-1].ending = "lost"
+            self._runs[-1].ending = LOST
         self._now = aware(key.read_at)
         self._begin: datetime = min((event.at for event in self._events if event.at), default=aware(key.created_at))
 
@@ -49,18 +50,21 @@ class KeyTimeline:
             rows,
             now=now,
             axis=(written(self._begin), written(end)),
-            summary=f"Timeline: {'; '.join(row.label for row in rows)}",
+            summary=_("Timeline: %(rows)s") % {"rows": "; ".join(row.label for row in rows)},
             described_by="idem-history",
         )
 
     def _rows(self) -> list[Row]:
-        captions = [f"Run {number}, {run.by}: {self._told(run)}" for number, run in enumerate(self._runs, 1)]
+        captions = [
+            _("Run %(number)s, %(by)s: %(course)s") % {"number": number, "by": run.by, "course": self._told(run)}
+            for number, run in enumerate(self._runs, 1)
+        ]
         rows = [Row(caption, *self._drawn_run(run)) for caption, run in zip(captions, self._runs, strict=True)]
         if len(rows) > MAX_ROWS:
             rows[_FIRST:-_LAST] = [self._folded(rows[_FIRST:-_LAST])]
         if self._others:
-            marks = tuple(Mark(self._at(event.at), _mark_of(event), event.name) for event in self._others)
-            rows.append(Row("Between runs", marks=marks))
+            marks = tuple(Mark(self._at(event.at), _mark_of(event), event.label) for event in self._others)
+            rows.append(Row(_("Between runs"), marks=marks))
         return rows + self._ahead()
 
     def _drawn_run(self, run: Run) -> tuple[tuple[Bar, ...], tuple[Mark, ...]]:
@@ -75,9 +79,9 @@ class KeyTimeline:
         ]
         marks = [Mark(self._at(event.at), _mark_of(event), _label_of(event)) for event in run.events]
         bars = [Bar(begin, alive), *calls]
-        if run.ending == "lost":
+        if run.ending == LOST:
             bars.append(Bar(last, silent, "silent"))
-            marks.append(Mark(silent, "error", "lost"))
+            marks.append(Mark(silent, "error", event_label(LOST)))
         return tuple(bars), tuple(marks)
 
     def _silence(self, run: Run) -> float:
@@ -88,19 +92,24 @@ class KeyTimeline:
 
     def _told(self, run: Run) -> str:
         """Return how long a run lasted, and how it ended."""
-        if run.ending == "lost":
-            return f"lost, last sign of life after {duration((run.last - run.begin).total_seconds())}"
+        if run.ending == LOST:
+            lasted = duration((run.last - run.begin).total_seconds())
+            return _("lost, last sign of life after %(duration)s") % {"duration": lasted}
         end = run.last if run.ending else self._now
         lasted = duration((end - run.begin).total_seconds())
         if not run.ending:
-            return f"running for {lasted}"
-        return f"{lasted}, {run.ending}" + (f", {run.events[-1].detail}" if run.ending == HistoryEvent.FINISHED else "")
+            return _("running for %(duration)s") % {"duration": lasted}
+        ending = f"{lasted}, {event_label(run.ending)}"
+        return f"{ending}, {run.events[-1].detail}" if run.ending == HistoryEvent.FINISHED else ending
 
     def _folded(self, rows: list[Row]) -> Row:
         runs = self._runs[_FIRST:-_LAST]
-        ends = ", ".join(f"{count} times {ending}" for ending, count in Counter(run.ending for run in runs).items())
-        caption = f"Runs {_FIRST + 1} to {len(self._runs) - _LAST}: {ends}"
-        return Row(caption, tuple(bar for row in rows for bar in row.bars))
+        counted = Counter(run.ending for run in runs).items()
+        ends = ", ".join(
+            _("%(count)s times %(ending)s") % {"count": count, "ending": event_label(name)} for name, count in counted
+        )
+        numbers = {"first": _FIRST + 1, "last": len(self._runs) - _LAST, "endings": ends}
+        return Row(_("Runs %(first)s to %(last)s: %(endings)s") % numbers, tuple(bar for row in rows for bar in row.bars))
 
     def _ahead(self) -> list[Row]:
         """Return what comes next: the lock that expires, or the run of the completer."""
@@ -109,11 +118,14 @@ class KeyTimeline:
             case KeyState.IN_FLIGHT:
                 expiry = self._at(self._key.locked_at) + self._lock_seconds
                 bar = Bar(now, expiry, "ahead")
-                return [Row(f"Lock, expires in {duration(expiry - now)}", (bar,), (Mark(expiry, "expiry", "expires"),))]
+                label = _("Lock, expires in %(duration)s") % {"duration": duration(expiry - now)}
+                return [Row(label, (bar,), (Mark(expiry, "expiry", _("expires")),))]
             case KeyState.WAITING | KeyState.ABANDONED:
                 due = max(now, self._at(self._key.due_at))
-                label = f"in {duration(due - now)}" if due > now else "in its next pass"
-                return [Row(f"Next run, completer: {label}", marks=(Mark(due, "next", "due"),))]
+                label = _("Next run, completer: in its next pass")
+                if due > now:
+                    label = _("Next run, completer: in %(duration)s") % {"duration": duration(due - now)}
+                return [Row(label, marks=(Mark(due, "next", _("due")),))]
         return []
 
     def _at(self, at: Any) -> float:
@@ -127,4 +139,4 @@ def _mark_of(event: Event) -> str:
 
 def _label_of(event: Event) -> str:
     """Return the name of a point or a call, else what ended the run."""
-    return event.detail if event.name in (HistoryEvent.RECOVERY_POINT, HistoryEvent.CALL_BEGUN) else event.name
+    return event.detail if event.name in (HistoryEvent.RECOVERY_POINT, HistoryEvent.CALL_BEGUN) else event.label

@@ -13,6 +13,8 @@ from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from idempotency._request.atomic_requests import EVERY_ALIAS
 from idempotency.admin import answering, belongings, copying, key_page
@@ -29,6 +31,7 @@ _TIMES = (
     *("created_at", "last_run_at", "locked_at", "finished_at", "refused_at", "stuck_at", "acknowledged_at"),
     *("handed_back_at", "next_run_at"),
 )
+_LABELS: dict[str, Any] = {field.name: field.verbose_name for field in IdempotencyKey._meta.fields}
 _EMPTY = ("", str(preformatted("")))
 
 
@@ -37,9 +40,9 @@ class KeyPageAdmin(ReadOnlyAdmin):
 
     fieldsets: ClassVar[Any] = (
         (None, {"fields": ("error_shown",)}),
-        ("Request", {"fields": ("request", "sender", "scope", "idempotency_key", "remote_addr", *_REQUEST_PARTS)}),
-        ("Response", {"fields": ("response_code", "response_headers_shown", "response_shown")}),
-        ("Runs", {"fields": (*(f"{name}_shown" for name in _TIMES), "attempts", "completer_attempts")}),
+        (_("Request"), {"fields": ("request", "sender", "scope", "idempotency_key", "remote_addr", *_REQUEST_PARTS)}),
+        (_("Response"), {"fields": ("response_code", "response_headers_shown", "response_shown")}),
+        (_("Runs"), {"fields": (*(f"{name}_shown" for name in _TIMES), "attempts", "completer_attempts")}),
     )
 
     class Media:
@@ -64,44 +67,44 @@ class KeyPageAdmin(ReadOnlyAdmin):
             full = [name for name in fields if self._has_value(name, obj)]
             empty += [name for name in fields if name not in full]
             kept += [(title, {"fields": full})] if full else []
-        return [*kept, ("Empty", {"fields": empty, "classes": ["collapse"]})] if empty else kept
+        return [*kept, (_("Empty"), {"fields": empty, "classes": ["collapse"]})] if empty else kept
 
     def _has_value(self, name: str, key: IdempotencyKey) -> bool:
         value = getattr(self, name)(key) if hasattr(self, name) else getattr(key, name)
         return value is not None and str(value) not in _EMPTY
 
-    @admin.display(description="request")
+    @admin.display(description=_("request"))
     def request(self, key: IdempotencyKey) -> SafeString:
         return masked(f"{key.request_method} {key.request_path}")
 
-    @admin.display(description="user")
+    @admin.display(description=_("user"))
     def sender(self, key: Any) -> str:
         """Return the id, and the name of a user who is still there."""
         return f"{key.sent_by.get_username()} ({key.user_id})" if key.sent_by else str(key.user_id or "")
 
-    @admin.display(description="last error")
+    @admin.display(description=_("last error"))
     def error_shown(self, key: IdempotencyKey) -> SafeString:
         return preformatted(key.last_error)
 
-    @admin.display(description="headers")
+    @admin.display(description=_("headers"))
     def request_headers_shown(self, key: IdempotencyKey) -> SafeString:
         return preformatted(pretty(key.request_headers or None))
 
-    @admin.display(description="body")
+    @admin.display(description=_("body"))
     def request_shown(self, key: IdempotencyKey) -> SafeString:
-        return preformatted("(not kept)" if key.request_body is None else pretty(key.request_params))
+        return preformatted(gettext("(not kept)") if key.request_body is None else pretty(key.request_params))
 
-    @admin.display(description="headers")
+    @admin.display(description=_("headers"))
     def response_headers_shown(self, key: IdempotencyKey) -> SafeString:
         return preformatted(pretty(key.response_headers or None))
 
-    @admin.display(description="body")
+    @admin.display(description=_("body"))
     def response_shown(self, key: IdempotencyKey) -> SafeString:
         """Return the stored body, JSON indented."""
         if key.finished_at is None:
             return preformatted("")
         if key.response_body is None:
-            return preformatted("(not kept)")
+            return preformatted(gettext("(not kept)"))
         text = bytes(key.response_body).decode("utf-8", "replace")
         try:
             return preformatted(pretty(json.loads(text)))
@@ -171,7 +174,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
             level, text, logged = button.press(key, form.cleaned_data, username(request), self._alias(key))
             if logged:
                 self.log_change(request, key, noted(logged, form.cleaned_data["note"]))
-            self.message_user(request, text, level)
+            self.message_user(request, str(text), level)
             return HttpResponseRedirect(page)
         question = {"title": button.label, "name": name, "button": button, "form": form, "page": page, "template": template}
         return self._ask(request, key, question | {"filled": bool(filled), "looked_at": urlencode(looked)})
@@ -200,7 +203,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
 def _shown(name: str) -> Callable[[KeyPageAdmin, IdempotencyKey], str]:
     """Return a method of the page that shows a time of the key as all pages write times."""
 
-    @admin.display(description=name.replace("_", " "))
+    @admin.display(description=_LABELS[name])
     def shown(self: KeyPageAdmin, key: IdempotencyKey) -> str:
         return moment(getattr(key, name))
 

@@ -14,6 +14,8 @@ from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.timesince import timesince
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState, due_at
 from idempotency.admin import dashboard, key_page
@@ -41,9 +43,9 @@ from idempotency.monitoring.error_groups import group_of
 
 #: The links above the list: their texts, and the filters behind them.
 SAVED_VIEWS = (
-    ("Oldest stuck", {"state": "stuck"}),
-    ("In doubt", {"state": "stuck", "stuck_code": StuckCode.CALL_IN_DOUBT.value}),
-    ("Mine", {"mine": "1"}),
+    (_("Oldest stuck"), {"state": "stuck"}),
+    (_("In doubt"), {"state": "stuck", "stuck_code": StuckCode.CALL_IN_DOUBT.value}),
+    (_("Mine"), {"mine": "1"}),
 )
 _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history", "seed")
 
@@ -114,23 +116,23 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         changelist.result_list = keys
         return changelist
 
-    @admin.display(description="state")
+    @admin.display(description=_("state"))
     def state(self, key: Any) -> str:
-        return str(key.state)
+        return str(KeyState(key.state).label)
 
-    @admin.display(description="recovery point")
+    @admin.display(description=_("recovery point"))
     def progress(self, key: Any) -> str:
         return key_page.progress(key, key.declared)
 
-    @admin.display(description="status", empty_value="")
+    @admin.display(description=_("status"), empty_value="")
     def status(self, key: IdempotencyKey) -> int | None:
         return key.response_code
 
-    @admin.display(description="age", ordering="-created_at")
+    @admin.display(description=_("age"), ordering="-created_at")
     def age(self, key: Any) -> str:
         return timesince(key.created_at, key.read_at, depth=1)
 
-    @admin.display(description="stuck because, last error")
+    @admin.display(description=_("stuck because, last error"))
     def trouble(self, key: Any) -> SafeString:
         """Return why it is stuck, if it is; else the first line of its last error, unless it is finished."""
         text = "" if key.finished_at else key.stuck_reason or key.last_error
@@ -140,13 +142,14 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
             query = urlencode(
                 {"state": "stuck" if key.state == KeyState.STUCK else "unfinished", "error_group": group_of(text)}
             )
-            line = format_html('<a href="{}?{}" title="Keys with the same error">{}</a>', page, query, line)
+            title = gettext("Keys with the same error")
+            line = format_html('<a href="{}?{}" title="{}">{}</a>', page, query, title, line)
         return format_html("<strong>{}</strong><br>{}", key.stuck_code, line) if key.stuck_code else line
 
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
         """Show how much waits, where, and for whom."""
         if not self.has_view_permission(request):
             return refused(self, request)
-        context = {"title": "Idempotency dashboard", "opts": self.opts, **dashboard.numbers(request, self.admin_site)}
+        context = {"title": gettext("Idempotency dashboard"), "opts": self.opts, **dashboard.numbers(request, self.admin_site)}
         template = "admin/idempotency/dashboard.html"
         return TemplateResponse(request, template, self.admin_site.each_context(request) | {"media": self.media} | context)

@@ -9,8 +9,9 @@ from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
 
-from idempotency.admin.filters import MAX_GROUPED, NEWEST, AgeFilter, ChosenFilter, newest, row_id
+from idempotency.admin.filters import MAX_GROUPED, NEWEST, AgeFilter, ChosenFilter, newest, of_the_newest, row_id
 from idempotency.admin.reading import ReadOnlyAdmin
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage
 
@@ -18,7 +19,7 @@ from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage
 class CallNameFilter(ChosenFilter):
     """The name of a call, among the newest."""
 
-    title = f"name, of the {NEWEST:,} newest"
+    title = of_the_newest(_("name, of the {count} newest"))
     parameter_name = "name"
 
     def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
@@ -28,11 +29,11 @@ class CallNameFilter(ChosenFilter):
 class InDoubtFilter(admin.SimpleListFilter):
     """Calls whose result is unknown, of keys that are not finished; of very many such keys, of the oldest."""
 
-    title = "result"
+    title = _("result")
     parameter_name = "result"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("unknown", "unknown, of unfinished keys")]
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return [("unknown", _("unknown, of unfinished keys"))]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         if self.value() != "unknown":
@@ -50,7 +51,7 @@ class ForeignCallAdmin(ReadOnlyAdmin):
     list_filter = (InDoubtFilter, CallNameFilter)
     ordering = ("-id",)
     search_fields = ("name",)
-    search_help_text = f"The id of the row of a key, or the name of a call among the {NEWEST:,} newest."
+    search_help_text = of_the_newest(_("The id of the row of a key, or the name of a call among the {count} newest."))
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
         """Find calls by their key, through its index, or by their name."""
@@ -60,11 +61,11 @@ class ForeignCallAdmin(ReadOnlyAdmin):
             return queryset.filter(key=pk), False
         return newest(queryset.filter(name=search_term), NEWEST, by="pk"), False
 
-    @admin.display(description="name")
+    @admin.display(description=_("name"))
     def name_shown(self, call: ForeignCall) -> SafeString:
         return filter_link("name", call.name)
 
-    @admin.display(description="key")
+    @admin.display(description=_("key"))
     def key_shown(self, call: ForeignCall) -> SafeString:
         page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_change", args=(call.key_id,))
         return format_html('<a href="{}">{}</a>', page, call.key_id)
@@ -73,7 +74,7 @@ class ForeignCallAdmin(ReadOnlyAdmin):
 class SourceFilter(ChosenFilter):
     """Who numbers the messages, among the newest."""
 
-    title = f"source, of the {NEWEST:,} newest"
+    title = of_the_newest(_("source, of the {count} newest"))
     parameter_name = "source"
 
     def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
@@ -83,7 +84,7 @@ class SourceFilter(ChosenFilter):
 class ProcessedFilter(AgeFilter):
     """How long ago messages took effect."""
 
-    title = "processed"
+    title = _("processed")
     column = "processed_at"
 
 
@@ -95,7 +96,7 @@ class ProcessedMessageAdmin(ReadOnlyAdmin):
     list_filter = (ProcessedFilter, SourceFilter)
     ordering = ("-processed_at",)
     search_fields = ("message_id",)
-    search_help_text = "The whole id of a message, or the id of its row."
+    search_help_text = _("The whole id of a message, or the id of its row.")
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
         """Find messages by their whole id, of whatever source."""
@@ -105,7 +106,7 @@ class ProcessedMessageAdmin(ReadOnlyAdmin):
         found = Q(pk__in=list(messages.values_list("pk", flat=True)[:MAX_GROUPED]))
         return queryset.filter(found | Q(pk=row_id(search_term))), False
 
-    @admin.display(description="source")
+    @admin.display(description=_("source"))
     def source_shown(self, message: ProcessedMessage) -> SafeString:
         return filter_link("source", message.source)
 

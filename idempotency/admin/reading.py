@@ -14,6 +14,8 @@ from django.urls import NoReverseMatch, reverse
 from django.utils.functional import cached_property
 from django.utils.html import escape, format_html
 from django.utils.safestring import SafeString, mark_safe
+from django.utils.translation import gettext, ngettext
+from django.utils.translation import gettext_lazy as _
 
 from idempotency._request.redaction import REDACTED
 from idempotency._text import summary
@@ -25,7 +27,6 @@ MAX_COUNT = 5000
 MAX_DEPTH = 100_000
 MAX_SHOWN_CHARACTERS = 20_000
 _ENCODED_REDACTED = "%5Bredacted%5D"
-_MASK = '<mark class="idem-redacted" title="not kept: see redact=">redacted</mark>'
 
 
 class AtLeast(int):
@@ -108,7 +109,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
         """Tell whether the person has one of this app's own permissions, and may see what it is about."""
         return self.has_view_permission(request) and request.user.has_perm(f"{self.opts.app_label}.{permission}")
 
-    @admin.display(description="last error")
+    @admin.display(description=_("last error"))
     def last_error_line(self, row: Any) -> str:
         """Return the first line of the last error."""
         return first_line_of(row.last_error)
@@ -132,7 +133,10 @@ def pretty(value: Any) -> str:
 
 def preformatted(text: str) -> SafeString:
     """Return ``text`` with its line breaks, what was redacted masked, and not endless."""
-    shown = text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}\n… ({len(text)} characters)"
+    shown = text
+    if len(text) > MAX_SHOWN_CHARACTERS:
+        length = ngettext("(%(count)s character)", "(%(count)s characters)", len(text)) % {"count": len(text)}
+        shown = f"{text[:MAX_SHOWN_CHARACTERS]}\n… {length}"
     return format_html('<pre class="idem-text">{}</pre>', masked(shown))
 
 
@@ -140,7 +144,9 @@ def masked(text: str) -> SafeString:
     """Return ``text`` escaped, with a mark where a value was redacted."""
     # JSON may hold a lone surrogate, which no page can.
     escaped = str(escape(text.encode("utf-8", "replace").decode()))
-    return mark_safe(escaped.replace(REDACTED, _MASK).replace(_ENCODED_REDACTED, _MASK))  # nosec B308, B703  # escaped in the line above
+    title, word = gettext("not kept: see redact="), gettext("redacted")
+    mask = str(format_html('<mark class="idem-redacted" title="{}">{}</mark>', title, word))
+    return mark_safe(escaped.replace(REDACTED, mask).replace(_ENCODED_REDACTED, mask))  # nosec B308, B703  # both are escaped above
 
 
 def admin_url(site: AdminSite, request: HttpRequest, model: type[Model], pk: Any) -> str:

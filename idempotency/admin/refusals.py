@@ -6,9 +6,17 @@ from django.contrib.auth import get_permission_codename
 from django.contrib.auth.models import Permission
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
+from django.utils.translation import gettext, gettext_noop
 
 #: How many groups a refusal names.
 MAX_GROUPS = 20
+#: Names that Django has stored in English; pages translate them. Those of the app's own permissions are with the models.
+_STORED = (
+    gettext_noop("Can view idempotency key"),
+    gettext_noop("Can view staged job"),
+    gettext_noop("Can view foreign call"),
+    gettext_noop("Can view processed message"),
+)
 
 
 def refused(model_admin: Any, request: HttpRequest, permission: str = "") -> HttpResponse:
@@ -18,7 +26,11 @@ def refused(model_admin: Any, request: HttpRequest, permission: str = "") -> Htt
     app_label = model_admin.opts.app_label
     found = Permission.objects.filter(content_type__app_label=app_label, codename=permission).first()
     groups = found.group_set.order_by("name").values_list("name", flat=True)[:MAX_GROUPS] if found else ()
-    context: dict[str, Any] = {"title": "Not allowed", "permission": f"{app_label}.{permission}", "groups": list(groups)}
-    context |= {"description": found.name if found else "", "media": model_admin.media}
+    context: dict[str, Any] = {
+        "title": gettext("Not allowed"),
+        "permission": f"{app_label}.{permission}",
+        "groups": list(groups),
+    }
+    context |= {"description": gettext(found.name) if found else "", "media": model_admin.media}
     shared = model_admin.admin_site.each_context(request)
     return TemplateResponse(request, "admin/idempotency/refused.html", shared | context, status=403)

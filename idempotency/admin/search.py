@@ -14,18 +14,21 @@ from django.contrib.auth import get_user_model
 from django.core.exceptions import FieldError
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
+from django.utils.translation import gettext_lazy as _
 
 from idempotency.admin.belongings import linked_models
-from idempotency.admin.filters import NEWEST, newest, row_id
+from idempotency.admin.filters import NEWEST, newest, of_the_newest, row_id
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.scopes import OWN
 
 MIN_PREFIX = 4
-HELP = (
-    "The whole idempotency key; its first characters, at least "
-    f"{MIN_PREFIX}, if it is unfinished or among the {NEWEST:,} newest; the id of the row; a scope such as user:7; a user name "
-    "or an e-mail address; the id of a staged job; what the admin pages of linked rows are searched by, among the "
-    f"{NEWEST:,} newest of these rows."
+HELP = of_the_newest(
+    _(
+        "The whole idempotency key; its first characters, at least {least}, if it is unfinished or among the {count} newest; "
+        "the id of the row; a scope such as user:7; a user name or an e-mail address; the id of a staged job; what the admin "
+        "pages of linked rows are searched by, among the {count} newest of these rows."
+    ),
+    least=MIN_PREFIX,
 )
 #: How many keys are found by each kind of term.
 MAX_FOUND = 200

@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 
+from django.utils.functional import Promise
+from django.utils.translation import gettext_lazy as _
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """A stuck code: its cause, its cure, and the button of the cure, a name in ``actions.BUTTONS``."""
 
-    cause: str
-    cure: str
+    cause: str | Promise
+    cure: str | Promise
     best: str
 
     @property
@@ -19,72 +22,88 @@ class Explanation:
 
 STUCK_CODES = {
     "attempts_exhausted": Explanation(
-        "The completer ran the request until its attempts were used up. Each run failed.",
-        "Read the last error and correct its cause. Then complete the key: its attempts are counted anew.",
+        _("The completer ran the request until its attempts were used up. Each run failed."),
+        _("Read the last error and correct its cause. Then complete the key: its attempts are counted anew."),
         "complete",
     ),
     "call_in_doubt": Explanation(
-        "A call to a service without idempotency keys was begun, and its result is unknown.",
-        "Check that service. If the call took effect, answer the key with the result. If it did not, answer the key with an "
-        "error such as 409; the client may then send a new request. If this page shows a late result of the call, complete "
-        "the key.",
+        _("A call to a service without idempotency keys was begun, and its result is unknown."),
+        _(
+            "Check that service. If the call took effect, answer the key with the result. If it did not, answer the key with "
+            "an error such as 409; the client may then send a new request. If this page shows a late result of the call, "
+            "complete the key."
+        ),
         "answer",
     ),
     "downstream_key_expired": Explanation(
-        "The downstream service may have forgotten the key of an earlier call. Another call could repeat the work.",
-        "Check that service, then answer the key as for call_in_doubt. Completing the key would stop at the same place.",
+        _("The downstream service may have forgotten the key of an earlier call. Another call could repeat the work."),
+        _("Check that service, then answer the key as for call_in_doubt. Completing the key would stop at the same place."),
         "answer",
     ),
     "view_gave_up": Explanation(
-        "The view raised KeyStuck. Its reason is shown.",
-        "Do what the reason says. Then complete the key, or answer it.",
+        _("The view raised KeyStuck. Its reason is shown."),
+        _("Do what the reason says. Then complete the key, or answer it."),
         "complete",
     ),
     "retention_passed": Explanation(
-        "The request was not finished within the retention, and its view has no on_abandon.",
-        "The client no longer retries. If the work is still wanted, complete the key. If not, undo what the request did at "
-        "other services, and answer the key with 410.",
+        _("The request was not finished within the retention, and its view has no on_abandon."),
+        _(
+            "The client no longer retries. If the work is still wanted, complete the key. If not, undo what the request did at "
+            "other services, and answer the key with 410."
+        ),
         "complete",
     ),
     "on_abandon": Explanation(
-        "The on_abandon of the view began and did not finish. Its effects at other services may exist.",
-        "Check those services, do the missing steps by hand, then answer the key. The key cannot be completed, because the "
-        "view would continue from work that was undone.",
+        _("The on_abandon of the view began and did not finish. Its effects at other services may exist."),
+        _(
+            "Check those services, do the missing steps by hand, then answer the key. The key cannot be completed, because the "
+            "view would continue from work that was undone."
+        ),
         "answer",
     ),
     "unknown_recovery_point": Explanation(
-        "The running code does not declare the recovery point of the key: a deploy renamed or removed it.",
-        "Deploy code that declares the recovery point. The next retry or the completer then continues.",
+        _("The running code does not declare the recovery point of the key: a deploy renamed or removed it."),
+        _("Deploy code that declares the recovery point. The next retry or the completer then continues."),
         "complete",
     ),
     "refused_when_rebuilt": Explanation(
-        "The view refused the request that the completer rebuilt, each time before it began any work. The client may get "
-        "another answer.",
-        "A retry of the client runs the request. If the rebuilt request lacks data that a middleware adds, set PREPARE_REQUEST "
-        "and complete the key. Otherwise answer it.",
+        _(
+            "The view refused the request that the completer rebuilt, each time before it began any work. The client may get "
+            "another answer."
+        ),
+        _(
+            "A retry of the client runs the request. If the rebuilt request lacks data that a middleware adds, set "
+            "PREPARE_REQUEST and complete the key. Otherwise answer it."
+        ),
         "complete",
     ),
     "view_missing": Explanation(
-        "No view that is protected with @idempotent answers the path of the request any more.",
-        "Deploy a view that answers it, then complete the key. Or answer it.",
+        _("No view that is protected with @idempotent answers the path of the request any more."),
+        _("Deploy a view that answers it, then complete the key. Or answer it."),
         "complete",
     ),
     "user_missing": Explanation(
-        "The sender of the request is deleted, inactive or no longer allowed to send it; or the sender is not a Django user, "
-        "and PREPARE_REQUEST does not name it.",
-        "The page shows which of these applies. Correct it and complete the key. Or undo what the request did, and answer the "
-        "key.",
+        _(
+            "The sender of the request is deleted, inactive or no longer allowed to send it; or the sender is not a Django "
+            "user, and PREPARE_REQUEST does not name it."
+        ),
+        _(
+            "The page shows which of these applies. Correct it and complete the key. Or undo what the request did, and answer "
+            "the key."
+        ),
         "complete",
     ),
     "body_not_kept": Explanation(
-        "The body of the request was not stored (an upload, or store_body=False), so only its client can send it again.",
-        "Completing the key would stop at the same place. Undo or finish the work by hand, and answer the key. If the work is "
-        "still wanted, the client sends a new request.",
+        _("The body of the request was not stored (an upload, or store_body=False), so only its client can send it again."),
+        _(
+            "Completing the key would stop at the same place. Undo or finish the work by hand, and answer the key. If the work "
+            "is still wanted, the client sends a new request."
+        ),
         "answer",
     ),
     "body_redacted": Explanation(
-        "Parts of the request were redacted, so only its client can send it again.",
-        "Proceed as for body_not_kept.",
+        _("Parts of the request were redacted, so only its client can send it again."),
+        _("Proceed as for body_not_kept."),
         "answer",
     ),
 }

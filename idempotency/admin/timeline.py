@@ -10,8 +10,9 @@ from itertools import pairwise
 
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
 
-from idempotency._text import duration
+from idempotency._text import localized_duration
 
 #: The part of the width, in percent, that is left free on each side, for the marks at the ends.
 MARGIN = 1.5
@@ -189,14 +190,14 @@ def _guides(scale: Scale, now: float | None, bottom: int) -> SafeString:
     if now is not None:
         x = f"{scale.place(now):.2f}%"
         parts.append(format_html('<line class="idem-now" x1="{}" x2="{}" y1="{}" y2="{}"/>', x, x, _TOP - 4, bottom))
-        parts += _labels([(scale.place(now), "now")], _TOP - 6)
+        parts += _labels([(scale.place(now), gettext("now"))], _TOP - 6)
     return _joined(parts)
 
 
 def _axis(scale: Scale, axis: tuple[str, str], top: int) -> SafeString:
     begin, end = axis
     line = format_html('<line class="idem-axis" x1="0" x2="100%" y1="{}" y2="{}"/>', top, top)
-    lengths = _labels([(x, duration(seconds)) for x, seconds in scale.breaks], top + 13)
+    lengths = _labels([(x, localized_duration(seconds)) for x, seconds in scale.breaks], top + 13)
     return _joined([line, *lengths, *_labels([(0, begin), (100, end)], top + 29)])
 
 

@@ -9,6 +9,7 @@ from django.db.models import Model
 from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.utils.html import format_html
+from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
 from idempotency.admin.key_page import short_state
@@ -49,7 +50,7 @@ class KeyStateMixin:
         self._read_states(request, [] if row is None else [row])
         return row
 
-    @admin.display(description="state of the key")
+    @admin.display(description=_("state of the key"))
     def key_state(self, row: Model) -> str:
         """Return the state of the key as a link; an empty text without a key, or if the key is deleted."""
         state: str = getattr(row, _ATTRIBUTE, "")

@@ -2,6 +2,8 @@
 
 Each question is answered from the statistics of PostgreSQL or by ``measures``, which reads a bounded number of rows: a look
 costs the same however large the tables are.
+
+The findings that the dashboard shows are in the language of the person; the command is English.
 """
 
 from collections.abc import Iterator
@@ -9,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.db import connections, router
+from django.utils.translation import gettext as _
 
 from idempotency._states import KeyState
-from idempotency._text import duration
+from idempotency._text import localized_duration as duration
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS
@@ -68,14 +71,15 @@ def findings_of_keys(keys: measures.UnfinishedKeys) -> Iterator[Finding]:
     if keys.need_a_person:
         yield Finding(
             "stuck_keys",
-            f"Keys that need manual review: {_at_least(keys.need_a_person)}, the oldest for {duration(keys.stuck_for)}.",
-            "Open the admin's list of keys with the filter 'stuck': each says why, and offers what can be done.",
+            _("Keys that need manual review: %(count)s, the oldest for %(duration)s.")
+            % {"count": _at_least(keys.need_a_person), "duration": duration(keys.stuck_for)},
+            _("Open the admin's list of keys with the filter 'stuck': each says why, and offers what can be done."),
         )
     if keys.completer_lag > LATE_SECONDS:
         yield Finding(
             "completer_late",
-            f"An abandoned request has waited {duration(keys.completer_lag)} for the completer.",
-            "Start manage.py complete_keys --loop; if it runs, give it --concurrency, and look for errors in its log.",
+            _("An abandoned request has waited %(duration)s for the completer.") % {"duration": duration(keys.completer_lag)},
+            _("Start manage.py complete_keys --loop; if it runs, give it --concurrency, and look for errors in its log."),
         )
 
 
@@ -112,14 +116,15 @@ def findings_of_jobs(jobs: measures.StagedJobs) -> Iterator[Finding]:
     if jobs.oldest > LATE_SECONDS:
         yield Finding(
             "jobs_late",
-            f"Staged jobs that are due: {_at_least(jobs.due)}, the oldest for {duration(jobs.oldest)}.",
-            "Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it cannot reach.",
+            _("Staged jobs that are due: %(count)s, the oldest for %(duration)s.")
+            % {"count": _at_least(jobs.due), "duration": duration(jobs.oldest)},
+            _("Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it cannot reach."),
         )
     if failed := jobs.failed_by_name.total():
         yield Finding(
             "jobs_failed",
-            f"Staged jobs that have failed: {_at_least(failed)}.",
-            "manage.py staged_jobs list --failed says why. Correct the cause, then staged_jobs retry, or purge.",
+            _("Staged jobs that have failed: %(count)s.") % {"count": _at_least(failed)},
+            _("manage.py staged_jobs list --failed says why. Correct the cause, then staged_jobs retry, or purge."),
         )
 
 
@@ -141,8 +146,9 @@ def findings_of_processes(processes: list[measures.Process]) -> Iterator[Finding
         if name in silent:
             yield Finding(
                 "process_silent",
-                f"No loop of {name} has written a heartbeat for {duration(lags[name])}: {otherwise}.",
-                "Start it again; see docs/how-to/run-the-processes.md. If it runs, its log has the error.",
+                _("No loop of %(name)s has written a heartbeat for %(duration)s: %(consequence)s.")
+                % {"name": name, "duration": duration(lags[name]), "consequence": otherwise},
+                _("Start it again; see docs/how-to/run-the-processes.md. If it runs, its log has the error."),
             )
 
 
@@ -208,7 +214,7 @@ def _durability(found: Diagnosis) -> Iterator[Finding]:
 
 
 def _at_least(count: int) -> str:
-    return f"{count} or more" if count == COUNT_LIMIT else str(count)
+    return _("%(count)s or more") % {"count": count} if count == COUNT_LIMIT else str(count)
 
 
 def _fetch(found: Diagnosis, text: str, parameters: list[Any] | None = None) -> Any:

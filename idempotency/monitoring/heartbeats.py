@@ -10,12 +10,13 @@ from datetime import timedelta
 from django.db import Error, connections
 from django.db.models import QuerySet
 from django.db.models.functions import Now
+from django.utils.translation import gettext_lazy as _
 
 from idempotency.models import ProcessHeartbeat
 
 ENQUEUER, COMPLETER, REAPER = "enqueue_jobs", "complete_keys", "reap_keys"
 #: The loops that a site needs, each at least once, and what happens without it.
-LOOPS = {ENQUEUER: "staged jobs wait", COMPLETER: "abandoned requests wait", REAPER: "old keys stay"}
+LOOPS = {ENQUEUER: _("staged jobs wait"), COMPLETER: _("abandoned requests wait"), REAPER: _("old keys stay")}
 #: How often one is written, at most: a row, in a transaction of its own.
 WRITE_SECONDS = 10.0
 #: A loop without one for so long is silent. A single run of a key may last as long as the default of LOCK_TIMEOUT_SECONDS.

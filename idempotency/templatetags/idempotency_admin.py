@@ -1,4 +1,4 @@
-"""How the pages of the admin write times and durations."""
+"""How the pages of the admin write times, durations and numbers."""
 
 from datetime import datetime
 
@@ -6,13 +6,20 @@ from django import template
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
 
-from idempotency._text import duration
+from idempotency._text import localized_duration
 
 register = template.Library()
 
 
-register.filter("humanize_seconds", duration)
+register.filter("humanize_seconds", localized_duration)
+
+
+@register.filter
+def ago(seconds: float) -> str:
+    """Return how long ago a moment was; a time of the future was just now."""
+    return gettext("%(duration)s ago") % {"duration": localized_duration(max(0.0, seconds))}
 
 
 @register.filter

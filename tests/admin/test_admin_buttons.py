@@ -161,7 +161,7 @@ def test_looking_at_a_button_does_nothing() -> None:
 
 def test_a_button_is_pressed_from_the_page_of_the_key_and_from_nowhere_else() -> None:
     client, key = person(superuser=True), stuck_key()
-    assert TOO_LATE in told(client.get(url(key, "answer"), follow=True))
+    assert str(TOO_LATE) in told(client.get(url(key, "answer"), follow=True))
 
 
 def test_a_button_that_is_none_and_a_key_that_is_gone_are_not_found() -> None:
@@ -353,7 +353,7 @@ def test_a_page_that_is_out_of_date_changes_nothing_and_says_so() -> None:
     key = stuck_key()
     IdempotencyKey.objects.update(claim_token=uuid4())
     for button in BUTTONS:
-        assert TOO_LATE in told(press(client, key, button, status=410))
+        assert str(TOO_LATE) in told(press(client, key, button, status=410))
     assert IdempotencyKey.objects.stuck().exists()
     assert not LogEntry.objects.exists()
 
@@ -365,7 +365,7 @@ def test_a_key_that_moved_on_under_the_claim_that_was_seen_is_left_alone() -> No
     assert hidden == {"seen": str(key.claim_token), "at": "started", "calls": "0/0/0/"}
     IdempotencyKey.objects.update(recovery_point="charged")
     for button in BUTTONS:
-        assert TOO_LATE in told(send(client, key, button, hidden | {"status": 409}))
+        assert str(TOO_LATE) in told(send(client, key, button, hidden | {"status": 409}))
     assert IdempotencyKey.objects.stuck().exists()
 
 
@@ -374,7 +374,7 @@ def test_of_two_people_who_answer_at_once_one_is_told_to_look_again() -> None:
     people, key = [person(superuser=True), person(superuser=True)], stuck_key()
     answers = all_at_once(lambda number: press(people[number], key, "answer", status=410 + number).text, 2)
     assert sum("Answered" in answer for answer in answers) == 1
-    assert sum(TOO_LATE in answer for answer in answers) == 1
+    assert sum(str(TOO_LATE) in answer for answer in answers) == 1
     assert LogEntry.objects.count() == 1
 
 
@@ -462,7 +462,7 @@ def test_every_stuck_code_of_the_app_is_explained_on_the_page_and_in_the_docs() 
     documented = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| [\w ]+ \|$", DOCS, re.M)
     assert documented == [(code, found.cause, found.cure) for code, found in STUCK_CODES.items()]
     key = stuck_key(stuck_code="call_in_doubt")
-    assert STUCK_CODES["call_in_doubt"].cure in unescape(person().get(f"{KEYS}{key.pk}/change/").text)
+    assert str(STUCK_CODES["call_in_doubt"].cure) in unescape(person().get(f"{KEYS}{key.pk}/change/").text)
 
 
 def test_the_docs_name_each_button_with_its_permission() -> None:

@@ -141,7 +141,7 @@ def test_what_changes_after_the_question_is_left_alone_and_said_to_be() -> None:
     assert interventions.acknowledge(settled.pk, settled.claim_token, by="jane")
     IdempotencyKey.objects.filter(pk=running.pk).update(locked_at=Now())
     text, _ = work_to_the_end(client, f"{HAND_BACK}?state=unfinished", sent)
-    assert text.startswith("1 handed back")
+    assert numbers(text)[0] == 1
     assert sorted(numbers(text)) == [1, 1, 1, 2]
     assert bulk.RUNNING in text
     assert bulk.CHANGED in text

@@ -12,7 +12,7 @@ BEGINS = [datetime(2026, 11, 1, tzinfo=UTC) + timedelta(minutes=minute) for minu
 
 
 def drawn(*lines: Line) -> ET.Element:
-    return ET.fromstring(chart("Requests", lines, BEGINS, unit="a minute", time_format="%H:%M"))
+    return ET.fromstring(chart("Requests", lines, BEGINS, unit="a minute", time_format="H:i"))
 
 
 def paths(svg: ET.Element) -> list[str]:

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 
 from idempotency.management.passes import add_database_argument, exit_1_explained
 from idempotency.monitoring.doctor import Diagnosis, diagnose
@@ -33,6 +33,7 @@ class Command(BaseCommand):
         )
         add_database_argument(parser)
 
+    @no_translations
     def handle(self, *args: Any, **options: Any) -> None:
         with exit_1_explained("idempotency_doctor", options["database"]):
             if options["process"]:

@@ -37,11 +37,11 @@ document.addEventListener("DOMContentLoaded", () => {
       const response = await fetch(location.href, {signal: AbortSignal.timeout(30000)});
       const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
       if (paused || inUse()) return;
-      if (!fresh.getElementById("idem-live")) return say("(not refreshed: reload the page, you may be signed out)");
+      if (!fresh.getElementById("idem-live")) return say(bar.dataset.signedOut);
       show(fresh);
       say("");
     } catch {
-      say("(not refreshed: the server cannot be reached)");
+      say(bar.dataset.unreachable);
     }
   };
 
@@ -50,8 +50,8 @@ document.addEventListener("DOMContentLoaded", () => {
   button.hidden = false;
   button.addEventListener("click", () => {
     paused = !paused;
-    button.textContent = paused ? "Resume" : "Pause";
-    say(paused ? "(paused)" : "");
+    button.textContent = paused ? bar.dataset.resume : bar.dataset.pause;
+    say(paused ? bar.dataset.paused : "");
     if (!paused) refresh();
   });
   again();
