@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 from django.core import mail
-from django.db import Error, connections, router
+from django.db import connections, router
 from django.db.models import F, Sum
 
 from idempotency import conf
@@ -50,40 +50,52 @@ def write_after_request(**kwargs: Any) -> None:
     if not _counts or time.monotonic() < _next_write or hasattr(mail, "outbox"):
         return
     _next_write = time.monotonic() + WRITE_SECONDS
-    write()
+    try:
+        write()
+    except Exception as error:
+        # Any error, also one of a router: it would reach the server, and skip the other receivers of the signal.
+        logger.info("the counts of requests could not be written: %s", error)
 
 
 def write() -> None:
-    """Add the counts of this process to the table, in autocommit. After an error they are kept for the next write."""
-    alias = router.db_for_write(TrafficCount)
-    connection = connections[alias]
-    if connection.in_atomic_block:
-        return
+    """Add the counts of this process to the table, in autocommit. In a transaction, and if an exception is raised, they are
+    kept for the next write."""
     with _lock:
         # In the order of the unique index, so that two processes never wait for each other.
         rows = sorted((minute, kind, number) for (minute, kind), number in _counts.items())
         _counts.clear()
-    # Django closes no connection after the end of a request.
-    opened_here = connection.connection is None
+    written = False
+    try:
+        written = _add(rows)
+    finally:
+        if not written:
+            oldest = int(time.time()) // 60 - _UNWRITTEN_MINUTES
+            with _lock:
+                _counts.update({(minute, kind): number for minute, kind, number in rows if minute >= oldest})
+
+
+def _add(rows: list[tuple[int, str, int]]) -> bool:
+    """Add counts to the table with one statement; return False, without one, in a transaction."""
+    connection = connections[router.db_for_write(TrafficCount)]
+    if connection.in_atomic_block:
+        return False
     table = connection.ops.quote_name(TrafficCount._meta.db_table)
     values = ", ".join(["(%s, %s, %s)"] * len(rows))
     statement = (
         f"INSERT INTO {table} (minute, kind, count) VALUES {values} "  # noqa: S608  # nosec B608  # the name of a table
         f"ON CONFLICT (minute, kind) DO UPDATE SET count = {table}.count + excluded.count"
     )
+    # Django closes no connection after the end of a request. A broken one is of no use.
+    opened_here, broken = connection.connection is None, True
     try:
         if rows:
             with connection.cursor() as cursor:
                 cursor.execute(statement, [cell for row in rows for cell in row])
-    except Error as error:
-        logger.info("the counts of requests could not be written: %s", error)
-        oldest = int(time.time()) // 60 - _UNWRITTEN_MINUTES
-        with _lock:
-            _counts.update({(minute, kind): number for minute, kind, number in rows if minute >= oldest})
-        connection.close()
+        broken = False
     finally:
-        if opened_here:
+        if opened_here or broken:
             connection.close()
+    return True
 
 
 @dataclass(frozen=True, slots=True)
