@@ -1,7 +1,7 @@
 """Counts of requests per minute, for the charts of the dashboard.
 
 A replay leaves no row, so each process counts its requests in memory. It adds its counts to the table at most every
-WRITE_SECONDS, after the end of a request, with one statement. A process that is killed loses the counts since its last write.
+WRITE_SECONDS, after the end of a request, in one transaction. A process that is killed loses the counts since its last write.
 """
 
 import logging
@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 from django.core import mail
-from django.db import connections, router
+from django.db import connections, router, transaction
 from django.db.models import F, Sum
 
 from idempotency import conf
@@ -24,6 +24,8 @@ from idempotency.signals import RequestOutcome
 logger = logging.getLogger("idempotency")
 
 WRITE_SECONDS = 10.0
+#: A write waits for a lock no longer, on PostgreSQL: a lock on the table must not stop the workers one after the other.
+LOCK_SECONDS = 1.0
 #: Counts that cannot be written are kept in memory for so long.
 _UNWRITTEN_MINUTES = 60
 #: Durations are counted in classes, two for each doubling. The kind of a count is "ran", a space, and the class.
@@ -58,8 +60,8 @@ def write_after_request(**kwargs: Any) -> None:
 
 
 def write() -> None:
-    """Add the counts of this process to the table, in autocommit. In a transaction, and if an exception is raised, they are
-    kept for the next write."""
+    """Add the counts of this process to the table. In a transaction of others, and if an exception is raised, they are kept
+    for the next write."""
     with _lock:
         # In the order of the unique index, so that two processes never wait for each other.
         rows = sorted((minute, kind, number) for (minute, kind), number in _counts.items())
@@ -75,8 +77,9 @@ def write() -> None:
 
 
 def _add(rows: list[tuple[int, str, int]]) -> bool:
-    """Add counts to the table with one statement; return False, without one, in a transaction."""
-    connection = connections[router.db_for_write(TrafficCount)]
+    """Add counts to the table in a transaction of its own; return False, without a statement, in one of others."""
+    alias = router.db_for_write(TrafficCount)
+    connection = connections[alias]
     if connection.in_atomic_block:
         return False
     table = connection.ops.quote_name(TrafficCount._meta.db_table)
@@ -89,7 +92,9 @@ def _add(rows: list[tuple[int, str, int]]) -> bool:
     opened_here, broken = connection.connection is None, True
     try:
         if rows:
-            with connection.cursor() as cursor:
+            with transaction.atomic(using=alias), connection.cursor() as cursor:
+                if connection.vendor == "postgresql":
+                    cursor.execute(f"SET LOCAL lock_timeout = '{LOCK_SECONDS * 1000:.0f}ms'")
                 cursor.execute(statement, [cell for row in rows for cell in row])
         broken = False
     finally:

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from threading import Event
 from typing import Any
 
 import pytest
@@ -157,6 +158,34 @@ def test_after_a_request_it_is_written_but_not_after_each(monkeypatch: pytest.Mo
         traffic.write_after_request()
     assert written() == {"replayed": 1}
     assert sum(traffic._counts.values()) == 1
+
+
+@pytest.mark.postgres
+def test_a_lock_on_the_table_stops_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "LOCK_SECONDS", 0.05)
+    traffic.count(outcome=RequestOutcome.REPLAYED, seconds=0)
+    locked, over = Event(), Event()
+
+    def hold() -> None:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("LOCK TABLE idempotency_trafficcount")
+            locked.set()
+            assert over.wait(5)
+
+    def write() -> None:
+        locked.wait()
+        try:
+            with pytest.raises(OperationalError):
+                traffic.write()
+        finally:
+            over.set()
+
+    at_once([hold, write])
+    traffic.write()
+    assert written() == {"replayed": 1}
+    with connection.cursor() as cursor:
+        cursor.execute("SHOW lock_timeout")
+        assert cursor.fetchone() == ("0",)
 
 
 class NoTenant:
