@@ -78,7 +78,7 @@ class Settings:
     #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that staged them.
     HAND_OVER_AFTER_COMMIT: bool = False
     #: True counts requests, replays, conflicts and errors per minute for the dashboard: in memory, and every 10 seconds
-    #: one statement of each process, after the end of a request.
+    #: one transaction of each process, after the end of a request.
     COUNT_REQUESTS: bool = True
     #: A callable or its dotted path, called with the request and the key. It adds the attributes to a rebuilt request
     #: that a middleware would add.

@@ -85,7 +85,8 @@ def _announced(call: Call, run: Callable[[], HttpResponseBase]) -> HttpResponseB
         outcome = _outcome_of_problem(problem)
         raise
     except Exception as error:
-        if isinstance(error, HTTP_EXCEPTIONS) or getattr(error, "status_code", 500) < 500:
+        status = getattr(error, "status_code", None)  # of other libraries too, in which it may be a text
+        if isinstance(error, HTTP_EXCEPTIONS) or (isinstance(status, int) and status < 500):
             outcome = RequestOutcome.RAN  # The framework makes a 4xx of it.
         raise
     finally:

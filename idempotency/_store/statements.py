@@ -53,6 +53,13 @@ _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 #: If a run does not know that its last COMMIT succeeded, it must not overwrite it.
 _REACHED = "k.recovery_point = %(reached)s"
 _UNTOUCHED = "k.untouched_attempts = k.attempts"
+#: While nothing is begun, each request of the client replaces the stored one: the completer runs the last one. The parts that
+#: may differ between two requests with one fingerprint:
+_OF_REQUEST = ("user_id", "request_path", "request_body", "request_content_type", "request_headers", "remote_addr")
+_LAST_REQUEST = ", ".join(
+    f"{name} = CASE WHEN {_UNTOUCHED} AND k.recovery_point = '{STARTED}' THEN excluded.{name} ELSE k.{name} END"
+    for name in _OF_REQUEST
+)
 _NOTHING_CLAIMED = ", ".join(["NULL"] * (len(CLAIMED) + 2))
 _NOTHING_MET = ", ".join(["NULL"] * (len(MET) + 2))
 _OF_MET = ", ".join(f"met.{name}" for name in [*(_COLUMNS[name] for name in MET), "expired", "lock_seconds"])
@@ -129,7 +136,7 @@ class Statements:
         return (
             self._insert(finished=False, source=source)
             + f"ON CONFLICT (scope, idempotency_key) DO UPDATE SET claim_token = excluded.claim_token, locked_at = {self.now}, "  # nosec B608  # see the docstring
-            f"last_run_at = {self.now}, {_NEXT_ATTEMPT}, {CLEAR_STUCK}, history = {self.history_of_unlocked} "
+            f"last_run_at = {self.now}, {_NEXT_ATTEMPT}, {CLEAR_STUCK}, {_LAST_REQUEST}, history = {self.history_of_unlocked} "
             f"WHERE {self.claimable} RETURNING {self._claimed}"
         )
 

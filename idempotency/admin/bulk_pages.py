@@ -12,6 +12,7 @@ from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.options import IncorrectLookupParameters
+from django.contrib.admin.views.main import PAGE_VAR
 from django.core import signing
 from django.core.exceptions import ValidationError
 from django.db.models import QuerySet
@@ -154,6 +155,7 @@ class BulkAdmin(ReadOnlyAdmin):
 def _ask(action: str, model_admin: BulkAdmin, request: HttpRequest, chosen: Any) -> HttpResponse:
     """Redirect from the list to the question, with the filters of the list, and the ids of the chosen rows unless it is all."""
     query = request.GET.copy()
+    query.pop(PAGE_VAR, None)  # The last pages vanish while the work goes on.
     if request.POST.get("select_across") != "1":
         query[IDS] = ",".join(request.POST.getlist(ACTION_CHECKBOX_NAME)).replace("-", "")
     url = reverse(f"{model_admin.admin_site.name}:idempotency_{model_admin.opts.model_name}_bulk", args=(action,))

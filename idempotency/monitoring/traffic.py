@@ -1,7 +1,7 @@
 """Counts of requests per minute, for the charts of the dashboard.
 
 A replay leaves no row, so each process counts its requests in memory. It adds its counts to the table at most every
-WRITE_SECONDS, after the end of a request, with one statement. A process that is killed loses the counts since its last write.
+WRITE_SECONDS, after the end of a request, in one transaction. A process that is killed loses the counts since its last write.
 """
 
 import logging
@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 from django.core import mail
-from django.db import Error, connections, router
+from django.db import connections, router, transaction
 from django.db.models import F, Sum
 
 from idempotency import conf
@@ -24,6 +24,8 @@ from idempotency.signals import RequestOutcome
 logger = logging.getLogger("idempotency")
 
 WRITE_SECONDS = 10.0
+#: A write waits for a lock no longer, on PostgreSQL: a lock on the table must not stop the workers one after the other.
+LOCK_SECONDS = 1.0
 #: Counts that cannot be written are kept in memory for so long.
 _UNWRITTEN_MINUTES = 60
 #: Durations are counted in classes, two for each doubling. The kind of a count is "ran", a space, and the class.
@@ -50,40 +52,55 @@ def write_after_request(**kwargs: Any) -> None:
     if not _counts or time.monotonic() < _next_write or hasattr(mail, "outbox"):
         return
     _next_write = time.monotonic() + WRITE_SECONDS
-    write()
+    try:
+        write()
+    except Exception as error:
+        # Any error, also one of a router: it would reach the server, and skip the other receivers of the signal.
+        logger.info("the counts of requests could not be written: %s", error)
 
 
 def write() -> None:
-    """Add the counts of this process to the table, in autocommit. After an error they are kept for the next write."""
-    alias = router.db_for_write(TrafficCount)
-    connection = connections[alias]
-    if connection.in_atomic_block:
-        return
+    """Add the counts of this process to the table. In a transaction of others, and if an exception is raised, they are kept
+    for the next write."""
     with _lock:
         # In the order of the unique index, so that two processes never wait for each other.
         rows = sorted((minute, kind, number) for (minute, kind), number in _counts.items())
         _counts.clear()
-    # Django closes no connection after the end of a request.
-    opened_here = connection.connection is None
+    written = False
+    try:
+        written = _add(rows)
+    finally:
+        if not written:
+            oldest = int(time.time()) // 60 - _UNWRITTEN_MINUTES
+            with _lock:
+                _counts.update({(minute, kind): number for minute, kind, number in rows if minute >= oldest})
+
+
+def _add(rows: list[tuple[int, str, int]]) -> bool:
+    """Add counts to the table in a transaction of its own; return False, without a statement, in one of others."""
+    alias = router.db_for_write(TrafficCount)
+    connection = connections[alias]
+    if connection.in_atomic_block:
+        return False
     table = connection.ops.quote_name(TrafficCount._meta.db_table)
     values = ", ".join(["(%s, %s, %s)"] * len(rows))
     statement = (
         f"INSERT INTO {table} (minute, kind, count) VALUES {values} "  # noqa: S608  # nosec B608  # the name of a table
         f"ON CONFLICT (minute, kind) DO UPDATE SET count = {table}.count + excluded.count"
     )
+    # Django closes no connection after the end of a request. A broken one is of no use.
+    opened_here, broken = connection.connection is None, True
     try:
         if rows:
-            with connection.cursor() as cursor:
+            with transaction.atomic(using=alias), connection.cursor() as cursor:
+                if connection.vendor == "postgresql":
+                    cursor.execute(f"SET LOCAL lock_timeout = '{LOCK_SECONDS * 1000:.0f}ms'")
                 cursor.execute(statement, [cell for row in rows for cell in row])
-    except Error as error:
-        logger.info("the counts of requests could not be written: %s", error)
-        oldest = int(time.time()) // 60 - _UNWRITTEN_MINUTES
-        with _lock:
-            _counts.update({(minute, kind): number for minute, kind, number in rows if minute >= oldest})
-        connection.close()
+        broken = False
     finally:
-        if opened_here:
+        if opened_here or broken:
             connection.close()
+    return True
 
 
 @dataclass(frozen=True, slots=True)

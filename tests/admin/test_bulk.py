@@ -13,6 +13,7 @@ from django.test import Client
 
 from idempotency import interventions
 from idempotency.admin import bulk
+from idempotency.admin.keys import IdempotencyKeyAdmin
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago
@@ -91,6 +92,14 @@ def test_an_action_on_all_reaches_all_that_match_and_nothing_else(action: str) -
     assert LogEntry.objects.filter(change_message__endswith=" ticket 7").count() == 10
     histories = IdempotencyKey.objects.filter(stuck_code="" if action == "hand_back" else "attempts_exhausted")
     assert all(key.history[-1]["detail"].endswith(": ticket 7") for key in histories)
+
+
+def test_an_action_from_the_last_page_does_not_end_when_that_page_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IdempotencyKeyAdmin, "list_per_page", 2)
+    client, keys = person(), stuck_keys(11)
+    url = choose(client, f"{KEYS}?state=stuck&p=6", "acknowledge", keys[:1], across=True)
+    text, chunks = work_to_the_end(client, url, question(client, url))
+    assert (numbers(text), chunks) == ([11], 4)
 
 
 def test_keys_of_the_same_moment_are_each_reached_once() -> None:

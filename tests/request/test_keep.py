@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from django.contrib.auth.models import Group
 from django.contrib.sessions.models import Session
+from django.core.exceptions import PermissionDenied
 from django.db import connection
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.utils.functional import SimpleLazyObject
@@ -24,6 +25,7 @@ from idempotency.policy import policies
 from tests.kit.ageing import abandon
 from tests.kit.database import statements
 from tests.kit.serving import Sender
+from tests.kit.views import phased
 
 Serve = Callable[..., None]
 
@@ -128,7 +130,7 @@ def test_a_part_may_be_a_uuid(checkout: Any, sender: Sender, settings: Settings)
     assert seen == [{"account.pk": str(number), "session.a": [1]}]
 
 
-def test_the_first_claim_keeps_the_values_and_a_retry_may_have_others(checkout: Any, sender: Sender) -> None:
+def test_the_values_stay_once_something_is_begun_and_a_retry_may_have_others(checkout: Any, sender: Sender) -> None:
     """The values are no part of the fingerprint, and the completer continues what was begun."""
     shop = checkout(lambda request: request.session["basket"], keep=["session.basket"])
     in_session(sender, basket="first")
@@ -139,6 +141,34 @@ def test_the_first_claim_keeps_the_values_and_a_retry_may_have_others(checkout: 
     assert shop.seen == ["first", "second", "first"]
     in_session(sender, basket="third")
     assert sender.send()["Idempotent-Replayed"] == "true"
+
+
+def test_while_nothing_is_begun_a_retry_replaces_the_values(serve: Serve, sender: Sender) -> None:
+    """A customer who was refused and has changed the basket pays for the new one, also if the completer runs the request."""
+    ends: list[Callable[[], object]] = []
+
+    def work(request: HttpRequest) -> HttpResponseBase:
+        ends.pop(0)()
+        return JsonResponse(request.session["basket"], safe=False, status=201)
+
+    serve(view=phased(work, keep=["session.basket"]))
+    ends += [raising(PermissionDenied), raising(OSError), lambda: None]
+    in_session(sender, basket="dear")
+    assert sender.send().status_code == 403
+    in_session(sender, basket="cheap")
+    assert sender.send().status_code == 500
+    abandon()
+    assert complete_once() == CompletePass(finished=1)
+    assert sender.send().json() == "cheap"
+
+
+def raising(error: type[Exception]) -> Callable[[], object]:
+    """Return a function that raises the error."""
+
+    def end() -> None:
+        raise error
+
+    return end
 
 
 def test_the_session_of_the_completer_can_be_written_and_is_not_saved(

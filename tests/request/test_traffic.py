@@ -3,11 +3,14 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from threading import Event
 from typing import Any
 
 import pytest
 from django.core import mail
-from django.db import connection, transaction
+from django.core.signals import request_finished
+from django.db import DatabaseError, OperationalError, connection, transaction
 from django.http import Http404, HttpRequest, HttpResponse
 
 from idempotency import reaper, signals
@@ -73,6 +76,24 @@ def test_an_error_of_the_server_is_a_failure_and_one_of_the_client_is_not(
     assert outcomes == ["ran", "failed", "failed"]
 
 
+@pytest.mark.parametrize("status", ["N/A", None, 404])
+@both_kinds
+def test_an_error_with_a_status_of_any_type_is_that_of_the_view(
+    serve: Serve, sender: Sender, outcomes: list[RequestOutcome], kind: Kind, status: Any
+) -> None:
+    class OfALibrary(Exception):
+        status_code = status
+
+    def broken(request: HttpRequest) -> HttpResponse:
+        raise OfALibrary
+
+    serve(view=kind(broken))
+    sender.client.raise_request_exception = True
+    with pytest.raises(OfALibrary):
+        sender.send()
+    assert outcomes == ["ran" if status == 404 else "failed"]
+
+
 def test_a_request_without_a_scope_is_refused_and_one_without_a_key_is_not_counted(
     serve: Serve, sender: Sender, outcomes: list[RequestOutcome]
 ) -> None:
@@ -111,7 +132,8 @@ def test_counts_that_could_not_be_written_wait_for_the_next_time() -> None:
     with connection.cursor() as cursor:
         cursor.execute("ALTER TABLE idempotency_trafficcount RENAME TO elsewhere")
     traffic.count(outcome=RequestOutcome.CONFLICT, seconds=0)
-    traffic.write()
+    with pytest.raises(DatabaseError):
+        traffic.write()
     with connection.cursor() as cursor:
         cursor.execute("ALTER TABLE elsewhere RENAME TO idempotency_trafficcount")
     assert written() == {}
@@ -136,6 +158,68 @@ def test_after_a_request_it_is_written_but_not_after_each(monkeypatch: pytest.Mo
         traffic.write_after_request()
     assert written() == {"replayed": 1}
     assert sum(traffic._counts.values()) == 1
+
+
+@pytest.mark.postgres
+def test_a_lock_on_the_table_stops_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "LOCK_SECONDS", 0.05)
+    traffic.count(outcome=RequestOutcome.REPLAYED, seconds=0)
+    locked, over = Event(), Event()
+
+    def hold() -> None:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("LOCK TABLE idempotency_trafficcount")
+            locked.set()
+            assert over.wait(5)
+
+    def write() -> None:
+        locked.wait()
+        try:
+            with pytest.raises(OperationalError):
+                traffic.write()
+        finally:
+            over.set()
+
+    at_once([hold, write])
+    traffic.write()
+    assert written() == {"replayed": 1}
+    with connection.cursor() as cursor:
+        cursor.execute("SHOW lock_timeout")
+        assert cursor.fetchone() == ("0",)
+
+
+class NoTenant:
+    """A router that reads what a middleware has set, and has cleared by the end of the request."""
+
+    def db_for_write(self, model: Any, **hints: Any) -> str | None:
+        raise LookupError("No tenant is active.")
+
+
+def test_an_error_of_the_router_reaches_nobody_and_loses_nothing(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mail, "outbox")
+    monkeypatch.setattr(traffic, "_next_write", 0.0)
+    settings.DATABASE_ROUTERS = [f"{__name__}.NoTenant"]
+    traffic.count(outcome=RequestOutcome.REPLAYED, seconds=0)
+    traffic._counts[0, "replayed"] = 1  # of 1970: not kept for ever
+    request_finished.send(sender=None)
+    settings.DATABASE_ROUTERS = []
+    traffic.write()
+    assert written() == {"replayed": 1}
+
+
+@pytest.mark.postgres
+def test_a_connection_that_the_server_has_ended_is_closed_and_the_counts_are_written_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(mail, "outbox")
+    traffic.count(outcome=RequestOutcome.REPLAYED, seconds=0)
+    with connection.cursor() as cursor, suppress(OperationalError):
+        cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+    for open_after in (False, True):
+        monkeypatch.setattr(traffic, "_next_write", 0.0)
+        traffic.write_after_request()
+        assert connection.connection is None, open_after
+    assert written() == {"replayed": 1}
 
 
 def test_nothing_is_counted_if_the_setting_says_so(settings: Any) -> None:
