@@ -61,7 +61,7 @@ class Shop:
         self.project, self.name, self.url = Project(folder), f"checkout_{os.getpid()}", ""
         self.bank = folder / "shop"
         for stage in (SHOP, *stages):
-            self.project.follow(stage, leave_out="manage.py test")
+            self.project.follow(stage, "manage.py test")
         if PHASED in stages:
             (self.bank / "bank.py").write_text(BANK)
         self.administer("CREATE DATABASE {}")

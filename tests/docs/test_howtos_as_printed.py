@@ -13,7 +13,15 @@ from tests.kit.printed import Project
 pytestmark = pytest.mark.processes
 
 AS_PRINTED = [
+    "protect-a-view.md",
+    "forms.md",
+    "class-based-and-async-views.md",
+    "add-phases.md",
     "checkout-in-the-session.md",
+    "stage-a-job.md",
+    "receive-webhooks.md",
+    "django-rest-framework.md",
+    "django-ninja.md",
 ]
 
 

@@ -12,6 +12,7 @@ from django.test import Client
 from pytest_django import Settings
 
 from tests.factories import UserFactory
+from tests.kit.printed import lead
 from tests.models import Account, Entry
 
 GUIDES = Path(__file__).parents[2] / "docs" / "how-to"
@@ -22,6 +23,18 @@ def blocks(guide: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (GUIDES / guide).read_text(), re.M | re.S)
 
 
+#: Files of a guide that the tests in process replace by their own.
+_REPLACED = ("settings.py", "models.py", "bank.py", "tests.py")
+
+
+def _code(guide: str) -> list[str]:
+    """Return the Python blocks of a guide, without those of the files in _REPLACED."""
+    page = (GUIDES / guide).read_text()
+    found = re.finditer(r"^```python\n(.*?)^```", page, re.M | re.S)
+    files = ((lead(page, block.start()), block[1]) for block in found)
+    return [block for file, block in files if not (file and file[2].endswith(_REPLACED))]
+
+
 def _fails(**arguments: Any) -> None:
     raise ZeroDivisionError
 
@@ -30,7 +43,7 @@ def shop_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespa
     """Return a function that makes the modules of the shop that the pages import, with these models and functions."""
 
     def make(**modules: dict[str, Any]) -> SimpleNamespace:
-        made = {name: ModuleType(f"shop.{name}") for name in ("models", "bank", "jobs", *modules)}
+        made = {name: ModuleType(f"shop.{name}") for name in ("models", "bank", "jobs", "views", *modules)}
         vars(made["models"]).update({"Order": Entry, "Account": Account})
         vars(made["jobs"]).update(dict.fromkeys(("send_receipt", "remind", "thank"), _fails))
         for name, contents in modules.items():
@@ -47,10 +60,11 @@ def shop_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespa
 
 
 def serve_page(settings: Settings, guide: str, *numbers: int) -> ModuleType:
-    """Execute the Python blocks of a guide, all or these, one after the other, and serve their URLs."""
+    """Execute the Python blocks of a guide, all or these, one after the other in one module, and serve their URLs."""
     module = ModuleType("example")
+    sys.modules["shop.views"] = module  # shop_modules() takes it away again
     settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "JOB_MODULES": ["shop", "example", "tests"]}
-    found = blocks(guide, "python")
+    found = _code(guide)
     for number in numbers or range(len(found)):
         exec(compile(found[number], guide, "exec"), vars(module))
     if hasattr(module, "urlpatterns"):
@@ -59,9 +73,9 @@ def serve_page(settings: Settings, guide: str, *numbers: int) -> ModuleType:
 
 
 def serve_example(settings: Settings, monkeypatch: pytest.MonkeyPatch, guide: str) -> Client:
-    """Serve the first example of a guide; return a client that is signed in."""
+    """Serve the examples of a guide; return a client that is signed in."""
     shop_modules(monkeypatch)
-    serve_page(settings, guide, 0)
+    serve_page(settings, guide)
     client = Client()
     client.force_login(UserFactory())
     return client

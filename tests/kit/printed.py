@@ -11,8 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 #: Variables of the tests that a reader does not have.
 OURS = ("DJANGO_", "DATABASE_URL", "REDIS_URL", "RIDES_", "PG", "PYTHON", "COV", "VIRTUAL_ENV", "PYTEST")
-#: The sentence before a block, which says where the block belongs.
 LEAD = re.compile(r"(Write|Write over|Add to the end of|Change) `([\w./]+)`:$")
+#: The tests run in an environment that has everything.
+INSTALLS = ("python3 -m venv", "pip install")
 SECONDS = re.compile(r"\b\d+\.\d+s\b")
 
 
@@ -51,12 +52,17 @@ class Look:
 Step = Write | Change | Command | Look
 
 
+def lead(page: str, start: int) -> re.Match[str] | None:
+    """Return the sentence before a block, which says where the block belongs."""
+    return LEAD.search(" ".join(page[max(0, start - 200) : start].split()))
+
+
 def steps(page: str) -> Iterator[Step]:
     """Yield the steps of a page, in its order. A block of code must follow a sentence that names its file."""
     for found in re.finditer(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S):
         language, block = found[1], found[2]
         if language in ("python", "html", "diff"):
-            told = LEAD.search(page[: found.start()].rstrip())
+            told = lead(page, found.start())
             assert told, f"the page does not say where this belongs:\n{block}"
             assert (told[1] == "Change") == (language == "diff"), f"{told[0]} stands before a block of {language}"
             yield Change(told[2], hunks(block)) if language == "diff" else Write(told[2], block, told[1].startswith("Add"))
@@ -91,10 +97,10 @@ class Project:
         binaries = f"{Path(sys.executable).parent}:{found['PATH']}"
         self.environment = {**found, "PATH": binaries, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
-    def follow(self, page: str, leave_out: str = "pip install") -> None:
+    def follow(self, page: str, *leave_out: str) -> None:
         """Carry out the steps of a page, or of a part of one. A command that fails, or prints something else, fails.
 
-        ``leave_out`` is a part of commands that are not entered, besides those of pip.
+        ``leave_out`` are parts of commands that are not entered, besides those that install.
         """
         for step in steps(page):
             match step:
@@ -102,7 +108,7 @@ class Project:
                     self.write(step)
                 case Change(path, places):
                     self.change(path, places)
-                case Command(line, output) if "pip install" not in line and leave_out not in line:
+                case Command(line, output) if not any(part in line for part in (*INSTALLS, *leave_out)):
                     printed = SECONDS.sub("…", self.run(line)).splitlines()
                     assert printed == [SECONDS.sub("…", said) for said in output], f"$ {line}"
 
