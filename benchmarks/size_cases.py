@@ -100,6 +100,10 @@ def cases() -> dict[str, Case]:
         "reaper, a key": (1, reap),
         "admin, the list": (1, lambda alias, keys: page("")),
         "admin, stuck ones": (1, lambda alias, keys: page("?state=stuck")),
+        "admin, by path": (1, lambda alias, keys: page("?path=/bench/")),
+        "admin, by status": (1, lambda alias, keys: page("?status=4xx")),
+        "admin, search": (1, lambda alias, keys: page("?q=deadbeef")),
+        "admin, dashboard": (1, lambda alias, keys: page("dashboard/", "dashboard_view")),
         "doctor": (1, lambda alias, keys: seconds(diagnose)),
     }
 
@@ -164,17 +168,17 @@ def reap(alias: str, keys: int) -> float:
     return taken / EXPIRED
 
 
-def page(query: str) -> float:
-    """Return how long a page of the admin's list takes, without the middleware."""
+def page(query: str, name: str = "changelist_view") -> float:
+    """Return how long the list of keys takes, or another page of its admin, without the middleware."""
     request = RequestFactory().get(ADMIN + query)
     request.resolver_match = resolve(ADMIN)
     request.user = get_user_model()(pk=1, is_staff=True, is_superuser=True)
-    view = admin.site._registry[IdempotencyKey].changelist_view
+    view = getattr(admin.site._registry[IdempotencyKey], name)
 
     def show() -> None:
         response = view(request)
         if response.status_code != 200:
-            raise RuntimeError(f"The admin's list answers {response.status_code}.")
+            raise RuntimeError(f"The page answers {response.status_code}.")
         response.render()  # type: ignore[attr-defined]
 
     return seconds(show)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from django.utils.html import format_html, format_html_join
-from django.utils.safestring import SafeString, mark_safe
+from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 
 from idempotency._text import localized_duration
@@ -131,7 +131,7 @@ def draw(rows: Sequence[Row], *, now: float | None, axis: tuple[str, str], summa
     times = [time for bar in bars for time in (bar.begin, bar.end)] + [mark.at for row in rows for mark in row.marks]
     times += [now] if now is not None else []
     if not times or min(times) == max(times):
-        return mark_safe("")
+        return SafeString("")
     scale = Scale(times, [bar for bar in bars if bar.kind in ("run", "call")])
     height, drawn = _TOP, []
     for row in rows:
@@ -150,7 +150,7 @@ def draw(rows: Sequence[Row], *, now: float | None, axis: tuple[str, str], summa
     )
 
 
-_HATCH = mark_safe(
+_HATCH = SafeString(
     '<defs><pattern id="idem-hatch" patternUnits="userSpaceOnUse" width="6" height="6" patternTransform="rotate(45)">'
     '<path class="idem-hatch" d="M1.5 0v6"/></pattern></defs>'
 )

@@ -32,6 +32,11 @@ __all__ = [
 _OF_REQUESTS = ("IdempotentAdapter", "make_session")
 
 
+def __dir__() -> list[str]:
+    """Name those too that are imported when they are used."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Import the library that a name needs."""
     if name not in __all__:

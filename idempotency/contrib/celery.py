@@ -181,10 +181,11 @@ class CeleryBackend(OneByOne):
                 **({} if queue == "default" else {"queue": queue}),
             )
         except BrokerError as error:
+            address = self._kept.producer.connection.as_uri()  # The password is masked.
             self._drop_producer()
             if isinstance(error.__cause__, KeyError):  # kombu counts it among the lost connections.
                 raise error.__cause__ from None
-            raise BrokerUnavailable(f"Celery's broker takes no jobs at the moment: {error}") from error
+            raise BrokerUnavailable(f"Celery's broker {address} takes no jobs at the moment: {error}") from error
 
     def refuse_name(self, name: str) -> None:
         """Raise JobNotAllowed for an unknown task, or TypeError for a task that could be lost or take effect twice."""

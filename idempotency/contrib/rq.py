@@ -14,6 +14,7 @@ from django_rq.queues import get_queue, get_result_ttl
 from redis import exceptions as redis_errors
 from redis.backoff import NoBackoff
 from redis.retry import Retry as RedisRetry
+from redis.sentinel import SentinelConnectionPool
 from rq import Queue, Retry
 
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, HandOverResult
@@ -68,7 +69,7 @@ class RQBackend:
             rq_queue.enqueue_many(calls)
         except redis_errors.RedisError as error:
             if isinstance(error, _TAKES_NOTHING) or str(error).rpartition("caused error: ")[2].startswith(_WORDS):
-                raise BrokerUnavailable(f"Redis accepts no jobs: {error}") from error
+                raise BrokerUnavailable(f"Redis at {_address(rq_queue)} accepts no jobs: {error}") from error
             raise
         return {}
 
@@ -80,6 +81,15 @@ def _queue(name: str) -> Queue:
     connection = get_connection(name)
     connection.connection_pool.connection_kwargs.update(_BOUNDS)
     return get_queue(name, connection=connection)
+
+
+def _address(queue: Queue) -> str:
+    """Return where the Redis of a queue is, without user and password."""
+    pool = queue.connection.connection_pool
+    if isinstance(pool, SentinelConnectionPool):
+        return f"the Sentinel service {pool.service_name!r}"
+    place = {"host": "localhost", "port": 6379, "db": 0} | pool.connection_kwargs
+    return f"{place.get('path') or '{host}:{port}'.format(**place)}, database {place['db'] or 0}"
 
 
 class _AskedToComeBack(Exception):

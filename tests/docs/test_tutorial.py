@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from django.db import connection
 from rides_demo.processes.embedded import wheel_binary
 from rides_demo.processes.ports import free_port
 from tests.kit.packages import TOOLS, one
+from tests.kit.printed import OURS, Command, Look, Write, steps
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.processes]
@@ -40,46 +40,6 @@ OF_THE_SHELL = re.compile(r"\[\d+\]|.*: line \d+: +\d+ (Killed|Terminated)\b")
 PATIENCE_SECONDS = 90
 #: ... and for what is fetched.
 PATIENCE_WITH_PIP_SECONDS = 300
-
-
-@dataclass(frozen=True)
-class Write:
-    """A file that the reader writes, or adds to."""
-
-    path: str
-    content: str
-    at_the_end: bool
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command that the reader enters, and what is printed until the next one."""
-
-    line: str
-    output: list[str]
-
-
-@dataclass(frozen=True)
-class Look:
-    """What the reader sees in the admin."""
-
-    lines: list[str]
-
-
-def steps(page: str) -> Iterator[Write | Command | Look]:
-    """Yield what the page tells the reader to do, in its order."""
-    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S):
-        language, block, lead = found[1], found[2], page[: found.start()].rstrip()
-        if language == "python":
-            told = re.search(r"(Write|Write over|Add to the end of) `([\w./]+)`:$", lead)
-            assert told, f"the page does not say where this belongs:\n{block}"
-            yield Write(told[2], block, told[1].startswith("Add"))
-        elif language == "text":
-            yield Look(block.splitlines())
-        else:
-            assert language == "console", language
-            for line, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M):
-                yield Command(line, output.splitlines())
 
 
 class Reader:
@@ -181,8 +141,7 @@ class Place:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the reader's shell."""
-        ours = ("DJANGO_", "DATABASE_URL", "REDIS_URL", "RIDES_", "PG", "PYTHON", "COV", "VIRTUAL_ENV", "PYTEST")
-        found = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        found = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         runtime = self.folder / "run"
         runtime.mkdir(mode=0o700)
         found |= {

@@ -5,14 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from django.apps import apps
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.http import HttpRequest, HttpResponse
 from django.test import Client
+from django.test.utils import modify_settings
 from django.urls import path
 from django.utils.decorators import method_decorator
 from pytest_django import Settings
 from rest_framework import exceptions, generics, renderers, serializers, status
-from rest_framework.decorators import api_view
+from rest_framework.decorators import api_view, renderer_classes
 from rest_framework.permissions import BasePermission, IsAuthenticated
 from rest_framework.response import Response
 from rest_framework.test import APIClient, APIRequestFactory
@@ -362,3 +364,52 @@ def test_plain_response_of_django_is_taken_too(serve: Serve, client: APIClient) 
     serve(view)
     first, second = (post(client, {"a": 1}) for _ in range(2))
     assert (first.status_code, first.content) == (second.status_code, second.content) == (202, b"\x00\xff")
+
+
+@api_view(["POST"])
+@idempotent
+def open_to_all(request: Any) -> Response:
+    """Create an entry for anybody: the framework permits it unless told otherwise."""
+    return Response({"id": Entry.objects.create(name="one").pk}, status=201)
+
+
+def test_an_anonymous_client_has_no_scope(serve: Serve) -> None:
+    serve(open_to_all)
+    refused = post(Client(), {"a": 1})
+    assert (refused.status_code, refused.json()["code"]) == (400, "scope_missing")
+    assert not Entry.objects.exists()
+
+
+def test_a_view_for_anonymous_clients_needs_a_scope(serve: Serve) -> None:
+    @api_view(["POST"])
+    @idempotent(scope=lambda request: request.headers.get("Client-Id", ""))
+    def view(request: Any) -> Response:
+        return Response({"id": Entry.objects.create(name="one").pk}, status=201)
+
+    serve(view)
+    first, second = (post(Client(), {"a": 1}, headers={"Client-Id": "till 4"}) for _ in range(2))
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (201, first.content, "true")
+    assert post(Client(), {"a": 1}).json()["code"] == "scope_missing"
+
+
+def test_the_browsable_api_needs_the_app_and_commits_nothing_without(serve: Serve, client: APIClient) -> None:
+    serve(open_to_all)
+    page = {"Accept": "text/html"}
+    assert not apps.is_installed("rest_framework")
+    assert post(client, {"a": 1}, headers=page).status_code == 500
+    assert not Entry.objects.exists()
+    with modify_settings(INSTALLED_APPS={"append": "rest_framework"}):
+        first, second = (post(client, {"a": 1}, headers=page) for _ in range(2))
+    assert (first.status_code, first["Content-Type"]) == (201, "text/html; charset=utf-8")
+    assert (second.content, second["Idempotent-Replayed"]) == (first.content, "true")
+
+
+def test_a_project_with_json_alone_needs_no_app(serve: Serve, client: APIClient) -> None:
+    @api_view(["POST"])
+    @renderer_classes([renderers.JSONRenderer])
+    @idempotent
+    def view(request: Any) -> Response:
+        return Response({"id": Entry.objects.create(name="one").pk}, status=201)
+
+    serve(view)
+    assert post(client, {"a": 1}, headers={"Accept": "text/html,*/*;q=0.8"}).status_code == 201

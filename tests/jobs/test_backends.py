@@ -16,7 +16,7 @@ from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
 from rides_demo.processes.ports import free_port
 from tests.factories import StagedJobFactory, UserFactory
-from tests.kit.brokers import KINDS, Celery, SlowLine, Tasks, tasks_table_locked
+from tests.kit.brokers import KINDS, Celery, Rq, SlowLine, Tasks, tasks_table_locked
 from tests.kit.celery_app import app
 from tests.kit.database import waits_for_a_lock
 from tests.kit.threads import Gate, background
@@ -173,11 +173,14 @@ def test_a_poison_job_fails_alone_with_its_error(queue, user):
 def test_a_broker_that_is_down_burns_nothing_and_gets_the_jobs_when_it_is_back(queue, user):
     for _ in range(3):
         stage("record", user.pk)
-    down = f"redis://127.0.0.1:{free_port()}/0"
-    with queue.through(down), tasks_table_locked() if isinstance(queue, Tasks) else nullcontext():
+    address = f"127.0.0.1:{free_port()}"
+    with queue.through(f"redis://user:secret@{address}/0"), tasks_table_locked() if isinstance(queue, Tasks) else nullcontext():
         for _ in range(2):
-            with pytest.raises(BrokerUnavailable, match="0 jobs were handed over"):
+            with pytest.raises(BrokerUnavailable, match="0 jobs were handed over") as caught:
                 enqueue_once()
+    named = {Rq: f"Redis at {address}, database 0", Celery: f"redis://user:**@{address}/0", Tasks: ""}
+    assert named[type(queue)] in str(caught.value)
+    assert "secret" not in str(caught.value)
     assert set(StagedJob.objects.values_list("refusals", "last_error", "failed_at")) == {(0, "", None)}
     assert enqueue_once() == EnqueuePass(handed_over=3)
     queue.work(until=lambda: effects() == 3)

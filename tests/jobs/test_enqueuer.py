@@ -6,6 +6,7 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
+import redis.retry
 from django.db import connection, transaction
 from django.utils import timezone
 from rq import Retry, SimpleWorker
@@ -30,6 +31,7 @@ from tests.models import Account, Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
+ONE_TRY = {"retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0)}
 PICKY = {"ENQUEUERS": {"*": "tests.kit.jobs.PickyBackend"}}
 
 
@@ -154,6 +156,29 @@ def test_a_broker_that_is_down_burns_nothing_and_stops_no_other_queue(broker, se
         enqueue_once(batch_size=3)
     assert len(queued(broker)) == 2
     assert list(StagedJob.objects.values_list("queue", "refusals", "last_error", "failed_at")) == [("down", 0, "", None)] * 3
+
+
+@pytest.mark.parametrize(
+    ("place", "address"),
+    [
+        ({"URL": "redis://user:secret@127.0.0.1:1/3?password=secret"}, "127.0.0.1:1, database 3"),
+        ({"HOST": "127.0.0.1", "PORT": 1, "PASSWORD": "secret"}, "127.0.0.1:1, database 0"),
+        ({"UNIX_SOCKET_PATH": "/nowhere/redis.sock", "DB": 0}, "/nowhere/redis.sock, database 0"),
+        (
+            {"SENTINELS": [("127.0.0.1", 1)], "MASTER_NAME": "shop", "PASSWORD": "secret", "SENTINEL_KWARGS": ONE_TRY},
+            "the Sentinel service 'shop'",
+        ),
+    ],
+    ids=["url", "host", "socket", "sentinel"],
+)
+def test_the_error_of_a_broker_that_is_down_has_its_address_without_secrets(settings, place, address):
+    settings.RQ_QUEUES = {"down": place}
+    rq_backend._queue.cache_clear()
+    stage(1, queue="down")
+    with pytest.raises(BrokerUnavailable) as caught:
+        enqueue_once()
+    assert f"Redis at {address} accepts no jobs" in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_broker_that_hangs_fails_before_the_database_gives_up(settings, monkeypatch):
