@@ -1,6 +1,6 @@
 """The admin, as the person on call has it: a stuck key is found, explained, and moved on; who may only look sees no buttons."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.postgres, pytest.mark.processes]
 
 KEYS = "/admin/idempotency/idempotencykey/"
 DASHBOARD = f"{KEYS}dashboard/"
+JOBS = "/admin/idempotency/stagedjob/"
 in_both = pytest.mark.parametrize("scheme", ["light", "dark"])
 
 _STUCK = """
@@ -246,6 +247,40 @@ def test_the_page_of_each_kind_of_key_fits_and_keeps_nobody_out(
         assert visitor.barriers(axe_script, every=True) == [], kind
     assert visitor.errors == []
     assert visitor.elsewhere == []
+
+
+@pytest.fixture
+def german(service: Service) -> Iterator[None]:
+    """Let the web server speak German."""
+    service.serve("tests.browser.german")
+    yield
+    service.serve("rides_demo.wsgi")
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_pages_fit_in_german(
+    keys_of_each_kind: dict[str, int], german: None, visit: Callable[..., Visitor], axe_script: str, width: int
+) -> None:
+    visitor = visit("light", width)
+    page = visitor.page
+    visitor.sign_in_to_admin(DASHBOARD, labels=("Benutzername", "Passwort", "Anmelden"))
+    expect(page.locator("#idem-traffic")).to_have_text("Anfragen der letzten Stunde")
+    page.get_by_role("button", name="Anhalten").click()
+    expect(page.get_by_role("button", name="Fortsetzen")).to_be_visible()
+    expect(page.locator("#idem-live-note")).to_have_text("(angehalten)")
+    paths = {kind: f"{KEYS}{pk}/change/" for kind, pk in keys_of_each_kind.items()}
+    lists = {"keys": f"{KEYS}?state=stuck", "jobs": JOBS, "question": f"{KEYS}bulk/hand_back/?state=stuck"}
+    for name, path in {"dashboard": DASHBOARD, **paths, **lists}.items():
+        visitor.go(path)
+        expect(page.locator("#content h1, #content h2").first).to_be_visible()
+        visitor.shoot(f"admin-german-{name}")
+        assert visitor.fits(), name
+        assert visitor.barriers(axe_script) == [], name
+    visitor.go(paths["stuck"])
+    page.get_by_role("link", name="Beantworten").click()
+    visitor.shoot("admin-german-answer")
+    assert visitor.fits()
+    assert visitor.errors == []
 
 
 def test_the_keyboard_reaches_the_cure_within_ten_tabs(stuck: dict[str, Any], visitor: Visitor) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Page, expect
 
 STRIPE_WORKS = "Works"
+#: What the login of the admin says: the labels of its fields, and its button.
+ENGLISH = ("Username", "Password", "Log in")
 
 
 class Visitor:
@@ -36,10 +38,12 @@ class Visitor:
         self.go("/")
         self.page.locator(f"button[value={rider}]").click()
 
-    def sign_in_to_admin(self, path: str, username: str = "admin", password: str = "admin") -> None:
+    def sign_in_to_admin(
+        self, path: str, username: str = "admin", password: str = "admin", *, labels: tuple[str, str, str] = ENGLISH
+    ) -> None:
         """Open ``path`` of the admin, through its login."""
         self.go(f"/admin/login/?next={path}")
-        log_in(self.page, username, password)
+        log_in(self.page, username, password, labels=labels)
 
     @property
     def book(self) -> Locator:
@@ -101,8 +105,9 @@ class Visitor:
         ]
 
 
-def log_in(page: Page, username: str = "admin", password: str = "admin") -> None:
+def log_in(page: Page, username: str = "admin", password: str = "admin", *, labels: tuple[str, str, str] = ENGLISH) -> None:
     """Fill in the login of the admin, and send it."""
-    page.get_by_label("Username").fill(username)
-    page.get_by_label("Password").fill(password)
-    page.get_by_role("button", name="Log in").click()
+    user, secret, button = labels
+    page.get_by_label(user).fill(username)
+    page.get_by_label(secret).fill(password)
+    page.get_by_role("button", name=button).click()
