@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-processes test-all test-pools conformance screenshots fuzz proof coverage mutants docs bench bench-scale package matrix lint clean
+.PHONY: demo soak serve test test-processes test-all test-pools conformance screenshots fuzz proof coverage mutants docs bench bench-scale examples package matrix lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -149,6 +149,19 @@ bench-scale:
 	step $(PY) -m benchmarks.sizes --scale --json .run/sizes.json; \
 	$(call end,bench-scale)
 
+# A shop on django-oscar, as it is and with two protections: its tests, and how many lines each protection changes.
+examples:
+	@$(MAKE) -s .venv-examples/examples.stamp || { echo "examples: FAILED 2"; exit 2; }
+	@$(steps); \
+	step .venv-examples/bin/python -m pytest -q examples/oscar $(PYTEST_ARGS); \
+	for patch in examples/oscar/plain.patch examples/oscar/phased.patch; do echo "$$patch:"; step git apply --stat $$patch; done; \
+	$(call end,examples)
+
+.venv-examples/examples.stamp: requirements/examples.txt
+	@python3.11 -m venv .venv-examples
+	@.venv-examples/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
 # The wheel and the sdist: built, looked into, tried in empty projects, one of them the tutorial's; mypy sees them as a user does.
 package:
 	$(call set-up,package,lint)
@@ -203,7 +216,7 @@ lint:
 
 clean:
 	@$(steps); \
-	step rm -rf .venv .venv-docs .venv-bench .venv-package .venv-mutation .tox .run .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis; \
+	step rm -rf .venv .venv-docs .venv-bench .venv-package .venv-mutation .venv-examples .tox .run .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis; \
 	$(call end,clean)
 
 .venv-package/package.stamp: requirements/package.txt .venv/test.stamp

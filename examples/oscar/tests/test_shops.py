@@ -1,0 +1,91 @@
+"""What a double submit does to each shop, one after the other and at once."""
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from bank import Bank
+from running_shop import RunningShop, Visitor, eventually
+
+PROTECTED = pytest.mark.parametrize(("name", "by_card"), [("plain", False), ("phased", True)])
+
+
+def charges(shop: RunningShop, bank: Bank) -> int:
+    """Return how often the customers paid: by card at the bank, else by the invoices of the shop."""
+    return len(bank.charges) if "BANK_URL" in (shop.environment or {}) else shop.count("payments")
+
+
+def is_page_of_its_order(visitor: Visitor, response: httpx.Response, shop: RunningShop) -> bool:
+    """Whether a response leads to the page of the only order."""
+    ((number,),) = shop.rows("SELECT number FROM order_order")
+    page = visitor.get(response.headers["Location"]).raise_for_status()
+    return re.search(rf"\b{number}\b", page.text) is not None and str(page.url).count(number) > 0
+
+
+def test_an_unprotected_shop_charges_twice(open_shop: Callable[..., RunningShop], bank: Bank) -> None:
+    shop = open_shop("unprotected", by_card=True)
+    visitor = shop.visitor()
+    form = visitor.go_to_preview()
+    bank.answers.clear()
+    with ThreadPoolExecutor() as threads:
+        clicks = [threads.submit(visitor.place_order, form) for _ in range(2)]
+        eventually(lambda: bank.charges)
+        eventually(shop.is_waiting_for_a_row)  # for the basket, which the other request has frozen
+        bank.answers.set()
+        assert sorted(click.result().status_code for click in clicks) == [200, 302]  # one is an error page
+    assert (shop.count("orders"), len(bank.charges)) == (1, 2)
+
+
+@PROTECTED
+@pytest.mark.parametrize("language", ["en-gb", "de"])
+def test_a_second_submit_leads_to_the_order_of_the_first(
+    open_shop: Callable[..., RunningShop], bank: Bank, name: str, by_card: bool, language: str
+) -> None:
+    shop = open_shop(name, by_card=by_card)
+    visitor = shop.visitor(language)
+    form = visitor.go_to_preview()
+    first, second = (visitor.place_order(form) for _ in range(2))
+    assert (first.status_code, second.headers["Location"]) == (302, first.headers["Location"])
+    assert "Idempotent-Replayed" not in first.headers
+    assert second.headers["Idempotent-Replayed"] == "true"
+    assert is_page_of_its_order(visitor, second, shop)
+    assert (shop.count("orders"), charges(shop, bank), shop.mails()) == (1, 1, 1)
+
+
+@PROTECTED
+def test_two_submits_at_once_make_one_order_and_one_charge(
+    open_shop: Callable[..., RunningShop], bank: Bank, name: str, by_card: bool
+) -> None:
+    shop = open_shop(name, by_card=by_card)
+    visitor = shop.visitor()
+    form = visitor.go_to_preview()
+    with ThreadPoolExecutor() as threads:
+        clicks = [threads.submit(visitor.place_order, form) for _ in range(2)]
+        responses = [click.result() for click in clicks]
+    assert [response.status_code for response in responses] == [302, 302]
+    assert all(is_page_of_its_order(visitor, response, shop) for response in responses)
+    assert (shop.count("orders"), charges(shop, bank)) == (1, 1)
+
+
+@PROTECTED
+def test_the_other_steps_need_no_key_and_an_order_does(open_shop: Callable[..., RunningShop], name: str, by_card: bool) -> None:
+    shop = open_shop(name, by_card=by_card)
+    visitor = shop.visitor()
+    form = visitor.go_to_preview()
+    page = visitor.page("/checkout/preview/")
+    assert visitor.send("/checkout/preview/", page).status_code == 200  # Oscar shows the preview.
+    assert visitor.send("/checkout/preview/", page, action="place_order").status_code == 400
+    assert (shop.count("keys"), shop.count("orders")) == (0, 0)
+    assert visitor.place_order(form).status_code == 302
+
+
+@PROTECTED
+def test_the_next_basket_is_another_order(open_shop: Callable[..., RunningShop], bank: Bank, name: str, by_card: bool) -> None:
+    shop = open_shop(name, by_card=by_card)
+    visitor = shop.visitor()
+    assert visitor.place_order(visitor.go_to_preview()).status_code == 302
+    visitor.fill_basket()
+    assert visitor.place_order(visitor.go_to_preview()).status_code == 302
+    assert (shop.count("orders"), charges(shop, bank)) == (2, 2)
