@@ -13,6 +13,7 @@ from uuid import UUID
 from django.contrib.sessions.backends.base import SessionBase
 from django.core.handlers.wsgi import WSGIRequest
 from django.http import HttpRequest
+from django.utils.functional import LazyObject
 
 from idempotency._store.events import about
 from idempotency.models import IdempotencyKey
@@ -119,6 +120,9 @@ def _read(request: HttpRequest, path: str) -> Any:
     value: Any = request
     for name in path.split("."):
         value = getattr(value, name, _ABSENT)
+    if issubclass(type(value), LazyObject):
+        _ = value.__class__  # Loads the object behind it.
+        return vars(value)["_wrapped"]
     return value
 
 

@@ -119,6 +119,16 @@ def test_a_part_of_an_object_is_for_prepare_request(checkout: Any, sender: Sende
     assert shop.seen == ["north"] * 2
 
 
+@pytest.mark.parametrize("value", ["1:signed", None, 7, {"lines": [1]}])
+def test_a_lazy_value_is_kept_as_the_value_behind_it(checkout: Any, sender: Sender, value: Any) -> None:
+    lazy = {"basket_hash": SimpleLazyObject(lambda: value)}
+    shop = checkout(lambda request: request.basket_hash, lazy, keep=["basket_hash"])
+    assert sender.send().status_code == 500
+    complete(shop)
+    assert shop.seen == [value] * 2
+    assert type(shop.seen[1]) is type(value)
+
+
 def test_a_part_may_be_a_uuid(checkout: Any, sender: Sender, settings: Settings) -> None:
     seen: list[Any] = []
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": lambda request, key: seen.append(request.idempotency_kept)}

@@ -118,13 +118,19 @@ class Visitor:
         """Close the browser."""
         self._client.close()
 
-    def get(self, path: str) -> httpx.Response:
-        """Return a page, after all redirects."""
-        return self._client.get(path, follow_redirects=True)
-
     def page(self, path: str) -> str:
-        """Return the text of a page in the visitor's language."""
-        return self.get(f"/{self.language}{path}").raise_for_status().text
+        """Return the text of a page in the visitor's language, after all redirects."""
+        return self._client.get(f"/{self.language}{path}", follow_redirects=True).raise_for_status().text
+
+    def follow(self, response: httpx.Response) -> str:
+        """Return the text of the page that a redirect leads to, which is no redirect itself."""
+        page = self._client.get(response.headers["Location"])
+        assert page.status_code == 200
+        return page.text
+
+    def is_thanked(self, response: httpx.Response, number: str) -> bool:
+        """Whether a redirect leads to the thank-you page of an order."""
+        return "/checkout/thank-you/" in response.headers["Location"] and f"<strong>{number}</strong>" in self.follow(response)
 
     def send(self, path: str, page: str, **fields: str) -> httpx.Response:
         """Send a form of a page; a redirect is not followed."""

@@ -13,7 +13,7 @@ SourceType = get_model("payment", "SourceType")
 class PaymentDetailsView(views.PaymentDetailsView):
     def handle_payment(self, order_number, total, **kwargs):
         kind, _ = SourceType.objects.get_or_create(name="Card" if settings.BANK_URL else "Invoice")
-        source = Source(source_type=kind, currency=total.currency, amount_allocated=total.incl_tax)
-        if settings.BANK_URL:
-            source.reference = bank.charge(total.incl_tax, total.currency)
-        self.add_payment_source(source)
+        reference = bank.charge(total.incl_tax, total.currency) if settings.BANK_URL else ""
+        self.add_payment_source(
+            Source(source_type=kind, currency=total.currency, amount_allocated=total.incl_tax, reference=reference)
+        )
