@@ -63,8 +63,10 @@ class BulkAdmin(ReadOnlyAdmin):
         name = f"idempotency_{self.opts.model_name}_bulk"
         return [path("bulk/<slug:name>/", self.admin_site.admin_view(self.bulk_view), name=name), *super().get_urls()]
 
-    def get_actions(self, request: HttpRequest) -> Any:
-        """Return the actions that the person may press."""
+    def get_actions(self, request: HttpRequest, action_location: Any = None) -> Any:
+        """Return the actions of the list that the person may press. From Django 6.1 on, a page of one row may have actions."""
+        if action_location is not None and action_location.name != "CHANGE_LIST":
+            return {}
         allowed = [action for action in self.bulk if self.holds(request, action.permission)]
         return {action.name: (partial(_ask, action.name), action.name, f"{action.label} …") for action in allowed}
 
