@@ -18,6 +18,7 @@ from idempotency.testing import CannotProve, CrashTestCase, Downstream, Report, 
 from tests.crash import views
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.serving import Sender
+from tests.kit.waiting import eventually
 from tests.models import Account, Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -45,6 +46,30 @@ def test_afterwards_the_database_is_as_it_was_and_ids_go_on(
     assert not IdempotencyKey.objects.exists()
     assert Account.objects.get().balance == 0
     assert Entry.objects.create(name="after").pk == before.pk + 1
+
+
+def sessions() -> int:
+    """Return how many connections the database has besides this one."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()")
+        return int(cursor.fetchone()[0])
+
+
+@pytest.mark.postgres
+@pytest.mark.full
+def test_no_connection_of_an_attempt_is_left(serve: Callable[..., None], sender: Sender, texts: list[str]) -> None:
+    serve(view=views.refusal)
+    before = sessions()
+    found = courses(lambda key: sender.send(key=key))
+    for course in found:
+        course.check()
+        if course.title.startswith("An attempt is held up"):
+            break
+    # Whoever leaves off in the middle, with the traceback of a failure, may still drop the database.
+    eventually(lambda: sessions() == before)
+    assert_survives(lambda key: sender.send(key=key))
+    eventually(lambda: sessions() == before)
+    found.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.full
