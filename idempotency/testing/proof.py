@@ -1,5 +1,6 @@
 """The proof: every course of events that a request can take, each from the same beginning, each to the same end."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -44,16 +45,25 @@ class Proof(Stage):
         self._stack.callback(self._threads.close)
         #: Whether two attempts can write at the same time.
         self._in_transactions = all(connections[alias].vendor == "postgresql" for alias in connections)
+        began = time.monotonic()
         try:
             self._undisturbed = self._run_undisturbed()
         except BaseException:
             self._stack.close()
             raise
+        self._seconds = time.monotonic() - began
         self.report.places = self._undisturbed.places
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    def expected(self, *, races: bool) -> tuple[int, float]:
+        """Return about how many courses of events there are, and how many seconds they take."""
+        held = len(self._held()) if races else 0
+        # As measured on 22 views with 4 to 13 boundaries.
+        courses = 2 * len(self._undisturbed.places) + (held**2 + 4 if held else 0)
+        return courses, courses * self._seconds * 0.3
 
     def crashes(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
         """Yield each death of the process, with what happens afterwards, as a title and a check."""
@@ -65,13 +75,13 @@ class Proof(Stage):
     def races(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
         """Yield each way in which two attempts under the same key get mixed up; with an expired lock the first one is late."""
         if not self._in_transactions:
-            if any(c.vendor == "sqlite" and c.is_in_memory_db() for c in connections.all()):  # type: ignore[attr-defined]
-                self.report.skipped.append("two at once: not with SQLite in memory, which is one connection's")
-                return
-            self.report.skipped.append("two at once inside a transaction: SQLite has one writer")
+            self.report.skipped.append(
+                "two at once: not with SQLite in memory, which is one connection's"
+                if _one_connection()
+                else "two at once inside a transaction: SQLite has one writer"
+            )
         for expired in (False, True):
-            held = [place for place in self._undisturbed.places if may_be_held(place, in_transactions=self._in_transactions)]
-            for first, place in enumerate(held):
+            for first, place in enumerate(self._held()):
                 second = 0
                 stopped = [True]
                 while stopped.pop():
@@ -80,6 +90,11 @@ class Proof(Stage):
                     title = f"An attempt is held up {place}\n   {how}, and is held up at its boundary {second + 1}."
                     yield title, partial(self._race, first, second, expired, title, stopped)
                     second += 1
+
+    def _held(self) -> list[Place]:
+        """Return where an attempt can be held up while another one is at work."""
+        places = [] if _one_connection() else self._undisturbed.places
+        return [place for place in places if may_be_held(place, in_transactions=self._in_transactions)]
 
     def _aside(self, work: Callable[[], T]) -> T:
         """Do it on a connection that no death cuts: a new one reads the catalog of the database again."""
@@ -195,3 +210,8 @@ class Proof(Stage):
         if not differences:
             return None
         return explained(title, differences, answer, self._undisturbed, self._derived, self._effect_lines)
+
+
+def _one_connection() -> bool:
+    """Tell whether a database is SQLite in memory, which other connections do not see."""
+    return any(c.vendor == "sqlite" and c.is_in_memory_db() for c in connections.all())  # type: ignore[attr-defined]
