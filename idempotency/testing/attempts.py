@@ -3,56 +3,113 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import Context
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from idempotency.testing.comparing import Answer
 from idempotency.testing.observing import Died, Run, observed
 from idempotency.testing.places import Place
 
+T = TypeVar("T")
+
 #: How long an attempt that neither ends, stops nor waits for a lock is watched before the other one goes on.
 _PATIENCE_SECONDS = 2.0
 #: Nothing takes so long; a deadlock of the kit's own making would.
 _LIMIT_SECONDS = 20.0
-_LOOK_SECONDS = 0.002
+_LOOK_SECONDS = 0.004
+#: A thread without a task closes its connections after this time: a database with connections cannot be dropped.
+_IDLE_SECONDS = 0.2
+
+
+class Threads:
+    """The two threads of the attempts. They keep their connections to PostgreSQL: a new one costs as much as a request."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(2)]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Begin a task in a thread that is idle, with context variables as in a new thread."""
+        self._tasks.put(partial(Context().run, task))
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, or raise what it raises, in a thread that is idle."""
+        future: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.run(task)
+        return future.result(10 * _LIMIT_SECONDS)
+
+    def close(self) -> None:
+        """End the threads, and close their connections."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join(_LIMIT_SECONDS)
+
+    def _work(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=_IDLE_SECONDS)
+            except Empty:
+                connections.close_all()
+                continue
+            if task is None:
+                connections.close_all()
+                return
+            task()
 
 
 class Attempt:
     """One of two requests with the same key. It is held up at its boundaries with the numbers ``stops``, until it is let go."""
 
-    def __init__(self, ask: Callable[[], Answer], *stops: int, in_transactions: bool) -> None:
+    def __init__(self, threads: Threads, ask: Callable[[], Answer], *stops: int, in_transactions: bool) -> None:
         self.run = Run(self._at)
         self.answer: Answer | None = None
         self.held: Place | None = None
         self._ask, self._stops, self._in_transactions = ask, stops, in_transactions
         self._boundaries = 0
-        self._go = threading.Event()
+        self._go, self._stands = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._ended = threading.Event()
+        self._threads = threads
 
     def start(self) -> None:
         """Begin."""
-        self._thread.start()
+        self._threads.run(self._work)
 
     def go_on(self) -> None:
         """Let it go on, to where it is held up next."""
         if self.held is not None:
             self.held = None
+            self._stands.clear()
             self._go.set()
 
     def settle(self) -> None:
         """Return when it has ended, or stands at its boundary, or waits for a lock of the other one."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while self._thread.is_alive() and self.held is None:
+        while not self._stands.wait(_LOOK_SECONDS):
             if _somebody_waits() or time.monotonic() > deadline:
                 return
-            self._thread.join(_LOOK_SECONDS)
 
     def result(self) -> Answer:
         """Return what its client got. Raises what went wrong in the kit itself."""
         self._stops = ()
         self.go_on()
-        self._thread.join(_LIMIT_SECONDS)
+        self._ended.wait(_LIMIT_SECONDS)
         if self._failure is not None:
             raise self._failure
         assert self.answer is not None, "an attempt did not come to its end"  # nosec B101  # of the test kit
@@ -65,6 +122,7 @@ class Attempt:
         if self._boundaries - 1 in self._stops:
             self._go.clear()
             self.held = place
+            self._stands.set()
             if not self._go.wait(_LIMIT_SECONDS):
                 raise Died
 
@@ -76,7 +134,17 @@ class Attempt:
         except BaseException as error:
             self._failure = error
         finally:
-            connections.close_all()
+            for connection in connections.all(initialized_only=True):
+                if not _can_be_kept(connection):
+                    connection.close()
+            self._ended.set()
+            self._stands.set()
+
+
+def _can_be_kept(connection: BaseDatabaseWrapper) -> bool:
+    """Tell whether a connection to PostgreSQL is outside of any transaction, as that of the next attempt must be."""
+    kept = connection.vendor == "postgresql" and connection.connection is not None and not connection.in_atomic_block
+    return kept and not connection.connection.closed and not connection.connection.info.transaction_status
 
 
 def may_be_held(place: Place, *, in_transactions: bool) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from django.test import TransactionTestCase
 
 from idempotency.testing.failures import Failure
+from idempotency.testing.progress import Progress
 from idempotency.testing.proof import Proof
 from idempotency.testing.report import DoesNotSurvive, Report
 from idempotency.testing.stage import Send
@@ -49,12 +50,13 @@ def assert_survives(
     list that your own fake of another system fills, or a function that returns what took effect there; a ``Downstream`` is
     found by itself. ``reset()`` is called before each course: empty your caches and fakes there.
 
+    The logger ``idempotency.testing`` gets lines of level INFO: how long it will take, and how far it is.
+
     On return the database is as it was before. Raises DoesNotSurvive with each place, cause and cure; CannotProve when the
     undisturbed request fails, is not protected, or is not the same twice.
     """
     with Proof(send, effects=effects, reset=reset, state=state, ignore=ignore) as proof:
-        every = chain(proof.crashes(), proof.races() if races else ())
-        failures = [failure for _, find in every if (failure := find())]
+        failures = [failure for course in _courses(proof, races=races) if (failure := course.find())]
     if failures:
         raise DoesNotSurvive(failures)
     return proof.report
@@ -74,8 +76,14 @@ def courses(
     The arguments are those of ``assert_survives``. Use it up, or close it: then the database is as it was before.
     """
     with Proof(send, effects=effects, reset=reset, state=state, ignore=ignore) as proof:
-        for title, find in chain(proof.crashes(), proof.races() if races else ()):
-            yield Course(title, find)
+        yield from _courses(proof, races=races)
+
+
+def _courses(proof: Proof, *, races: bool) -> Iterator[Course]:
+    progress = Progress(*proof.expected(races=races))
+    for title, find in chain(proof.crashes(), proof.races() if races else ()):
+        yield Course(title, find)
+        progress.one_done()
 
 
 class CrashTestCase(TransactionTestCase):

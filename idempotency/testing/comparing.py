@@ -20,6 +20,8 @@ from idempotency.testing.snapshots import Snapshot
 Path = tuple[str, ...]
 #: Each single value of what is left behind, by where it stands.
 Leaves = dict[Path, Any]
+#: The rows of each table that are not as they were, by primary key.
+ChangedRows = dict[str, dict[Any, Any]]
 
 #: What says nothing about the request, or is compared through what the client gets.
 LEFT_OUT = frozenset(
@@ -73,10 +75,15 @@ class Answer:
 
 
 def leaves(
-    snapshot: Snapshot, answer: Answer, effects: Any, *, ignored: Iterable[str], state: Callable[[], Any] | None
+    snapshot: Snapshot,
+    rows: ChangedRows,
+    answer: Answer,
+    effects: Any,
+    *,
+    ignored: Iterable[str],
+    state: Callable[[], Any] | None,
 ) -> Leaves:
     """Return what a run left behind: changed rows, or what ``state()`` says of them, effects elsewhere, and the answer."""
-    rows = _changed(snapshot)
     names = _names(snapshot, rows)
     if state is None:
         seen: Any = {label: _described(label, of_table, names, ignored) for label, of_table in rows.items()}
@@ -105,7 +112,7 @@ def compare(expected: Leaves, found: Leaves, random: set[Path]) -> list[Differen
     ]
 
 
-def _changed(snapshot: Snapshot) -> dict[str, dict[Any, Any]]:
+def changed_rows(snapshot: Snapshot) -> ChangedRows:
     """Return the rows that are not as they were; a deleted one is GONE."""
     changed = {}
     for table in snapshot.changed():
@@ -117,7 +124,7 @@ def _changed(snapshot: Snapshot) -> dict[str, dict[Any, Any]]:
     return changed
 
 
-def _names(snapshot: Snapshot, rows: dict[str, dict[Any, Any]]) -> dict[str, str]:
+def _names(snapshot: Snapshot, rows: ChangedRows) -> dict[str, str]:
     """Return a name for the id of each new row: its table, and its number by id, or by contents if ids are random."""
     names: dict[str, str] = {}
     for table in snapshot.tables:

@@ -10,6 +10,7 @@ from typing import Any
 from django.apps import apps
 from django.db import connections, models, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from psycopg import Cursor
 
 #: Ids of the first table begin here, and those of each further one so much higher. All fit an AutoField.
 _FIRST_ID = 1_000_000_000
@@ -130,25 +131,39 @@ class Snapshot:
             if connections[alias].vendor != "postgresql":
                 marks |= {table.label: table.raw() for table in here}
                 continue
-            mark = "SELECT %s, count(*) || ' ' || coalesce(sum(hashtextextended(t::text, 0)), 0) FROM {} AS t"
-            with connections[alias].cursor() as cursor:
-                text = " UNION ALL ".join(mark.format(quote(table.model._meta.db_table)) for table in here)
-                cursor.execute(text, [table.label for table in here])
-                marks |= dict(cursor.fetchall())
+            mark = "SELECT {}, count(*) || ' ' || coalesce(sum(hashtextextended(t::text, 0)), 0) FROM {} AS t"
+            each = (mark.format(number, quote(table.model._meta.db_table)) for number, table in enumerate(here))
+            marks |= {here[number].label: value for number, value in _prepared(connections[alias], " UNION ALL ".join(each))}
         return marks
+
+
+def _prepared(connection: BaseDatabaseWrapper, text: str) -> list[tuple[Any, ...]]:
+    """Return the rows of a statement that is planned once for each connection, if ``prepare_threshold`` permits it.
+
+    Planning a statement on all tables takes longer than running it. Cursors of Django do not prepare on request.
+    """
+    connection.ensure_connection()
+    with Cursor(connection.connection) as cursor:
+        return cursor.execute(text.encode(), prepare=True).fetchall()
 
 
 def _number_from(connection: BaseDatabaseWrapper, firsts: dict[type[models.Model], int]) -> None:
     """Let the ids of each table begin at a number."""
     names = {model._meta.db_table: first for model, first in firsts.items()}
-    with connection.cursor() as cursor:
-        if connection.vendor == "postgresql" and firsts:
-            begin = "setval(pg_get_serial_sequence(%s, %s), %s, false)"
-            quote = connection.ops.quote_name
-            parameters = [(quote(model._meta.db_table), model._meta.pk.column, first) for model, first in firsts.items()]
-            cursor.execute("SELECT " + ", ".join([begin] * len(firsts)), [value for row in parameters for value in row])
-        elif connection.vendor == "sqlite":
+    if connection.vendor == "postgresql" and firsts:
+        begin = [
+            f"setval(pg_get_serial_sequence({_literal(connection.ops.quote_name(model._meta.db_table))}, "
+            f"{_literal(str(model._meta.pk.column))}), {first}, false)"
+            for model, first in firsts.items()
+        ]
+        _prepared(connection, "SELECT " + ", ".join(begin))
+    elif connection.vendor == "sqlite":
+        with connection.cursor() as cursor:
             cursor.executemany("DELETE FROM sqlite_sequence WHERE name = %s", [(name,) for name in names])
             cursor.executemany(
                 "INSERT INTO sqlite_sequence (name, seq) VALUES (%s, %s)", [(n, f - 1) for n, f in names.items()]
             )
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

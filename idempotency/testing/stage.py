@@ -4,7 +4,8 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from django.core.signals import got_request_exception
 from django.db import transaction
@@ -13,12 +14,13 @@ from idempotency import conf
 from idempotency._states import IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
-from idempotency.testing.comparing import Answer, Leaves, leaves
+from idempotency.testing.comparing import Answer, Leaves, changed_rows, leaves
 from idempotency.testing.downstream import effects_of, living
 from idempotency.testing.moved_time import age
 from idempotency.testing.observing import Run, observed
 from idempotency.testing.snapshots import Snapshot
 
+T = TypeVar("T")
 Send = Callable[[str], Any]
 #: How often a client comes back, each time after the lock has expired.
 _CLIENT_TRIES = 4
@@ -49,7 +51,7 @@ class Stage:
 
     def _fresh(self) -> str:
         """Begin anew: rows, effects, and a key that nobody has used."""
-        self._snapshot.restore()
+        self._aside(self._snapshot.restore)
         if isinstance(self._effects, list):
             self._effects[:] = self._first_effects
         if self._reset is not None:
@@ -86,7 +88,12 @@ class Stage:
         )
 
     def _left(self, answer: Answer) -> Leaves:
-        return leaves(self._snapshot, answer, effects_of(self._effects), ignored=self._ignore, state=self._state)
+        rows = self._aside(partial(changed_rows, self._snapshot))
+        return leaves(self._snapshot, rows, answer, effects_of(self._effects), ignored=self._ignore, state=self._state)
+
+    def _aside(self, work: Callable[[], T]) -> T:
+        """Do what the kit itself does with all tables; between two runs of the request."""
+        return work()
 
     def _retried(self, key: str) -> Answer:
         """Send it again as a client does that got no answer: at once, and then after each wait until the lock has expired."""
@@ -123,8 +130,10 @@ class Stage:
         known = self._snapshot.read[ProcessedMessage._meta.label]
         return ProcessedMessage.objects.exclude(pk__in=known).exists()
 
-    def _age(self, seconds: float) -> None:
-        """Let so much time pass for each key that no run is just writing to."""
+    def _age(self, seconds: float) -> bool:
+        """Let so much time pass for each key that no run is just writing to. Tell whether there is any."""
         with transaction.atomic():
             free = list(self._keys().unfinished().select_for_update(skip_locked=True).values_list("pk", flat=True))
-            age(IdempotencyKey.objects.filter(pk__in=free), seconds)
+            if free:
+                age(IdempotencyKey.objects.filter(pk__in=free), seconds)
+        return bool(free)

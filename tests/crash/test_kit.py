@@ -1,9 +1,16 @@
 """A death of the kit is a death, its time is moved, and what it cannot prove it says."""
 
+import os
+import pty
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.db import connection
 from django.db.models import DateTimeField
 from django.http import HttpRequest, JsonResponse
@@ -14,10 +21,12 @@ from django.utils import timezone
 from idempotency.completer import complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from idempotency.testing import CannotProve, CrashTestCase, Downstream, Report, age, assert_survives, courses
+from idempotency.testing import CannotProve, CrashTestCase, Downstream, Report, age, assert_survives, courses, progress
 from tests.crash import views
 from tests.factories import IdempotencyKeyFactory
+from tests.kit.commands import environment
 from tests.kit.serving import Sender
+from tests.kit.waiting import eventually
 from tests.models import Account, Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -47,6 +56,30 @@ def test_afterwards_the_database_is_as_it_was_and_ids_go_on(
     assert Entry.objects.create(name="after").pk == before.pk + 1
 
 
+def sessions() -> int:
+    """Return how many connections the database has besides this one."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()")
+        return int(cursor.fetchone()[0])
+
+
+@pytest.mark.postgres
+@pytest.mark.full
+def test_no_connection_of_an_attempt_is_left(serve: Callable[..., None], sender: Sender, texts: list[str]) -> None:
+    serve(view=views.refusal)
+    before = sessions()
+    found = courses(lambda key: sender.send(key=key))
+    for course in found:
+        course.check()
+        if course.title.startswith("An attempt is held up"):
+            break
+    # Whoever leaves off in the middle, with the traceback of a failure, may still drop the database.
+    eventually(lambda: sessions() == before)
+    assert_survives(lambda key: sender.send(key=key))
+    eventually(lambda: sessions() == before)
+    found.close()  # type: ignore[attr-defined]
+
+
 @pytest.mark.full
 def test_each_statement_commit_and_foreign_call_is_a_place(
     survives: Callable[..., Report], serve: Callable[..., None], sender: Sender, texts: list[str]
@@ -62,6 +95,72 @@ def test_each_statement_commit_and_foreign_call_is_a_place(
     ]
     assert told.count(("before", "statement")) == told.count(("after", "statement")) >= 10
     assert told[-1] == ("before", "response")
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what the kit has logged."""
+    return [record.getMessage() for record in caplog.records if record.name == "idempotency.testing"]
+
+
+@pytest.mark.parametrize("races", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_it_says_about_how_long_it_will_take_and_how_far_it_is(
+    races: bool,
+    serve: Callable[..., None],
+    sender: Sender,
+    texts: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0)
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0)
+    caplog.set_level("INFO", "idempotency.testing")
+    serve(view=views.refusal)
+    assert_survives(lambda key: sender.send(key=key), races=races)
+    first, *others = said(caplog)
+    (expected,) = re.findall(r"about (\d+) courses of events, which take about \d+ s$", first)
+    assert 0.7 < int(expected) / len(others) < 1.4
+    assert [int(re.findall(r"crash kit: (\d+) of about", line)[0]) for line in others] == list(range(1, len(others) + 1))
+
+
+def test_a_short_proof_says_nothing(
+    serve: Callable[..., None], sender: Sender, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 3600)
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 3600)
+    caplog.set_level("INFO", "idempotency.testing")
+    serve(view=views.refusal)
+    assert_survives(lambda key: sender.send(key=key), races=False)
+    assert said(caplog) == []
+
+
+SAYS = "from idempotency.testing.progress import Progress; Progress(200, 60)"
+LINE = "crash kit: about 200 courses of events, which take about 60 s"
+
+
+@pytest.mark.processes
+def test_pytest_shows_it_while_the_test_runs(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["idempotency.testing.plugin"]\n')
+    (tmp_path / "test_order.py").write_text(f"def test_an_order():\n    {SAYS}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "--ds=tests.settings", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(PYTHONPATH=str(settings.BASE_DIR)), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert LINE in done.stdout.splitlines()
+
+
+@pytest.mark.processes
+def test_a_terminal_shows_it_where_lines_of_this_level_are_not_logged(tmp_path: Path) -> None:
+    def say(stderr: Any) -> None:
+        code = f"import django; django.setup(); {SAYS}"
+        subprocess.run([sys.executable, "-c", code], cwd=settings.BASE_DIR, env=environment(), stderr=stderr, check=True)
+
+    terminal, stderr = pty.openpty()
+    say(stderr)
+    assert os.read(terminal, 1000).decode().splitlines() == [LINE]
+    with (tmp_path / "log").open("wb") as log:
+        say(log)
+    assert (tmp_path / "log").read_bytes() == b""
 
 
 def test_a_view_without_protection_proves_nothing(serve: Callable[..., None], sender: Sender) -> None:
