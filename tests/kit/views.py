@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
+from idempotency.conf import ChosenIsolation
 from idempotency.decorators import idempotent
 from idempotency.phases import MadeCall, atomic_phase, foreign_call
 from tests.kit.serving import View
@@ -19,14 +20,14 @@ def plain(work: Work, **options: Any) -> View:
     return idempotent(**options)(work)
 
 
-def phased(work: Work, **options: Any) -> View:
-    """Return a phased view that does the work in its first and only phase."""
+def phased(work: Work, *, isolation: ChosenIsolation = "from settings", **options: Any) -> View:
+    """Return a phased view that does the work in its first and only phase, at a level of its own if one is given."""
 
     @idempotent(recovery_points=["unused"], **options)
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         for _ in key.phases():
-            with atomic_phase(key) as phase:
+            with atomic_phase(key, isolation=isolation) as phase:
                 phase.set_response(work(request))
         return key.response()
 

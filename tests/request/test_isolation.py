@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 from django.db.models import F, Sum
-from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.http import HttpRequest, HttpResponse, JsonResponse
 
-from idempotency.decorators import idempotent
-from idempotency.phases import atomic_phase
 from tests.kit.database import waits_for_a_lock
-from tests.kit.serving import Sender, View, another_client
+from tests.kit.serving import Sender, another_client
 from tests.kit.threads import WAIT_SECONDS, Gate, at_once, elsewhere, in_background
-from tests.kit.views import Counted, Work, plain
+from tests.kit.views import Counted, phased, plain
 from tests.kit.waiting import eventually
 from tests.models import Account, Entry
 
@@ -22,20 +20,6 @@ pytestmark = pytest.mark.postgres
 PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "isolation.md").read_text()
 LEVELS = ["read committed", "repeatable read", "serializable"]
 Serve = Callable[..., None]
-
-
-def phased(work: Work, isolation: str) -> View:
-    """Return a phased view that does the work in one phase at a level of its own."""
-
-    @idempotent(recovery_points=["unused"])
-    def view(request: HttpRequest) -> HttpResponseBase:
-        key = request.idempotency_key
-        for _ in key.phases():
-            with atomic_phase(key, isolation=isolation) as phase:
-                phase.set_response(work(request))
-        return key.response()
-
-    return view
 
 
 KINDS = {"plain": plain, "phased": phased}

@@ -17,9 +17,8 @@ from idempotency._store import advisory_locks, claims, rows, statements
 from idempotency._store.advisory_locks import KEY_LOCK, MARK_KEY
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from idempotency.phases import atomic_phase
 from tests.kit.threads import Gate, background
-from tests.kit.views import create
+from tests.kit.views import create, phased
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
@@ -75,20 +74,6 @@ def _two_versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def plain(work: Callable[[HttpRequest], HttpResponseBase], isolation: Any) -> Callable[..., HttpResponseBase]:
     """Return a plain view."""
     return idempotent(scope=lambda request: "one", isolation=isolation)(work)
-
-
-def phased(work: Callable[[HttpRequest], HttpResponseBase], isolation: Any) -> Callable[..., HttpResponseBase]:
-    """Return a phased view."""
-
-    @idempotent(recovery_points=["unused"], scope=lambda request: "one")
-    def view(request: HttpRequest) -> HttpResponseBase:
-        key = request.idempotency_key
-        for _ in key.phases():
-            with atomic_phase(key, isolation=isolation) as phase:
-                phase.set_response(work(request))
-        return key.response()
-
-    return view
 
 
 def send(view: Callable[..., HttpResponseBase], *, old: bool, body: bytes = b"{}") -> Any:
@@ -160,7 +145,7 @@ def test_a_phased_run_holds_its_row_for_both(old_first: bool) -> None:
         gate.wait_here()
         return create(request)
 
-    view = phased(work, "serializable")
+    view = phased(work, isolation="serializable", scope=lambda request: "one")
     with background(lambda: send(view, old=old_first)) as running:
         gate.wait_until_reached()
         with background(lambda: [send(view, old=not old_first, body=body) for body in (b"{}", b'{"a": 2}')]) as others:
