@@ -1,0 +1,127 @@
+"""One round: traffic, an event, the way back, and the comparison of the books of clients, database and provider."""
+
+import random
+import threading
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+
+from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.monitoring.heartbeats import COMPLETER, ENQUEUER, LOOPS, REAPER
+from tests.factories import IdempotencyKeyFactory
+from tests.failover.clients import AGAIN, PATIENCE_SECONDS, Clients
+from tests.failover.events import Event
+from tests.failover.lab import Lab
+from tests.failover.service import JOB
+from tests.kit.ageing import ago
+from tests.kit.threads import background
+from tests.kit.waiting import eventually
+from tests.models import Entry
+
+#: What the scope of ``service.everybody`` is stored as.
+SCOPE = "scope=everybody"
+LOOPS_SECONDS = 15.0
+LOOK_SECONDS = 0.1
+
+
+@dataclass
+class Round:
+    """What came of one round. ``faults`` are broken promises that no configuration excuses."""
+
+    acknowledged: int
+    lost: int
+    doubled: int
+    changed: int
+    server_errors: int
+    first_answer_seconds: float
+    loops_seconds: float
+    faults: list[str] = field(default_factory=list)
+
+
+def play(lab: Lab, event: Event, drawn: random.Random) -> Round:
+    """Play an event under traffic. On return the pair is whole again, and nothing is in flight."""
+    before = lab.pair.primary
+    with Clients(lab.web.port) as clients:
+        threading.Event().wait(drawn.uniform(0.8, 1.6))
+        event.happen(lab)
+        over = time.monotonic()
+        with background(lab.pair.rebuild if lab.pair.primary is not before else lambda: None):
+            loops = _loops_at_work(lab, over)
+    return _compared(lab, clients, over, loops)
+
+
+def _loops_at_work(lab: Lab, over: float) -> dict[str, float]:
+    """Give each loop a piece of work; return how many seconds after ``over`` it was done."""
+    name, done = f"probe-{uuid.uuid4().hex}", {}
+    with lab.database():
+        _stage_work(name)
+        while len(done) < len(LOOPS) and time.monotonic() < over + 2 * LOOPS_SECONDS:
+            left = _work_left(name)
+            done |= {loop: time.monotonic() - over for loop in LOOPS if loop not in left and loop not in done}
+            threading.Event().wait(LOOK_SECONDS)
+    return {loop: done.get(loop, float("inf")) for loop in LOOPS}
+
+
+def _stage_work(name: str) -> None:
+    StagedJob.objects.create(job_name=JOB, job_args={"client_key": name})
+    IdempotencyKeyFactory(
+        scope="scope=everybody",
+        idempotency_key=name,
+        request_path="/phased/",
+        created_at=ago(hours=1),
+        last_run_at=ago(minutes=30),
+    )
+    ProcessedMessage.objects.create(source="probe", message_id=name, processed_at=ago(days=31))
+
+
+def _work_left(name: str) -> set[str]:
+    """Return the loops whose piece of work is still there."""
+    left = {
+        ENQUEUER: StagedJob.objects.filter(job_args={"client_key": name}),
+        COMPLETER: IdempotencyKey.objects.unfinished().filter(idempotency_key=name),
+        REAPER: ProcessedMessage.objects.filter(source="probe", message_id=name),
+    }
+    return {loop for loop, rows in left.items() if rows.exists()}
+
+
+def _compared(lab: Lab, clients: Clients, over: float, loops: dict[str, float]) -> Round:
+    """Compare what clients know with the database, and with their next answers; then count effects."""
+    first = clients.first_answer(over)
+    with lab.database():
+        kept = {*_entries()} & {*IdempotencyKey.objects.finished().values_list("idempotency_key", flat=True)}
+    again = clients.answers_again()
+    with lab.database():
+        eventually(lambda: not StagedJob.objects.exists())
+        effects = [_entries(), lab.provider.effects("charge")]
+    acknowledged = clients.acknowledged
+    still_there = acknowledged.keys() & kept
+    return Round(
+        acknowledged=len(acknowledged),
+        lost=len(acknowledged) - len(still_there),
+        doubled=sum(any(of[key] > 1 for of in effects) for key in acknowledged),
+        changed=sum((again[key].status, again[key].body) != (201, was.body) for key, was in acknowledged.items()),
+        server_errors=clients.server_errors,
+        first_answer_seconds=float("inf") if first is None else first - over,
+        loops_seconds=max(loops.values()),
+        faults=_faults(clients, still_there, lab.provider.effects("receipt"), loops),
+    )
+
+
+def _faults(clients: Clients, kept: set[str], receipts: Counter[str], loops: dict[str, float]) -> list[str]:
+    statuses = clients.statuses
+    unexpected = {status: count for status, count in statuses.items() if status not in (201, *AGAIN)}
+    phased = [key for key in kept if clients.acknowledged[key].path == "/phased/"]
+    counts = {
+        f"answers that no client expects, by status: {unexpected}": len(unexpected),
+        "answers 503 without Retry-After": clients.without_retry_after,
+        f"keys without an answer after {PATIENCE_SECONDS:g} s": sum(last in AGAIN for last in clients.unanswered.values()),
+        "acknowledged requests whose job had no effect": sum(not receipts[key] for key in phased),
+        "events that no client noticed": int(not statuses[503] and not statuses[None]),
+    }
+    late = [f"{loop} was not back after {LOOPS_SECONDS:g} s" for loop, seconds in loops.items() if seconds > LOOPS_SECONDS]
+    return [f"{count} {what}" for what, count in counts.items() if count] + late
+
+
+def _entries() -> Counter[str]:
+    return Counter(Entry.objects.values_list("name", flat=True))
