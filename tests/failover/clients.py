@@ -75,10 +75,14 @@ class Clients:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def stop(self) -> None:
-        """Let each client finish its key, within PATIENCE_SECONDS."""
-        self._deadline = min(self._deadline, time.monotonic() + PATIENCE_SECONDS)
+    def begin_nothing_new(self) -> None:
+        """Let each client end after its present key."""
         self._stop.set()
+
+    def stop(self) -> None:
+        """Wait until each client has ended; it gives its key up after PATIENCE_SECONDS."""
+        self._stop.set()
+        self._deadline = min(self._deadline, time.monotonic() + PATIENCE_SECONDS)
         for thread in self._threads:
             thread.join()
 

@@ -27,6 +27,11 @@ class Event:
     both_hosts: bool = False
 
 
+def watch(seconds: float) -> None:
+    """Let the traffic go on; no state is waited for."""
+    threading.Event().wait(seconds)
+
+
 def _kill(lab: Lab) -> None:
     lab.pair.lose_primary()
     lab.pair.promote()
@@ -43,7 +48,7 @@ def _stop(lab: Lab) -> None:
 def _promote_beside_the_primary(lab: Lab) -> None:
     """Nobody stops the old primary: it takes writes until the address has moved."""
     lab.pair.promote()
-    _watch(0.3)
+    watch(0.3)
     lab.move_address()
     vanish(lab.pair.standby)
 
@@ -54,7 +59,7 @@ def _cancel_waits(lab: Lab) -> None:
     for _ in range(10):
         for pid in lab.pair.waiting():
             ask(lab.pair.primary, f"SELECT pg_cancel_backend({pid})")
-        _watch(WATCH_SECONDS / 10)
+        watch(WATCH_SECONDS / 10)
     _kill(lab)
 
 
@@ -63,7 +68,7 @@ def _restart_alone(lab: Lab) -> None:
     _take_the_standby_away(lab)
     lab.pair.primary.crash()
     lab.pair.primary.start()
-    _watch(WATCH_SECONDS)
+    watch(WATCH_SECONDS)
     _kill(lab)
 
 
@@ -71,18 +76,13 @@ def _show_the_standby(lab: Lab) -> None:
     """The address leads to the standby for a while. Sessions there are not closed when it leads to the primary again."""
     lab.address.target = lab.pair.standby.sockets
     lab.address.cut()
-    _watch(WATCH_SECONDS)
+    watch(WATCH_SECONDS)
     lab.address.target = lab.pair.primary.sockets
 
 
 def _take_the_standby_away(lab: Lab) -> None:
     lab.pair.link.held = True
     eventually(lambda: len(lab.pair.waiting()) >= WAITING)
-
-
-def _watch(seconds: float) -> None:
-    """Let the traffic go on; no state is waited for."""
-    threading.Event().wait(seconds)
 
 
 EVENTS = (

@@ -1,7 +1,6 @@
 """One round: traffic, an event, the way back, and the comparison of the books of clients, database and provider."""
 
 import random
-import threading
 import time
 import uuid
 from collections import Counter
@@ -11,7 +10,7 @@ from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.monitoring.heartbeats import COMPLETER, ENQUEUER, LOOPS, REAPER
 from tests.factories import IdempotencyKeyFactory
 from tests.failover.clients import AGAIN, PATIENCE_SECONDS, Clients
-from tests.failover.events import Event
+from tests.failover.events import Event, watch
 from tests.failover.lab import Lab
 from tests.failover.service import JOB
 from tests.kit.ageing import ago
@@ -21,6 +20,8 @@ from tests.models import Entry
 
 #: What the scope of ``service.everybody`` is stored as.
 SCOPE = "scope=everybody"
+#: How long the traffic goes on after the event.
+AFTERWARDS_SECONDS = 0.5
 LOOPS_SECONDS = 15.0
 LOOK_SECONDS = 0.1
 
@@ -43,9 +44,11 @@ def play(lab: Lab, event: Event, drawn: random.Random) -> Round:
     """Play an event under traffic. On return the pair is whole again, and nothing is in flight."""
     before = lab.pair.primary
     with Clients(lab.web.port) as clients:
-        threading.Event().wait(drawn.uniform(0.8, 1.6))
+        watch(drawn.uniform(0.8, 1.6))
         event.happen(lab)
         over = time.monotonic()
+        watch(AFTERWARDS_SECONDS)
+        clients.begin_nothing_new()
         with background(lab.pair.rebuild if lab.pair.primary is not before else lambda: None):
             loops = _loops_at_work(lab, over)
     return _compared(lab, clients, over, loops)
@@ -59,7 +62,7 @@ def _loops_at_work(lab: Lab, over: float) -> dict[str, float]:
         while len(done) < len(LOOPS) and time.monotonic() < over + 2 * LOOPS_SECONDS:
             left = _work_left(name)
             done |= {loop: time.monotonic() - over for loop in LOOPS if loop not in left and loop not in done}
-            threading.Event().wait(LOOK_SECONDS)
+            watch(LOOK_SECONDS)
     return {loop: done.get(loop, float("inf")) for loop in LOOPS}
 
 
