@@ -72,15 +72,14 @@ def confirm(using: str) -> None:
 
 @contextmanager
 def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """Watch the commits of the block, on an open connection. Do nothing without CONFIRM_REPLICATED.
+    """Watch the commits of the block. Do nothing without CONFIRM_REPLICATED, and in a transaction, which commits later.
 
     Raises NotReplicated if the wait of one was cancelled. That commit is visible on this server, and may be lost.
     """
-    if not conf.get().CONFIRM_REPLICATED or connection.vendor != "postgresql":
+    if not conf.get().CONFIRM_REPLICATED or connection.vendor != "postgresql" or connection.in_atomic_block:
         yield
         return
-    connection.ensure_connection()
-    own: psycopg.Connection[Any] = connection.connection
+    own = _opened(connection)
     cancelled: list[str] = []
 
     def note(notice: Diagnostic) -> None:
@@ -97,8 +96,7 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
 
 
 def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
-    connection.ensure_connection()
-    own: psycopg.Connection[Any] = connection.connection
+    own = _opened(connection)
     with debug_transaction(connection, _BARRIER), connection.wrap_database_errors, confirmed_commit(connection):
         try:
             result = _result_in_time(own)
@@ -113,6 +111,14 @@ def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
     settings = [(result.get_value(0, column) or b"").decode() for column in range(3)]
     if why := obstacle(*settings):
         raise NotReplicated(f"The server confirms nothing: {why}.")
+
+
+def _opened(connection: BaseDatabaseWrapper) -> "psycopg.Connection[Any]":
+    """Return the connection of psycopg that the next statement will use."""
+    connection.close_if_health_check_failed()
+    connection.ensure_connection()
+    own: psycopg.Connection[Any] = connection.connection
+    return own
 
 
 def _result_in_time(own: "psycopg.Connection[Any]") -> PGresult | None:
