@@ -22,6 +22,7 @@ from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
 from idempotency.monitoring.doctor import diagnose
+from rides_demo.processes.embedded import socket_folder
 from tests.kit.servers import Standby
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import WAIT_SECONDS, Gate, in_background
@@ -47,7 +48,7 @@ def server(folder: Path, django_db_setup: None) -> Iterator[Standby]:
     """Run a server of this module with the database of the tests, without synchronous standbys."""
     if "RIDES_TEST_POSTGRES" not in os.environ:
         pytest.skip("the server is not the tests' own")
-    copy = Standby(folder / "primary", Path(connection.settings_dict["HOST"]))
+    copy = Standby(folder / "primary", socket_folder(django_settings.TEST_FOLDER / "postgres"))
     copy.start()
     copy.execute("SELECT pg_promote()")
     yield copy
@@ -171,14 +172,26 @@ def test_without_the_setting_a_cancelled_wait_passes_for_a_success(
     assert end_in_a_cancelled_wait(client, held, primary).status_code == 201
 
 
-def test_a_claim_that_is_not_confirmed_is_released(serve: Serve, client: Sender, primary: Standby, confirming: None) -> None:
+@pytest.mark.parametrize(
+    ("end", "confirm", "code"),
+    [
+        ("cancel", True, "not_replicated"),
+        ("terminate", True, "database_unavailable"),
+        ("terminate", False, "database_unavailable"),
+    ],
+)
+def test_a_claim_whose_wait_was_cut_short_is_released(
+    end: str, confirm: bool, code: str, serve: Serve, client: Sender, primary: Standby, settings: Settings
+) -> None:
+    settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": confirm}
     serve(view=two_phases(first := Counted(), lambda request: HttpResponse(status=201)))
     wait_for(primary, "nobody")
     running = in_background(another_client(client).send)
     eventually(lambda: waiting(primary))
-    cancel(primary)
-    assert is_unconfirmed(running.result(WAIT_SECONDS))
-    assert first.runs == 0
+    primary.execute(f"SELECT pg_{end}_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'")  # noqa: S608
+    answer = running.result(WAIT_SECONDS)
+    assert (answer.status_code, problem(answer)["code"]) == (503, code)
+    assert (IdempotencyKey.objects.in_flight().count(), first.runs) == (1, 0)
     wait_for(primary, "")
     eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
     assert client.send().status_code == 201

@@ -89,7 +89,9 @@ def test_replay_of_a_phased_view_is_one_statement() -> None:
 def test_confirmed_replay_is_one_statement_more(view: views.View, statements: int, settings: Settings) -> None:
     for value, more in ((False, 0), ("storage", 1)):
         settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": value}
-        assert len(replay(view).statements) == statements + more
+        counts = replay(view)
+        assert len(counts.statements) == statements + more
+        assert round(counts.wal_bytes, -2) == 100 * more
 
 
 @pytest.mark.parametrize("view", [views.plain, views.ride], ids=["plain", "ride"])
