@@ -17,8 +17,9 @@ from django.db import Error, connections
 from idempotency._store import statements
 from idempotency._store.advisory_locks import HOLDER, lock_parameters, way_of
 from idempotency._store.history import HistoryEvent
+from idempotency._store.late_releases import release_claim_later
 from idempotency._store.rows import execute, fetch, key_as_read, key_of_row, statements_for, token_parameter, vendor
-from idempotency._store.transactions import refuse_second_wait, retryable_failure
+from idempotency._store.transactions import connection_lost, refuse_second_wait, retryable_failure
 from idempotency.exceptions import OPEN_TO_RETRIES
 from idempotency.models import IdempotencyKey, random_seed
 
@@ -82,6 +83,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             look = _look(text.claim_phased if postgresql else text.read, parameters, request, using)
         except Error as error:
             if retryable_failure(error, None) is None or connections[using].in_atomic_block:
+                _release_if_lost(error, request, token, using)
                 raise
             continue  # Another claim won under a high level of isolation.
         row = look.row
@@ -181,6 +183,14 @@ def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using:
         return _Look(verdict=verdict)
     known = {"scope": request.scope, "idempotency_key": request.idempotency_key}
     return _Look(row=_Row(key_of_row(statements.MET, columns, using, **known), bool(expired), lock_seconds), verdict=verdict)
+
+
+def _release_if_lost(error: Error, request: ClaimedRequest, token: uuid.UUID, using: str) -> None:
+    """After a lost connection or standby, release the claim, which may have been committed. A claim that was never sent needs
+    no release."""
+    sent = vendor(using) == "postgresql" and connections[using].connection is not None
+    if sent and connection_lost(error, using):
+        release_claim_later(request.scope, request.idempotency_key, token, using=using)
 
 
 def _key_of_claim(row: tuple[Any, ...], request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:

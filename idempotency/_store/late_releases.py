@@ -1,4 +1,4 @@
-"""Retry releases that failed in an outage until the lock expires, so that clients need not wait for the expiry.
+"""Repeat releases that failed in an outage until the lock expires, so that clients need not wait for the expiry.
 
 A thread of the process retries them with its own connection. Each is the fenced statement of the request, so it changes
 nothing if another run has claimed the key.
@@ -7,6 +7,7 @@ nothing if another run has claimed the key.
 import random
 import threading
 import time
+import uuid
 from collections import deque
 
 from django.db import Error, connections
@@ -38,6 +39,13 @@ def release_later(key: IdempotencyKey, error: str, *, using: str) -> None:
             _thread.start()
 
 
+def release_claim_later(scope: str, idempotency_key: str, token: uuid.UUID, *, using: str) -> None:
+    """Let a thread release the key if it has this claim. The connection was lost, so the claim may have been committed."""
+    claim = IdempotencyKey(scope=scope, idempotency_key=idempotency_key)
+    claim.fence = token
+    release_later(claim, "The result of the claim was lost with the connection.", using=using)
+
+
 def _run() -> None:
     global _thread
     while True:
@@ -58,10 +66,19 @@ def _try_each() -> None:
         until, key, error, using = _waiting.popleft()
         if using not in unreachable:
             try:
-                fence.release(key, error, using=using)
+                if key.pk is None:
+                    key.pk = _claimed(key, using)
+                if key.pk is not None:
+                    fence.release(key, error, using=using)
                 continue
             except Error:
                 drop_connection(connections[using])
                 unreachable.add(using)
         if time.monotonic() < until:
             _waiting.append((until, key, error, using))
+
+
+def _claimed(claim: IdempotencyKey, using: str) -> int | None:
+    """Return the id of the row with this claim, None if there is none."""
+    keys = IdempotencyKey.objects.using(using).filter(scope=claim.scope, idempotency_key=claim.idempotency_key)
+    return keys.filter(claim_token=claim.fence).values_list("pk", flat=True).first()
