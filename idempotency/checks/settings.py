@@ -87,7 +87,8 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
                 id="idempotency.E006",
             )
         )
-    if vendor == "sqlite" and getattr(settings, "IDEMPOTENCY", {}).get("CONFIRM_REPLICATED"):
+    invalid = conf.mistakes(getattr(settings, "IDEMPOTENCY", {}))  # reported by E001
+    if vendor == "sqlite" and not invalid and conf.get().CONFIRM_REPLICATED:
         found.append(
             Warning(
                 f"The setting CONFIRM_REPLICATED of IDEMPOTENCY has no effect: the database {alias!r} is SQLite.",
