@@ -31,7 +31,6 @@ class Run:
         self._options = options
         self._ends = time.monotonic() + LIMIT_SECONDS
         self.cells: list[Cell] = []
-        self.failures: list[str] = []
 
     def play(self, configuration: Configuration) -> None:
         """Play all events in a configuration, on nodes of its own."""
@@ -58,7 +57,7 @@ class Run:
         done = play(lab, event, drawn)
         cell.rounds.append(asdict(done))
         seconds = time.monotonic() - began
-        print(f"{cell.configuration}: {cell.event}, round {number + 1}, {seconds:.0f} s: {done}", flush=True)
+        print(f"{cell.configuration}: {cell.event}, round {number + 1} ({seconds:.0f} s): {done}", flush=True)
 
 
 def main() -> int:

@@ -57,7 +57,7 @@ class Lab:
     """All of it in one configuration; a context manager. The nodes outlive rounds, and so does the book of the provider."""
 
     def __init__(self, folder: Path, configuration: Configuration) -> None:
-        self._folder, self._configuration = folder, configuration
+        self._folder, self.configuration = folder, configuration
         self._stack = ExitStack()
         self._processes: list[Process] = []
         self._host = ""
@@ -93,7 +93,7 @@ class Lab:
             "DJANGO_SETTINGS_MODULE": SETTINGS,
             "DATABASE_URL": f"postgresql://postgres@/rides?{urlencode(options, quote_via=quote)}",
             "FAILOVER_PROVIDER": self.provider.url,
-            "FAILOVER_CONFIRM_REPLICATED": "1" if self._configuration.confirmed else "0",
+            "FAILOVER_CONFIRM_REPLICATED": "1" if self.configuration.confirmed else "0",
         }
         self.web = Web(environment, self._folder / "web.log")
         worker = [sys.executable, "-m", "django", "idempotency_worker", *LOOP_OPTIONS]

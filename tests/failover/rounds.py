@@ -22,7 +22,8 @@ from tests.models import Entry
 SCOPE = "scope=everybody"
 #: How long the traffic goes on after the event.
 AFTERWARDS_SECONDS = 0.5
-LOOPS_SECONDS = 15.0
+#: The longest time until each loop works again, and the time after which nobody waits for it any more.
+LOOPS_SECONDS, LOOPS_LIMIT_SECONDS = 15.0, 45.0
 LOOK_SECONDS = 0.1
 
 
@@ -39,6 +40,11 @@ class Round:
     loops_seconds: float
     faults: list[str] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        counts = f"{self.acknowledged} acknowledged, {self.lost} lost, {self.doubled} doubled, {self.changed} changed"
+        times = f"first answer after {self.first_answer_seconds:.1f} s, loops back after {self.loops_seconds:.1f} s"
+        return "; ".join([counts, times, *self.faults])
+
 
 def play(lab: Lab, event: Event, drawn: random.Random) -> Round:
     """Play an event under traffic. On return the pair is whole again, and nothing is in flight."""
@@ -49,33 +55,36 @@ def play(lab: Lab, event: Event, drawn: random.Random) -> Round:
         over = time.monotonic()
         watch(AFTERWARDS_SECONDS)
         clients.begin_nothing_new()
-        with background(lab.pair.rebuild if lab.pair.primary is not before else lambda: None):
-            loops = _loops_at_work(lab, over)
+        name = _stage_work(lab)
+        with background(lambda: _done_at(lab, name)) as done_at:
+            if lab.pair.primary is not before:
+                lab.pair.rebuild()
+            since = time.monotonic() if lab.configuration.confirmed else over
+    loops = {loop: max(0.0, done - since) for loop, done in done_at.result().items()}
     return _compared(lab, clients, over, loops)
 
 
-def _loops_at_work(lab: Lab, over: float) -> dict[str, float]:
-    """Give each loop a piece of work; return how many seconds after ``over`` it was done."""
-    name, done = f"probe-{uuid.uuid4().hex}", {}
+def _stage_work(lab: Lab) -> str:
+    """Give each loop a piece of work; return its name."""
+    name = f"probe-{uuid.uuid4().hex}"
+    times = {"created_at": ago(hours=1), "last_run_at": ago(minutes=30)}
     with lab.database():
-        _stage_work(name)
-        while len(done) < len(LOOPS) and time.monotonic() < over + 2 * LOOPS_SECONDS:
+        StagedJob.objects.create(job_name=JOB, job_args={"client_key": name})
+        IdempotencyKeyFactory(scope=SCOPE, idempotency_key=name, request_path="/phased/", **times)
+        ProcessedMessage.objects.create(source="probe", message_id=name, processed_at=ago(days=31))
+    return name
+
+
+def _done_at(lab: Lab, name: str) -> dict[str, float]:
+    """Return when each loop had done its piece of work."""
+    done: dict[str, float] = {}
+    ends = time.monotonic() + LOOPS_LIMIT_SECONDS
+    with lab.database():
+        while len(done) < len(LOOPS) and time.monotonic() < ends:
             left = _work_left(name)
-            done |= {loop: time.monotonic() - over for loop in LOOPS if loop not in left and loop not in done}
+            done |= {loop: time.monotonic() for loop in LOOPS if loop not in left and loop not in done}
             watch(LOOK_SECONDS)
     return {loop: done.get(loop, float("inf")) for loop in LOOPS}
-
-
-def _stage_work(name: str) -> None:
-    StagedJob.objects.create(job_name=JOB, job_args={"client_key": name})
-    IdempotencyKeyFactory(
-        scope="scope=everybody",
-        idempotency_key=name,
-        request_path="/phased/",
-        created_at=ago(hours=1),
-        last_run_at=ago(minutes=30),
-    )
-    ProcessedMessage.objects.create(source="probe", message_id=name, processed_at=ago(days=31))
 
 
 def _work_left(name: str) -> set[str]:
