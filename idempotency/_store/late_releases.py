@@ -13,8 +13,9 @@ from collections import deque
 from django.db import Error, connections
 
 from idempotency import conf
-from idempotency._store import fence
+from idempotency._store import fence, replication
 from idempotency._store.transactions import drop_connection
+from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 
 #: Beyond this number the oldest release, whose lock expires first, is dropped.
@@ -66,16 +67,25 @@ def _try_each() -> None:
         until, key, error, using = _waiting.popleft()
         if using not in unreachable:
             try:
-                if key.pk is None:
-                    key.pk = _claimed(key, using)
-                if key.pk is not None:
-                    fence.release(key, error, using=using)
+                _release(key, error, using)
                 continue
             except Error:
                 drop_connection(connections[using])
                 unreachable.add(using)
         if time.monotonic() < until:
             _waiting.append((until, key, error, using))
+
+
+def _release(key: IdempotencyKey, error: str, using: str) -> None:
+    """Release the key. Raises NotReplicated if there is nothing to release here, but a failover may undo the end of the run."""
+    if key.pk is None:
+        key.pk = _claimed(key, using)
+    try:
+        if key.pk is None:
+            raise LockLost
+        fence.release_held(key, error, using=using)
+    except LockLost:
+        replication.confirm(using)
 
 
 def _claimed(claim: IdempotencyKey, using: str) -> int | None:

@@ -197,6 +197,29 @@ def test_a_claim_whose_wait_was_cut_short_is_released(
     assert client.send().status_code == 201
 
 
+def test_a_run_whose_last_commit_is_not_confirmed_is_released_where_it_is_lost(
+    serve: Serve, client: Sender, primary: Standby, confirming: None
+) -> None:
+    held, locked = Held(), []
+
+    def second(request: HttpRequest) -> HttpResponse:
+        locked.append(IdempotencyKey.objects.get())
+        return held(request)
+
+    serve(view=two_phases(lambda request: None, second))
+    assert is_unconfirmed(end_in_a_cancelled_wait(client, held, primary))
+    assert IdempotencyKey.objects.finished().exists()
+    # As after a failover to a server that has all but the last commit.
+    with connection.cursor() as cursor:
+        cursor.execute("SET synchronous_commit = local")
+    locked[0].save()
+    Entry.objects.all().delete()
+    assert IdempotencyKey.objects.in_flight().exists()
+    wait_for(primary, "")
+    eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
+    assert client.send().status_code == 201
+
+
 def test_a_message_whose_commit_is_not_confirmed_is_delivered_again(
     client: Sender, primary: Standby, confirming: None, settings: Settings
 ) -> None:
