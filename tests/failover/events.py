@@ -1,5 +1,7 @@
 """The events of the lab: what happens to the nodes, and in which configurations nothing may be lost by it."""
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +70,15 @@ def _restart_alone(lab: Lab) -> None:
     _take_the_standby_away(lab)
     lab.pair.primary.crash()
     lab.pair.primary.start()
-    watch(WATCH_SECONDS)
+    watch(2 * WATCH_SECONDS)
+    _kill(lab)
+
+
+def _crash_alone(lab: Lab) -> None:
+    """As above, but one session is killed, as the kernel does without memory: PostgreSQL restarts all and recovers."""
+    _take_the_standby_away(lab)
+    os.kill(lab.pair.waiting()[0], signal.SIGKILL)
+    watch(2 * WATCH_SECONDS)
     _kill(lab)
 
 
@@ -92,5 +102,6 @@ EVENTS = (
     Event("standby promoted beside the primary", _promote_beside_the_primary, kept_in=(SYNCHRONOUS, CONFIRMED)),
     Event("standby away, waits cancelled, primary killed", _cancel_waits, (CONFIRMED,), (SYNCHRONOUS, CONFIRMED)),
     Event("standby away, primary restarted, then killed", _restart_alone, (CONFIRMED,), (SYNCHRONOUS, CONFIRMED)),
+    Event("standby away, session crashed, primary killed", _crash_alone, (CONFIRMED,), (SYNCHRONOUS, CONFIRMED)),
     Event("address shows the standby", _show_the_standby, kept_in=CONFIGURATIONS),
 )
