@@ -7,7 +7,6 @@ nothing if another run has claimed the key.
 import random
 import threading
 import time
-import uuid
 from collections import deque
 
 from django.db import Error, connections
@@ -28,7 +27,7 @@ _thread: threading.Thread | None = None
 
 
 def release_later(key: IdempotencyKey, error: str, *, using: str) -> None:
-    """Let a thread retry to release the key, for LOCK_TIMEOUT_SECONDS at most."""
+    """Let a thread retry to release the key, for LOCK_TIMEOUT_SECONDS at most. A key without an id is found by its claim."""
     global _thread
     # A copy for the fence: the key itself would keep its request in memory.
     held = IdempotencyKey(pk=key.pk, scope=key.scope, idempotency_key=key.idempotency_key)
@@ -38,13 +37,6 @@ def release_later(key: IdempotencyKey, error: str, *, using: str) -> None:
         if _thread is None or not _thread.is_alive():  # It has ended, or this is a forked process.
             _thread = threading.Thread(target=_run, name="idempotency-late-releases", daemon=True)
             _thread.start()
-
-
-def release_claim_later(scope: str, idempotency_key: str, token: uuid.UUID, *, using: str) -> None:
-    """Let a thread release the key if it has this claim. The connection was lost, so the claim may have been committed."""
-    claim = IdempotencyKey(scope=scope, idempotency_key=idempotency_key)
-    claim.fence = token
-    release_later(claim, "The result of the claim was lost with the connection.", using=using)
 
 
 def _run() -> None:

@@ -13,16 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 from django.conf import settings as django_settings
-from django.db import connection
+from django.db import OperationalError, connection
 from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
 
 from idempotency._store import replication
+from idempotency._store.claims import claim_by_id
 from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
 from idempotency.monitoring.doctor import diagnose
 from rides_demo.processes.embedded import socket_folder
+from tests.factories import IdempotencyKeyFactory
 from tests.kit.servers import Standby
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import WAIT_SECONDS, Gate, in_background
@@ -195,6 +197,19 @@ def test_a_claim_whose_wait_was_cut_short_is_released(
     wait_for(primary, "")
     eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
     assert client.send().status_code == 201
+
+
+def test_a_claim_of_the_completer_whose_wait_was_cut_short_is_released(client: Sender, primary: Standby) -> None:
+    key = IdempotencyKeyFactory()
+    wait_for(primary, "nobody")
+    running = in_background(lambda: claim_by_id(key.pk, delay_seconds=60, using="default"))
+    eventually(lambda: waiting(primary))
+    primary.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event = 'SyncRep'")
+    with pytest.raises(OperationalError):
+        running.result(WAIT_SECONDS)
+    assert IdempotencyKey.objects.in_flight().exists()
+    wait_for(primary, "")
+    eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
 
 
 def test_a_run_whose_last_commit_is_not_confirmed_is_released_where_it_is_lost(
