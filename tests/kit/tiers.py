@@ -27,7 +27,7 @@ ALLOWED_SKIPS = (
     r"the server is not the tests' own$",
     r"There is no (chromium|pgbouncer|npm)",
     r"(chromium|pgbouncer) could not be installed",
-    r"npm could not fetch ",
+    r"(npm|pip) could not fetch ",
     r"apt-get installed ",
 )
 
