@@ -15,6 +15,7 @@ from dataclasses import fields
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from uuid import uuid4
 from xml.etree import ElementTree
@@ -23,7 +24,6 @@ import pytest
 from django.core.management import get_commands, load_command_class
 from django.test import RequestFactory
 from django.utils import timezone
-from django.utils.module_loading import import_string
 
 from idempotency import conf, exceptions
 from idempotency._request import problems
@@ -108,7 +108,7 @@ def test_the_settings_of_the_examples_are_accepted(path: Path) -> None:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "IDEMPOTENCY":
                 assert conf.mistakes(ast.literal_eval(node.value)) == []
             if isinstance(node, ast.Constant) and re.fullmatch(r"idempotency(\.\w+){2,}", str(node.value)):
-                import_string(node.value)
+                resolve_name(node.value)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=each_page)

@@ -43,6 +43,7 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
 
 def executed(guide: str, path: str, **names: Any) -> SimpleNamespace:
     """Execute a file of a guide with these names in reach; return what it made."""
+    names |= {"__name__": path.removesuffix(".py").replace("/", ".")}
     exec(compile(file_of(guide, path), path, "exec"), names)
     return SimpleNamespace(**names)
 
@@ -150,6 +151,6 @@ def test_a_document_kept_by_hand_is_described(settings: Settings) -> None:
 
 def test_the_registered_collector_reads_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus_client, "REGISTRY", registry := CollectorRegistry())
-    executed("metrics-and-alerts.md", "shop/apps.py", __name__="shop.apps").ShopConfig("shop", prometheus_client).ready()
+    executed("metrics-and-alerts.md", "shop/apps.py").ShopConfig("shop", prometheus_client).ready()
     StagedJobFactory()
     assert b"\nidempotency_due_jobs 1.0\n" in generate_latest(registry)
