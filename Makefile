@@ -4,6 +4,8 @@
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
+# Python keeps what it has compiled: each process of a run would compile the suite again, which takes 6 seconds.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Steps are all run; n counts those that failed. The seconds are those after set-up.
 steps := failed=0; began=$$(date +%s); step() { "$$@" || failed=$$((failed + 1)); }
@@ -34,7 +36,7 @@ IN_PROCESS := not processes and not full
 test:
 	$(call set-up,test,test)
 	@$(steps); mkdir -p .run; \
-	$(SQLITE) -m "not postgres and $(IN_PROCESS)" $(CORE) tests/frameworks $(WORKERS) $(PYTEST_ARGS) >.run/test-sqlite.log 2>&1 & sqlite=$$!; \
+	$(SQLITE) -m "not postgres and $(IN_PROCESS)" $(CORE) tests/frameworks $(PYTEST_ARGS) >.run/test-sqlite.log 2>&1 & sqlite=$$!; \
 	step $(PY) -m pytest -m "$(IN_PROCESS)" $(WORKERS) $(PYTEST_ARGS); \
 	step wait $$sqlite; cat .run/test-sqlite.log; \
 	$(call end,test)

@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Error, Page, expect
+from playwright.sync_api import Browser, Error, Page, Route, expect
 
 from idempotency.client._rules import RETRIED_STATUSES
 from idempotency.conf import Settings
@@ -198,14 +198,15 @@ def test_after_a_reload_the_operation_goes_on_with_its_key(service: FaultyServic
     assert kept(page) == []
 
 
+def served(path: str, kind: str) -> Callable[[Route], None]:
+    """Return what answers with a file of the guide."""
+    return lambda route: route.fulfill(body=file_of(HOWTO, path), content_type=kind)
+
+
 def test_the_page_of_the_guide_orders_once(service: FaultyService, page: Page) -> None:
-    for url, path, kind in [
-        ("shop", "shop/templates/shop.html", "text/html"),
-        ("static/idempotent-fetch.js", "shop/static/idempotent-fetch.js", "text/javascript"),
-        ("static/order.js", "shop/static/order.js", "text/javascript"),
-    ]:
-        answer = {"body": file_of(HOWTO, path), "content_type": kind}
-        page.route(f"{service.url}{url}", lambda route, answer=answer: route.fulfill(**answer))
+    page.route(f"{service.url}shop", served("shop/templates/shop.html", "text/html"))
+    for name in ("idempotent-fetch.js", "order.js"):
+        page.route(f"{service.url}static/{name}", served(f"shop/static/{name}", "text/javascript"))
     service.script = [CUT_IN_BODY]
 
     page.reload()

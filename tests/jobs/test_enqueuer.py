@@ -2,6 +2,7 @@
 
 import os
 import signal
+from base64 import b64encode
 from datetime import timedelta
 from functools import partial
 
@@ -178,6 +179,21 @@ def test_the_error_of_a_broker_that_is_down_has_its_address_without_secrets(sett
         enqueue_once()
     assert f"Redis at {address} accepts no jobs" in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_what_redis_never_takes_is_refused_and_stops_no_other_job(broker):
+    """Redis closes the connection of a client that sends too much; from 7.4 on the whole MULTI of a batch counts."""
+    blob = b64encode(os.urandom(1_500_000)).decode()  # A queue compresses it to three quarters.
+    [large] = stage(1, job_args={"blob": blob}, run_at=timezone.now() - timedelta(hours=1))
+    stage(2)
+    broker.config_set("client-query-buffer-limit", 1024 * 1024)
+    try:
+        assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
+    finally:
+        broker.config_set("client-query-buffer-limit", 1024 * 1024 * 1024)
+    job = StagedJob.objects.get()
+    assert (job.pk, job.refusals) == (large.pk, 1)
+    assert "client-query-buffer-limit" in job.last_error
 
 
 def test_a_broker_that_hangs_fails_before_the_database_gives_up(settings, monkeypatch):
