@@ -51,6 +51,8 @@ class ClaimedRequest:
     fingerprint: str
     #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
     made_alike: Callable[[str], str | None] | None = None
+    #: Why the request cannot be stored: raised by a claim that would store it.
+    unstorable: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +74,27 @@ class _Row:
 def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, using: str) -> Claim:
     """Claim the key of a phased view, in autocommit. On CLAIMED the row is locked with the token of this claim. Otherwise
     nothing was written, except that an expired key may have been retired. The argument ``recovery_points`` has all from which
-    the view can continue: the first and those it declares."""
+    the view can continue: the first and those it declares. Raises ``request.unstorable`` if the claim would store the request,
+    because the key is new or nothing was begun for it."""
     postgresql = vendor(using) == "postgresql"
+    in_one = postgresql and request.unstorable is None
     text = statements_for(using)
     token, parameters = _parameters(request, using)
     parameters["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
     for _ in range(_CLAIM_TRIES):
         try:
-            look = _look(text.claim_phased if postgresql else text.read, parameters, request, using)
+            look = _look(text.claim_phased if in_one else text.read, parameters, request, using)
         except Error as error:
             if retryable_failure(error, None) is None or connections[using].in_atomic_block:
                 raise
             continue  # Another claim won under a high level of isolation.
         row = look.row
+        if request.unstorable is not None and _would_store(row, request, recovery_points):
+            raise request.unstorable
         if row is not None and row.expired:
             execute(text.retire, {"id": row.key.pk, "scope": request.scope}, using)
             continue
-        if not postgresql and (row is None or _refusal(row, request, recovery_points) is None):
+        if not in_one and (row is None or _refusal(row, request, recovery_points) is None):
             look = _look(text.upsert, parameters, request, using)
         if look.claimed is not None:
             # A claim clears the mark of a stuck key, and an unfinished key has no response.
@@ -231,6 +237,12 @@ def _refusal(row: _Row, request: ClaimedRequest, recovery_points: tuple[str, ...
     if key.recovery_point not in recovery_points:
         return Claim(Outcome.UNKNOWN_POINT, key)
     return None
+
+
+def _would_store(row: _Row | None, request: ClaimedRequest, recovery_points: tuple[str, ...]) -> bool:
+    if row is None or row.expired:
+        return True
+    return row.key.untouched and _refusal(row, request, recovery_points) is None
 
 
 def _refusal_by_holder(parameters: dict[str, Any], using: str) -> Claim | None:
