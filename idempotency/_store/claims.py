@@ -17,8 +17,9 @@ from django.db import Error, connections
 from idempotency._store import statements
 from idempotency._store.advisory_locks import HOLDER, lock_parameters, way_of
 from idempotency._store.history import HistoryEvent
+from idempotency._store.late_releases import release_later
 from idempotency._store.rows import execute, fetch, key_as_read, key_of_row, statements_for, token_parameter, vendor
-from idempotency._store.transactions import refuse_second_wait, retryable_failure
+from idempotency._store.transactions import connection_lost, refuse_second_wait, retryable_failure
 from idempotency.exceptions import OPEN_TO_RETRIES
 from idempotency.models import IdempotencyKey, random_seed
 
@@ -86,6 +87,8 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             look = _look(text.claim_phased if in_one else text.read, parameters, request, using)
         except Error as error:
             if retryable_failure(error, None) is None or connections[using].in_atomic_block:
+                claimed = {"scope": request.scope, "idempotency_key": request.idempotency_key}
+                _release_if_lost(error, IdempotencyKey(**claimed), token, using)
                 raise
             continue  # Another claim won under a high level of isolation.
         row = look.row
@@ -147,9 +150,10 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
     """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next run is due. If this run
     fails too, the key is due again after ``delay_seconds``. Return None if the key is not due, locked, finished, stuck or
     refused."""
+    token = uuid.uuid4()
     parameters = {
         "id": pk,
-        "claim_token": token_parameter(uuid.uuid4(), using),
+        "claim_token": token_parameter(token, using),
         "delay": delay_seconds,
         "early": early,
         "event": HistoryEvent.CLAIMED,
@@ -159,6 +163,7 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
         return key_as_read(fetch(statements_for(using).claim_by_id, parameters, using), using)
     except Error as error:
         if retryable_failure(error, None) is None or connections[using].in_atomic_block:
+            _release_if_lost(error, IdempotencyKey(pk=pk), token, using)
             raise
         return None  # Another claim won under a high level of isolation.
 
@@ -187,6 +192,15 @@ def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using:
         return _Look(verdict=verdict)
     known = {"scope": request.scope, "idempotency_key": request.idempotency_key}
     return _Look(row=_Row(key_of_row(statements.MET, columns, using, **known), bool(expired), lock_seconds), verdict=verdict)
+
+
+def _release_if_lost(error: Error, key: IdempotencyKey, token: uuid.UUID, using: str) -> None:
+    """After a lost connection or standby, release the claim, which may have been committed. A claim that was never sent needs
+    no release."""
+    sent = vendor(using) == "postgresql" and connections[using].connection is not None
+    if sent and connection_lost(error, using):
+        key.fence = token
+        release_later(key, "The result of the claim was lost with the connection.", using=using)
 
 
 def _key_of_claim(row: tuple[Any, ...], request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:
