@@ -92,19 +92,22 @@ def lock_timeout(connection: BaseDatabaseWrapper, limit: str) -> list[str]:
 
 
 class WorkerErrors:
-    """The errors with which workers of Citus end a COMMIT.
+    """The errors of workers of Citus.
 
-    The coordinator reports each as a warning. Then it raises an internal error (XX000) without a cause.
+    If a worker refuses a COMMIT, the coordinator reports the error as a warning, and raises an internal error (XX000). For a
+    worker that it has lost, it raises an internal error without a warning, in words of several libraries.
     """
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
-        self._noted: list[tuple[str, str]] = []
+        self._noted: list[psycopg.Error] = []
 
     def note(self, diagnostic: psycopg.errors.Diagnostic) -> None:
         """Keep an error; the handler of notices. Warnings of the coordinator itself have the class 01."""
-        if (sqlstate := diagnostic.sqlstate or "00")[:2] not in ("00", "01"):
-            self._noted.append((sqlstate, diagnostic.message_primary or ""))
+        sqlstate = diagnostic.sqlstate or ""
+        if not sqlstate.startswith("01"):
+            with suppress(KeyError):  # no error, or an unknown one
+                self._noted.append(psycopg.errors.lookup(sqlstate)(diagnostic.message_primary or ""))
 
     def watch(self) -> None:
         """Begin to keep errors, if the engine of the open connection is Citus."""
@@ -118,17 +121,17 @@ class WorkerErrors:
                 self._connection.connection.remove_notice_handler(self.note)
 
     def told(self, error: DatabaseError) -> DatabaseError:
-        """Return the error of the worker for an internal error of the coordinator, else the error itself."""
-        if not self._noted or getattr(error.__cause__, "sqlstate", None) != _INTERNAL_ERROR:
+        """Return the error of the worker for an internal error of the coordinator, else the error itself. An internal error
+        of another kind is treated as the loss of a worker: whether the transaction was committed is unknown too."""
+        if not is_citus(self._connection) or getattr(error.__cause__, "sqlstate", None) != _INTERNAL_ERROR:
             return error
-        sqlstate, message = self._noted[-1]
         try:
             with self._connection.wrap_database_errors:
-                raise psycopg.errors.lookup(sqlstate)(f"{message} (on a worker of Citus: {error})")
+                raise (
+                    self._noted[-1] if self._noted else psycopg.errors.ConnectionFailure(f"A worker of Citus was lost: {error}")
+                )
         except DatabaseError as of_worker:
             return of_worker
-        except KeyError:  # an unknown code
-            return error
 
 
 def problem_of_version(version: str) -> str:

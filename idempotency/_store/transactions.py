@@ -169,11 +169,15 @@ def own_cursor(using: str) -> Iterator[CursorWrapper]:
         cursor = connection.cursor()
     finally:
         psycopg_connection.cursor_factory = former
+    workers = engine.WorkerErrors(connection)
+    workers.watch()
     with cursor:
         try:
             yield cursor
         except DatabaseError as error:
-            raise _as_lost(error, connection, own=True)  # noqa: B904 - its cause is set
+            raise _as_lost(workers.told(error), connection, own=True)  # noqa: B904 - its cause is set
+        finally:
+            workers.stop()
 
 
 def retryable_failure(error: BaseException | None, isolation: Isolation | None) -> Literal["serialization", "unique"] | None:

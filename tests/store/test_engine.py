@@ -15,7 +15,7 @@ from django.db import DatabaseError, IntegrityError, InternalError, OperationalE
 from pytest_django import Settings
 
 from idempotency._store import engine
-from idempotency._store.transactions import connection_lost, durable_transaction, retryable_failure
+from idempotency._store.transactions import connection_lost, durable_transaction, own_cursor, retryable_failure
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
 from idempotency.monitoring import traffic
@@ -237,9 +237,22 @@ class TestErrorsOfWorkers:
         assert connection_lost(caught.value, "default")
         assert not ProcessedMessage.objects.exists()
 
-    @pytest.mark.parametrize(("cause", "citus"), [("40001", False), ("01000", True), ("99999", True)])
-    def test_another_internal_error_stays_one(self, cause: str, citus: bool) -> None:
-        with refused_commit(cause, citus=citus), pytest.raises(InternalError, match="shard 102008"):
+    def test_a_worker_that_was_lost_before_a_statement_is_a_lost_connection(self) -> None:
+        message = "failure on connection marked as essential: 10.0.0.2:5432"
+        with another_engine(*citus_with("n", "s")):
+            claim()
+            with pytest.raises(OperationalError) as caught, own_cursor("default") as cursor:
+                cursor.execute(f"DO $$ BEGIN RAISE '{message}' USING ERRCODE = 'XX000'; END $$")
+            assert connection_lost(caught.value, "default")
+
+    @pytest.mark.parametrize("cause", ["01000", "99999"])
+    def test_an_internal_error_without_a_cause_is_a_lost_connection(self, cause: str) -> None:
+        with refused_commit(cause), pytest.raises(OperationalError, match="shard 102008") as caught:
+            commit()
+        assert connection_lost(caught.value, "default")
+
+    def test_an_internal_error_of_postgresql_stays_one(self) -> None:
+        with refused_commit("40001", citus=False), pytest.raises(InternalError, match="shard 102008"):
             commit()
 
     def test_the_next_transaction_knows_nothing_of_it(self) -> None:
