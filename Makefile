@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-processes test-all test-pools conformance screenshots fuzz proof coverage mutants docs bench bench-scale examples package matrix lint clean
+.PHONY: demo soak serve test test-processes test-all test-pools conformance screenshots fuzz citus proof coverage mutants docs bench bench-scale examples package matrix lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -58,7 +58,7 @@ test-all:
 	$(call end,test-all)
 
 CORE := $(addprefix tests/,store/test_keys.py request/test_decorators.py request/test_signals.py request/test_lost_connections.py \
-	request/test_in_test_cases.py request/test_phases.py request/test_after_commit.py request/test_foreign_calls.py \
+	store/test_replication.py request/test_in_test_cases.py request/test_phases.py request/test_after_commit.py request/test_foreign_calls.py \
 	request/test_calls_in_doubt.py request/test_http.py request/test_retries_in_process.py request/test_scopes.py \
 	request/test_async.py request/test_isolation.py processes/test_abandonment.py processes/test_completer.py \
 	processes/test_rebuilt_requests.py processes/test_completer_and_deploys.py processes/test_reaper.py jobs/test_enqueuer.py \
@@ -71,6 +71,12 @@ test-pools:
 	step env RIDES_TEST_POOL=1 $(PY) -m pytest -m "$(IN_PROCESS)" $(CORE) $(WORKERS) $(PYTEST_ARGS); \
 	step env RIDES_TEST_PGBOUNCER=1 $(PY) -m pytest -m "$(IN_PROCESS)" $(CORE) $(WORKERS) $(PYTEST_ARGS); \
 	$(call end,test-pools)
+
+# The core and a storm of two tenants on Citus: on the cluster of CITUS_URL, or on one that is built from the source CITUS_SOURCE.
+citus:
+	$(call set-up,citus,test)
+	@$(PY) -m tests.citus $(CORE) -- $(PYTEST_ARGS); status=$$?; \
+	if [ $$status -eq 0 ]; then echo "citus: ok"; else echo "citus: FAILED $$status"; exit $$status; fi
 
 # Pictures of the demo and the admin, for the docs.
 screenshots:

@@ -40,6 +40,7 @@ NOT_BEHIND_A_POOLER = {
     "test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again": "it sets what belongs to a session",
     "test_the_key_of_a_run_that_the_outage_ended_is_free_once_the_database_is_back": "a pooler keeps its connections",
     "test_a_late_release_is_given_up_when_the_lock_has_expired": "a pooler keeps its connections",
+    "test_a_barrier_that_would_pass_for_nothing_is_refused": "it sets what belongs to a session",
     "test_51_one_key_of_two_tenants_is_two_keys": "it sets what belongs to a session",
     "test_51_one_key_in_one_table_is_one_key": "it sets what belongs to a session",
     "test_51_views_of_two_kinds_of_two_tenants_do_not_meet": "it sets what belongs to a session",

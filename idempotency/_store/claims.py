@@ -17,8 +17,9 @@ from django.db import Error, connections
 from idempotency._store import statements
 from idempotency._store.advisory_locks import HOLDER, lock_parameters, way_of
 from idempotency._store.history import HistoryEvent
-from idempotency._store.rows import execute, fetch, key_as_read, key_of_row, statements_for, token_parameter, vendor
-from idempotency._store.transactions import refuse_second_wait, retryable_failure
+from idempotency._store.late_releases import release_later
+from idempotency._store.rows import born, execute, fetch, fetch_key, key_of_row, statements_for, token_parameter, vendor
+from idempotency._store.transactions import connection_lost, refuse_second_wait, retryable_failure
 from idempotency.exceptions import OPEN_TO_RETRIES
 from idempotency.models import IdempotencyKey, random_seed
 
@@ -86,6 +87,8 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             look = _look(text.claim_phased if in_one else text.read, parameters, request, using)
         except Error as error:
             if retryable_failure(error, None) is None or connections[using].in_atomic_block:
+                claimed = {"scope": request.scope, "idempotency_key": request.idempotency_key}
+                _release_if_lost(error, IdempotencyKey(**claimed), token, using)
                 raise
             continue  # Another claim won under a high level of isolation.
         row = look.row
@@ -98,7 +101,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             look = _look(text.upsert, parameters, request, using)
         if look.claimed is not None:
             # A claim clears the mark of a stuck key, and an unfinished key has no response.
-            return Claim(Outcome.CLAIMED, _key_of_claim(look.claimed, request, token, using, finished_at=None))
+            return Claim(Outcome.CLAIMED, _key_of_claim(look, request, token, using, finished_at=None))
         if row is None:
             if postgresql and (refusal := _refusal_by_holder(parameters, using)):
                 return refusal
@@ -122,7 +125,7 @@ def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
     for _ in range(_CLAIM_TRIES):
         look = _look(text.claim_plain if postgresql else text.insert_plain, parameters, request, using)
         if look.claimed is not None:
-            key = _key_of_claim(look.claimed, request, token, using)
+            key = _key_of_claim(look, request, token, using)
             key.born_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.
             return Claim(Outcome.CLAIMED, key)
         if look.verdict == "same":
@@ -147,50 +150,64 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
     """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next run is due. If this run
     fails too, the key is due again after ``delay_seconds``. Return None if the key is not due, locked, finished, stuck or
     refused."""
+    token = uuid.uuid4()
     parameters = {
         "id": pk,
-        "claim_token": token_parameter(uuid.uuid4(), using),
+        "claim_token": token_parameter(token, using),
         "delay": delay_seconds,
         "early": early,
         "event": HistoryEvent.CLAIMED,
         "detail": "reaper" if early else "completer",
     }
     try:
-        return key_as_read(fetch(statements_for(using).claim_by_id, parameters, using), using)
+        return fetch_key(statements_for(using).claim_by_id, parameters, using)
     except Error as error:
         if retryable_failure(error, None) is None or connections[using].in_atomic_block:
+            _release_if_lost(error, IdempotencyKey(pk=pk), token, using)
             raise
         return None  # Another claim won under a high level of isolation.
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """The row of a claim statement: the columns of the claimed key, or the existing row."""
+    """The row of a claim statement: the columns of the claimed key, or the existing row; and the time before the statement."""
 
+    sent: float
     claimed: tuple[Any, ...] | None = None
     row: _Row | None = None
     verdict: str = ""
 
 
 def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using: str) -> _Look:
+    sent = time.monotonic()
     try:
         values = fetch(text, parameters, using)
     except Error as error:
         refuse_second_wait(error)
         raise
     if values is None:
-        return _Look()
+        return _Look(sent)
     claimed, (*columns, expired, lock_seconds), verdict = statements.parts(values)
     if claimed is not None:
-        return _Look(claimed)
+        return _Look(sent, claimed)
     if columns[0] is None:
-        return _Look(verdict=verdict)
+        return _Look(sent, verdict=verdict)
     known = {"scope": request.scope, "idempotency_key": request.idempotency_key}
-    return _Look(row=_Row(key_of_row(statements.MET, columns, using, **known), bool(expired), lock_seconds), verdict=verdict)
+    row = _Row(key_of_row(statements.MET, columns, using, **known), bool(expired), lock_seconds)
+    return _Look(sent, row=row, verdict=verdict)
 
 
-def _key_of_claim(row: tuple[Any, ...], request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:
-    *columns, age_seconds, place = row
+def _release_if_lost(error: Error, key: IdempotencyKey, token: uuid.UUID, using: str) -> None:
+    """After a lost connection or standby, release the claim, which may have been committed. A claim that was never sent needs
+    no release."""
+    sent = vendor(using) == "postgresql" and connections[using].connection is not None
+    if sent and connection_lost(error, using):
+        key.fence = token
+        release_later(key, "The result of the claim was lost with the connection.", using=using)
+
+
+def _key_of_claim(look: _Look, request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:
+    *columns, age_seconds, place = look.claimed or ()
     key = key_of_row(
         statements.CLAIMED,
         columns,
@@ -209,7 +226,7 @@ def _key_of_claim(row: tuple[Any, ...], request: ClaimedRequest, token: uuid.UUI
         response_body=None,
         **known,
     )
-    key.born_monotonic = time.monotonic() - age_seconds
+    key.born_monotonic = born(look.sent, age_seconds)
     key.fence, key.place = token, place
     return key
 

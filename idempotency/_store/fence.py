@@ -15,7 +15,7 @@ from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
 from idempotency._text import storable, summary
 from idempotency.exceptions import KeyStuck, LockLost, StuckCode
-from idempotency.models import IdempotencyKey
+from idempotency.models import FINISHED, IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
@@ -54,8 +54,10 @@ def finish(
     """Store the response; None as ``body`` means that it was not stored. Raises LockLost if another claim has taken over the
     key. With ``untouched``, raises LockLost also if something was begun: if the response to a COMMIT was lost, the run may
     not know of it."""
+    # The row of a plain view was inserted as finished.
+    unfinished = "finish_untouched" if untouched else "finish"
     _fenced(
-        "finish_untouched" if untouched else "finish",
+        "finish_plain" if key.recovery_point == FINISHED else unfinished,
         key,
         using,
         reached=key.recovery_point,
@@ -70,9 +72,14 @@ def finish(
 def release(key: IdempotencyKey, error: str, *, using: str) -> None:
     """Unlock an unfinished key and store ``error``; do nothing if another claim has taken it over."""
     try:
-        _fenced("release", key, using, error=storable(error), event=HistoryEvent.ERROR, detail=summary(error))
+        release_held(key, error, using=using)
     except LockLost:
         logger.info("key %s was taken over by another run before it was released", key.key_hash, extra=about(key))
+
+
+def release_held(key: IdempotencyKey, error: str, *, using: str) -> None:
+    """Do as ``release``. Raises LockLost if the key is finished, or another claim has taken it over."""
+    _fenced("release", key, using, error=storable(error), event=HistoryEvent.ERROR, detail=summary(error))
 
 
 def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:

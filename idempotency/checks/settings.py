@@ -1,19 +1,20 @@
-"""System checks of settings and databases. The ids are listed in docs/reference.md. No check queries a database."""
+"""System checks of settings and databases. The ids are listed in docs/reference.md. Only E013 queries a database."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
 from django.apps import apps
 from django.conf import settings
 from django.contrib.sessions.backends.signed_cookies import SessionStore as SignedCookies
-from django.core.checks import CheckMessage, Error, Info, Warning, register
+from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
 from django.db import connections, router
 from django.db.models import DO_NOTHING, PROTECT, RESTRICT, ForeignObjectRel
 from django.utils.module_loading import import_string
 
 from idempotency import conf, scopes
 from idempotency._request.problems import RENDERED_FROM
+from idempotency._store import engine
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.policy import protected_views
 
@@ -66,7 +67,8 @@ def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register
 def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E002, E006, E009: an unsupported database, autocommit that is off, or models in different databases."""
+    """E002, E006, E009: an unsupported database, autocommit that is off, or models in different databases. W014: a setting
+    without effect on SQLite."""
     alias = _alias()
     vendor = connections[alias].vendor
     found: list[CheckMessage] = []
@@ -86,6 +88,15 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
                 id="idempotency.E006",
             )
         )
+    invalid = conf.mistakes(getattr(settings, "IDEMPOTENCY", {}))  # reported by E001
+    if vendor == "sqlite" and not invalid and conf.get().CONFIRM_REPLICATED:
+        found.append(
+            Warning(
+                f"The setting CONFIRM_REPLICATED of IDEMPOTENCY has no effect: the database {alias!r} is SQLite.",
+                hint="Remove the setting here. SQLite has no standby that could confirm a commit.",
+                id="idempotency.W014",
+            )
+        )
     places = {
         model.__name__: router.db_for_write(model) for model in (IdempotencyKey, ForeignCall, StagedJob, ProcessedMessage)
     }
@@ -97,6 +108,23 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
                 id="idempotency.E009",
             )
         )
+    return found
+
+
+@register(Tags.database)
+def check_engine(app_configs: Any, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
+    """E013: a database that is not PostgreSQL, though it speaks its protocol, or Citus with rows that are distributed.
+
+    ``manage.py check --database`` and ``migrate`` run it.
+    """
+    found: list[CheckMessage] = []
+    for alias in databases or ():
+        connection = connections[alias]
+        if connection.vendor == "postgresql" and router.allow_migrate_model(alias, IdempotencyKey):
+            connection.ensure_connection()
+            problem, _ = engine.examine(connection)
+            hint = "Route the models of the app 'idempotency' to PostgreSQL."
+            found += [Error(problem, hint=hint, id=engine.CHECK_ID)] if problem else []
     return found
 
 

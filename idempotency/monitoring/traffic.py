@@ -18,6 +18,7 @@ from django.db import connections, router, transaction
 from django.db.models import F, Sum
 
 from idempotency import conf
+from idempotency._store.engine import lock_timeout
 from idempotency.models import TrafficCount
 from idempotency.signals import RequestOutcome
 
@@ -94,7 +95,10 @@ def _add(rows: list[tuple[int, str, int]]) -> bool:
         if rows:
             with transaction.atomic(using=alias), connection.cursor() as cursor:
                 if connection.vendor == "postgresql":
-                    cursor.execute(f"SET LOCAL lock_timeout = '{LOCK_SECONDS * 1000:.0f}ms'")
+                    # The client has its answer. The thread must wait neither for a lock nor for a standby.
+                    cursor.execute("SET LOCAL synchronous_commit = off")
+                    for limit in lock_timeout(connection, f"{LOCK_SECONDS * 1000:.0f}ms"):
+                        cursor.execute(limit)
                 cursor.execute(statement, [cell for row in rows for cell in row])
         broken = False
     finally:
