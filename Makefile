@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-processes test-all test-pools conformance screenshots fuzz proof failover coverage mutants docs bench bench-scale examples package matrix lint clean
+.PHONY: demo soak serve test test-processes test-all test-pools conformance screenshots fuzz citus proof failover coverage mutants docs bench bench-scale examples package matrix lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -71,6 +71,12 @@ test-pools:
 	step env RIDES_TEST_POOL=1 $(PY) -m pytest -m "$(IN_PROCESS)" $(CORE) $(WORKERS) $(PYTEST_ARGS); \
 	step env RIDES_TEST_PGBOUNCER=1 $(PY) -m pytest -m "$(IN_PROCESS)" $(CORE) $(WORKERS) $(PYTEST_ARGS); \
 	$(call end,test-pools)
+
+# The core and a storm of two tenants on Citus: on the cluster of CITUS_URL, or on one that is built from the source CITUS_SOURCE.
+citus:
+	$(call set-up,citus,test)
+	@$(PY) -m tests.citus $(CORE) -- $(PYTEST_ARGS); status=$$?; \
+	if [ $$status -eq 0 ]; then echo "citus: ok"; else echo "citus: FAILED $$status"; exit $$status; fi
 
 # Pictures of the demo and the admin, for the docs.
 screenshots:

@@ -4,17 +4,20 @@ The row that marks the message as processed commits together with the effects. A
 delivery repeats the work.
 """
 
+import uuid
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from itertools import chain
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import CursorWrapper
 from django.db.transaction import TransactionManagementError
 
 from idempotency import conf
 from idempotency._async import either_context
 from idempotency._store import replication
+from idempotency._store.engine import is_citus, lock_timeout
 from idempotency._store.transactions import own_cursor
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
@@ -27,6 +30,11 @@ STAGED_JOBS = "staged-job"
 
 _LOCK_NOT_AVAILABLE = "55P03"  # PostgreSQL: lock_timeout ran out
 _BUSY_OR_LOCKED = (5, 6)  # SQLite: another connection writes
+
+#: A setting that lasts as long as the transaction. The id of the transaction is no marker on Citus, where the workers write.
+_MARKER = "current_setting('idempotency.transaction', true)"
+#: Blocks in one transaction share its marker.
+_SET_MARKER = f"set_config('idempotency.transaction', COALESCE(NULLIF({_MARKER}, ''), %s), true)"
 
 _INSERT = "INSERT INTO {} (source, message_id) VALUES (%s, %s) ON CONFLICT (source, message_id) DO NOTHING"
 
@@ -56,7 +64,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
         try:
             stack.enter_context(replication.confirmed_commit(connections[alias]))
             stack.enter_context(transaction.atomic(using=alias))
-            first, transaction_id = _insert(connections[alias], source, message_id, idle_limit=own)
+            first, marker = _insert(connections[alias], source, message_id, idle_limit=own)
         except OperationalError as error:
             if _is_held_by_another(error):
                 raise MessageInProgress from error
@@ -65,7 +73,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
             replication.confirm(alias)
         yield first
         if first:
-            _refuse_broken_transaction(connections[alias], transaction_id)
+            _refuse_broken_transaction(connections[alias], marker)
 
 
 def took_effect(source: str, message_ids: Collection[str], *, using: str | None = None) -> set[str]:
@@ -82,11 +90,11 @@ def took_effect(source: str, message_ids: Collection[str], *, using: str | None 
     return found
 
 
-def _refuse_broken_transaction(connection: BaseDatabaseWrapper, transaction_id: object) -> None:
+def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> None:
     """Raise if the transaction is broken or another one. Otherwise its rollback would pass silently."""
     try:
         with connection.cursor() as cursor:
-            cursor.execute(f"SELECT {_transaction_id(connection)}")
+            cursor.execute(f"SELECT {_MARKER}" if connection.vendor == "postgresql" else "SELECT ''")
             (still,) = cursor.fetchone()
     except (OperationalError, InterfaceError):
         raise
@@ -95,19 +103,15 @@ def _refuse_broken_transaction(connection: BaseDatabaseWrapper, transaction_id: 
             "The block caught an error that broke its transaction, so all its writes were rolled back. Wrap the statement "
             "whose error is caught in its own transaction.atomic(), and do not close the connection."
         ) from error
-    if still != transaction_id:
+    if still != marker:
         raise TransactionManagementError(
             "The block ended its transaction with COMMIT or ROLLBACK, so its writes and the mark of the message may not agree. "
             "Use transaction.atomic() and transaction.set_rollback()."
         )
 
 
-def _transaction_id(connection: BaseDatabaseWrapper) -> str:
-    return "pg_current_xact_id_if_assigned()::text" if connection.vendor == "postgresql" else "1"
-
-
-def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str, *, idle_limit: bool) -> tuple[bool, object]:
-    """Insert the row, after waiting for a concurrent insert. Return whether it is new, and the transaction id. With
+def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str, *, idle_limit: bool) -> tuple[bool, str]:
+    """Insert the row, after waiting for a concurrent insert. Return whether it is new, and the marker of the transaction. With
     ``idle_limit`` the database ends the transaction after INBOX_IDLE_SECONDS without a statement. Otherwise a process that
     hangs would hold the message without end."""
     bounded = connection.vendor == "postgresql"
@@ -115,18 +119,27 @@ def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str, *, id
         if bounded:
             cursor.execute("SELECT current_setting('lock_timeout'), set_config('lock_timeout', %s, true)", [f"{WAIT_SECONDS}s"])
             before = cursor.fetchone()[0]
+            _limit_waits_on_workers(cursor, connection, f"{WAIT_SECONDS}s")
         cursor.execute(_INSERT.format(connection.ops.quote_name(ProcessedMessage._meta.db_table)), [source, message_id])
         first: bool = cursor.rowcount == 1
-        transaction_id: object = 1
+        marker = ""
         if bounded:
             # The statements of the block keep the caller's limit.
             limits = {"lock_timeout": before}
             if idle_limit:
                 limits["idle_in_transaction_session_timeout"] = f"{conf.get().INBOX_IDLE_SECONDS}s"
             set_limits = ", set_config(%s, %s, true)" * len(limits)
-            cursor.execute(f"SELECT {_transaction_id(connection)}{set_limits}", [*chain.from_iterable(limits.items())])
-            transaction_id = cursor.fetchone()[0]
-    return first, transaction_id
+            cursor.execute(f"SELECT {_SET_MARKER}{set_limits}", [uuid.uuid4().hex, *chain.from_iterable(limits.items())])
+            marker = cursor.fetchone()[0]
+            _limit_waits_on_workers(cursor, connection, before)
+    return first, marker
+
+
+def _limit_waits_on_workers(cursor: CursorWrapper, connection: BaseDatabaseWrapper, limit: str) -> None:
+    """Limit the waits on the workers of Citus too, which get the text of SET LOCAL, but not what a function sets."""
+    if is_citus(connection):
+        for statement in lock_timeout(connection, limit):
+            cursor.execute(statement)
 
 
 def _is_held_by_another(error: OperationalError) -> bool:

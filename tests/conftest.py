@@ -14,7 +14,7 @@ from django.conf import settings
 
 from rides_demo.processes.embedded import Postgres, Redis
 from rides_demo.processes.process import ProcessError
-from tests.kit import pgbouncer, tables, tiers
+from tests.kit import debian, pgbouncer, tables, tiers
 from tests.kit.packages import built  # noqa: F401 - a fixture
 from tests.kit.servers import HastyPostgres
 from tests.kit.serving import sender, serve  # noqa: F401 - fixtures
@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _start_pgbouncer(config: pytest.Config, server: Postgres) -> None:
     try:
         config.stash[PGBOUNCER] = pgbouncer.start(settings.TEST_FOLDER / "pgbouncer", server.sockets)
-    except pgbouncer.NotToBeHad as error:
+    except debian.NotToBeHad as error:
         pytest.exit(f"skipped behind PgBouncer: {error}", 0)
 
 

@@ -18,7 +18,7 @@ from idempotency._store import statements
 from idempotency._store.advisory_locks import HOLDER, lock_parameters, way_of
 from idempotency._store.history import HistoryEvent
 from idempotency._store.late_releases import release_later
-from idempotency._store.rows import execute, fetch, key_as_read, key_of_row, statements_for, token_parameter, vendor
+from idempotency._store.rows import born, execute, fetch, fetch_key, key_of_row, statements_for, token_parameter, vendor
 from idempotency._store.transactions import connection_lost, refuse_second_wait, retryable_failure
 from idempotency.exceptions import OPEN_TO_RETRIES
 from idempotency.models import IdempotencyKey, random_seed
@@ -52,6 +52,8 @@ class ClaimedRequest:
     fingerprint: str
     #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
     made_alike: Callable[[str], str | None] | None = None
+    #: Why the request cannot be stored: raised by a claim that would store it.
+    unstorable: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +75,16 @@ class _Row:
 def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, using: str) -> Claim:
     """Claim the key of a phased view, in autocommit. On CLAIMED the row is locked with the token of this claim. Otherwise
     nothing was written, except that an expired key may have been retired. The argument ``recovery_points`` has all from which
-    the view can continue: the first and those it declares."""
+    the view can continue: the first and those it declares. Raises ``request.unstorable`` if the claim would store the request,
+    because the key is new or nothing was begun for it."""
     postgresql = vendor(using) == "postgresql"
+    in_one = postgresql and request.unstorable is None
     text = statements_for(using)
     token, parameters = _parameters(request, using)
     parameters["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
     for _ in range(_CLAIM_TRIES):
         try:
-            look = _look(text.claim_phased if postgresql else text.read, parameters, request, using)
+            look = _look(text.claim_phased if in_one else text.read, parameters, request, using)
         except Error as error:
             if retryable_failure(error, None) is None or connections[using].in_atomic_block:
                 claimed = {"scope": request.scope, "idempotency_key": request.idempotency_key}
@@ -88,14 +92,16 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
                 raise
             continue  # Another claim won under a high level of isolation.
         row = look.row
+        if request.unstorable is not None and _would_store(row, request, recovery_points):
+            raise request.unstorable
         if row is not None and row.expired:
             execute(text.retire, {"id": row.key.pk, "scope": request.scope}, using)
             continue
-        if not postgresql and (row is None or _refusal(row, request, recovery_points) is None):
+        if not in_one and (row is None or _refusal(row, request, recovery_points) is None):
             look = _look(text.upsert, parameters, request, using)
         if look.claimed is not None:
             # A claim clears the mark of a stuck key, and an unfinished key has no response.
-            return Claim(Outcome.CLAIMED, _key_of_claim(look.claimed, request, token, using, finished_at=None))
+            return Claim(Outcome.CLAIMED, _key_of_claim(look, request, token, using, finished_at=None))
         if row is None:
             if postgresql and (refusal := _refusal_by_holder(parameters, using)):
                 return refusal
@@ -119,7 +125,7 @@ def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
     for _ in range(_CLAIM_TRIES):
         look = _look(text.claim_plain if postgresql else text.insert_plain, parameters, request, using)
         if look.claimed is not None:
-            key = _key_of_claim(look.claimed, request, token, using)
+            key = _key_of_claim(look, request, token, using)
             key.born_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.
             return Claim(Outcome.CLAIMED, key)
         if look.verdict == "same":
@@ -154,7 +160,7 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
         "detail": "reaper" if early else "completer",
     }
     try:
-        return key_as_read(fetch(statements_for(using).claim_by_id, parameters, using), using)
+        return fetch_key(statements_for(using).claim_by_id, parameters, using)
     except Error as error:
         if retryable_failure(error, None) is None or connections[using].in_atomic_block:
             _release_if_lost(error, IdempotencyKey(pk=pk), token, using)
@@ -164,28 +170,31 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """The row of a claim statement: the columns of the claimed key, or the existing row."""
+    """The row of a claim statement: the columns of the claimed key, or the existing row; and the time before the statement."""
 
+    sent: float
     claimed: tuple[Any, ...] | None = None
     row: _Row | None = None
     verdict: str = ""
 
 
 def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using: str) -> _Look:
+    sent = time.monotonic()
     try:
         values = fetch(text, parameters, using)
     except Error as error:
         refuse_second_wait(error)
         raise
     if values is None:
-        return _Look()
+        return _Look(sent)
     claimed, (*columns, expired, lock_seconds), verdict = statements.parts(values)
     if claimed is not None:
-        return _Look(claimed)
+        return _Look(sent, claimed)
     if columns[0] is None:
-        return _Look(verdict=verdict)
+        return _Look(sent, verdict=verdict)
     known = {"scope": request.scope, "idempotency_key": request.idempotency_key}
-    return _Look(row=_Row(key_of_row(statements.MET, columns, using, **known), bool(expired), lock_seconds), verdict=verdict)
+    row = _Row(key_of_row(statements.MET, columns, using, **known), bool(expired), lock_seconds)
+    return _Look(sent, row=row, verdict=verdict)
 
 
 def _release_if_lost(error: Error, key: IdempotencyKey, token: uuid.UUID, using: str) -> None:
@@ -197,8 +206,8 @@ def _release_if_lost(error: Error, key: IdempotencyKey, token: uuid.UUID, using:
         release_later(key, "The result of the claim was lost with the connection.", using=using)
 
 
-def _key_of_claim(row: tuple[Any, ...], request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:
-    *columns, age_seconds, place = row
+def _key_of_claim(look: _Look, request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:
+    *columns, age_seconds, place = look.claimed or ()
     key = key_of_row(
         statements.CLAIMED,
         columns,
@@ -217,7 +226,7 @@ def _key_of_claim(row: tuple[Any, ...], request: ClaimedRequest, token: uuid.UUI
         response_body=None,
         **known,
     )
-    key.born_monotonic = time.monotonic() - age_seconds
+    key.born_monotonic = born(look.sent, age_seconds)
     key.fence, key.place = token, place
     return key
 
@@ -245,6 +254,12 @@ def _refusal(row: _Row, request: ClaimedRequest, recovery_points: tuple[str, ...
     if key.recovery_point not in recovery_points:
         return Claim(Outcome.UNKNOWN_POINT, key)
     return None
+
+
+def _would_store(row: _Row | None, request: ClaimedRequest, recovery_points: tuple[str, ...]) -> bool:
+    if row is None or row.expired:
+        return True
+    return row.key.untouched and _refusal(row, request, recovery_points) is None
 
 
 def _refusal_by_holder(parameters: dict[str, Any], using: str) -> Claim | None:

@@ -15,7 +15,7 @@ from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
 from idempotency._text import storable, summary
 from idempotency.exceptions import KeyStuck, LockLost, StuckCode
-from idempotency.models import IdempotencyKey
+from idempotency.models import FINISHED, IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
@@ -54,8 +54,10 @@ def finish(
     """Store the response; None as ``body`` means that it was not stored. Raises LockLost if another claim has taken over the
     key. With ``untouched``, raises LockLost also if something was begun: if the response to a COMMIT was lost, the run may
     not know of it."""
+    # The row of a plain view was inserted as finished.
+    unfinished = "finish_untouched" if untouched else "finish"
     _fenced(
-        "finish_untouched" if untouched else "finish",
+        "finish_plain" if key.recovery_point == FINISHED else unfinished,
         key,
         using,
         reached=key.recovery_point,

@@ -40,19 +40,29 @@ def fetch(text: str, parameters: dict[str, Any], using: str) -> tuple[Any, ...] 
 
 
 def read(pk: int, *, using: str) -> IdempotencyKey | None:
-    return key_as_read(fetch(statements_for(using).read_by_id, {"id": pk}, using), using)
+    return fetch_key(statements_for(using).read_by_id, {"id": pk}, using)
 
 
-def key_as_read(row: tuple[Any, ...] | None, using: str) -> IdempotencyKey | None:
+def fetch_key(text: str, parameters: dict[str, Any], using: str) -> IdempotencyKey | None:
     """Return the key of a row with ``statements.READ`` and its age. Its fence is the token of the current claim."""
+    sent = time.monotonic()
+    row = fetch(text, parameters, using)
     if row is None:
         return None
     *columns, age_seconds, place = row
     key = key_of_row(statements.READ, columns, using)
-    # Later ages add this process's monotonic clock to the database's age.
-    key.born_monotonic = time.monotonic() - age_seconds
+    key.born_monotonic = born(sent, age_seconds)
     key.fence, key.place = key.claim_token, place
     return key
+
+
+def born(sent: float, age_seconds: float) -> float:
+    """Return the creation of a key on this process's monotonic clock, from the age that a statement returned.
+
+    The age ends at the start of the statement, which may have waited for a lock since. The argument ``sent`` is a time before
+    that start, so the key counts as too old rather than too young: a downstream service may have forgotten an old key.
+    """
+    return sent - age_seconds
 
 
 def read_own(key: IdempotencyKey, *, using: str) -> IdempotencyKey:

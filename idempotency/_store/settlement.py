@@ -25,12 +25,6 @@ logger = logging.getLogger("idempotency")
 
 #: A name of 100 characters and a note of 150 fit.
 _MAX_DETAIL_LENGTH = 300
-#: A text that changes with each foreign call that is begun, recorded or deleted, and with each ``key.call()``.
-_CALLS = (
-    "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above
-    "|| '/' || COALESCE(CAST(k.call_begun_at AS text), '') "
-    f"FROM {ForeignCall._meta.db_table} AS c WHERE c.key_id = k.id)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +41,17 @@ class Decision:
     @property
     def signed(self) -> str:
         return f"by {self.by}: {self.note}" if self.note else f"by {self.by}"
+
+
+def _calls(using: str) -> str:
+    """Return an expression whose value changes with each foreign call that is begun, recorded or deleted, and with each
+    ``key.call()``."""
+    begun = statements_for(using).dialect.seconds_between.format("k.created_at", "k.call_begun_at")
+    return (
+        "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above
+        f"|| '/' || COALESCE(CAST({begun} AS text), '') "
+        f"FROM {ForeignCall._meta.db_table} AS c WHERE c.key_id = k.id)"
+    )
 
 
 def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
@@ -77,7 +82,7 @@ def answer(decision: Decision, code: int, headers: dict[str, str], body: bytes |
         decision,
         f"recovery_point = '{FINISHED}', finished_at = {text.now}, locked_at = NULL, refused_at = NULL, "
         f"{CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
-        text.unlocked + (f" AND {_CALLS} = %(calls)s" if calls is not None else ""),
+        text.unlocked + (f" AND {_calls(decision.using)} = %(calls)s" if calls is not None else ""),
         event=HistoryEvent.ANSWERED,
         detail=f"status {code}, {decision.signed}",
         calls=calls,
@@ -100,7 +105,7 @@ def acknowledge(decision: Decision) -> bool:
 
 def calls_of(pk: int, *, using: str) -> str:
     """Return a text that changes with each call of the key; empty if there is no such key."""
-    row = fetch(f"SELECT {_CALLS} FROM {TABLE} AS k WHERE k.id = %(id)s", {"id": pk}, using)  # nosec B608  # see the noqa above
+    row = fetch(f"SELECT {_calls(using)} FROM {TABLE} AS k WHERE k.id = %(id)s", {"id": pk}, using)  # nosec B608  # see the noqa above
     return row[0] if row else ""
 
 
@@ -113,7 +118,7 @@ def _change(decision: Decision, changes: str, condition: str, *, moves: bool = T
     if moves:
         changes = f"claim_token = %(token)s, {changes}"
     statement = (
-        f"UPDATE {TABLE} AS k SET {changes}, history = {statements_for(using).dialect.append_event} "  # nosec B608  # see the noqa above
+        f"UPDATE {TABLE} AS k SET {changes}, history = {statements_for(using).history} "  # nosec B608  # see the noqa above
         f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition} RETURNING scope, idempotency_key"
     )
     parameters |= {

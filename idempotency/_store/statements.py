@@ -25,11 +25,10 @@ READ = tuple(
 CLAIMED = ("id", "user_id", "attempts", "untouched_attempts", "seed", "recovery_point")
 #: The columns of an existing key that a claim returns, with ``expired`` and the remaining seconds of its lock.
 MET = (
-    *("id", "user_id", "attempts", "recovery_point", "request_fingerprint", "finished_at", "stuck_at", "stuck_code"),
-    *("response_code", "response_headers", "response_body"),
+    *("id", "user_id", "attempts", "untouched_attempts", "recovery_point", "request_fingerprint"),
+    *("finished_at", "stuck_at", "stuck_code", "response_code", "response_headers", "response_body"),
 )
 _COLUMNS = {field.attname: field.column for field in IdempotencyKey._meta.concrete_fields}
-
 
 #: The end of a fenced statement on PostgreSQL: it finds the row by its place (``ctid``) first. Under SERIALIZABLE an index
 #: scan locks a page that all young keys share, so runs of different keys would conflict.
@@ -74,31 +73,33 @@ class Statements:
         self.lock_timeout_seconds = lock_timeout_seconds
         self.now = dialect.now
         self.unlocked = f"(k.locked_at IS NULL OR k.locked_at < {dialect.ago.format(lock_timeout_seconds)})"
+        self.history = dialect.append.format(event=dialect.event)
         #: The new history of an unlocked key. An expired lock is that of a lost run, as each end of a run clears it.
-        self.history_of_unlocked = dialect.append_after_lock.format(lock_timeout_seconds)
-        self.expired = f"COALESCE(k.finished_at < {dialect.ago.format(retention_seconds)}, false)"
+        self.history_of_unlocked = self._after_lock(dialect.event)
+        self.past_retention = f"k.finished_at < {dialect.ago.format(retention_seconds)}"
+        self.expired = f"COALESCE({self.past_retention}, false)"
+
+    def _after_lock(self, event: str) -> str:
+        return self.dialect.append_after_lock.format(lock_timeout=self.lock_timeout_seconds, event=event)
+
+    def _claimable(self, unlocked: str) -> str:
         # A retry may claim a stuck key only with a code of OPEN_TO_RETRIES, and if the code declares its recovery point.
-        self.claimable = (
-            f"(k.finished_at IS NULL AND k.request_fingerprint = %(request_fingerprint)s AND {self.unlocked} "
-            f"AND {_OPEN_TO_RETRIES} AND {dialect.known_point})"
+        return (
+            f"(k.finished_at IS NULL AND k.request_fingerprint = %(request_fingerprint)s AND {unlocked} "
+            f"AND {_OPEN_TO_RETRIES} AND {self.dialect.known_point})"
         )
 
     def _columns(self, names: tuple[str, ...], prefix: str) -> str:
         return ", ".join(f"{prefix}{_COLUMNS[name]}" for name in names)
 
-    def _read(self, prefix: str) -> str:
-        age = self.dialect.seconds_since.format(f"{prefix}created_at")
-        return f"{self._columns(READ, prefix)}, {age} AS age_seconds, {self.dialect.place} AS place"
-
-    @property
-    def _claimed(self) -> str:
-        # SQLite does not support an alias in RETURNING.
-        age = self.dialect.seconds_since.format("created_at")
-        return f"{self._columns(CLAIMED, '')}, {age} AS age_seconds, {self.dialect.place} AS place"
+    def _claimed(self, names: tuple[str, ...] = CLAIMED) -> str:
+        # SQLite does not support an alias in RETURNING. Each claim sets last_run_at to the time of its statement.
+        age = self.dialect.seconds_between.format("created_at", "last_run_at")
+        return f"{self._columns(names, '')}, {age} AS age_seconds, {self.dialect.place} AS place"
 
     @property
     def _met(self) -> str:
-        left = f"{self.lock_timeout_seconds} - {self.dialect.seconds_since.format('k.locked_at')}"
+        left = f"{self.lock_timeout_seconds} - {self.dialect.seconds_between.format('k.locked_at', self.now)}"
         return f"{self._columns(MET, 'k.')}, {self.expired} AS expired, COALESCE({left}, 0) AS lock_seconds"
 
     @cached_property
@@ -107,7 +108,11 @@ class Statements:
 
     @cached_property
     def read_by_id(self) -> str:
-        return f"SELECT {self._read('k.')} FROM {TABLE} AS k WHERE k.id = %(id)s"  # nosec B608  # see the docstring
+        age = self.dialect.seconds_between.format("k.created_at", self.now)
+        return (
+            f"SELECT {self._columns(READ, 'k.')}, {age} AS age_seconds, {self.dialect.place} AS place "  # nosec B608  # see the docstring
+            f"FROM {TABLE} AS k WHERE k.id = %(id)s"
+        )
 
     def _insert(self, *, finished: bool, source: str) -> str:
         values = {
@@ -123,7 +128,7 @@ class Statements:
             "stuck_code": "''",
             "stuck_reason": "''",
             "last_error": "''",
-            "history": self.dialect.first_event,
+            "history": self.dialect.first_event.format(event=self.dialect.event),
         } | {name: f"%({name})s" for name in PARAMETERS}
         return f"INSERT INTO {TABLE} AS k ({', '.join(values)}) SELECT {', '.join(values.values())} {source} "
 
@@ -133,11 +138,14 @@ class Statements:
         return f"{self._upsert('WHERE true')}, {_NOTHING_MET}, 'free'"
 
     def _upsert(self, source: str) -> str:
+        lock_age = self.dialect.seconds_between.format("k.locked_at", "excluded.locked_at")
+        claimable = self._claimable(f"(k.locked_at IS NULL OR {lock_age} > {self.lock_timeout_seconds})")
         return (
             self._insert(finished=False, source=source)
-            + f"ON CONFLICT (scope, idempotency_key) DO UPDATE SET claim_token = excluded.claim_token, locked_at = {self.now}, "  # nosec B608  # see the docstring
-            f"last_run_at = {self.now}, {_NEXT_ATTEMPT}, {CLEAR_STUCK}, {_LAST_REQUEST}, history = {self.history_of_unlocked} "
-            f"WHERE {self.claimable} RETURNING {self._claimed}"
+            + "ON CONFLICT (scope, idempotency_key) DO UPDATE SET claim_token = excluded.claim_token, "  # nosec B608  # see the docstring
+            "locked_at = excluded.locked_at, last_run_at = excluded.last_run_at, "
+            f"{_NEXT_ATTEMPT}, {CLEAR_STUCK}, {_LAST_REQUEST}, history = {self._after_lock(self.dialect.event_of_insert)} "
+            f"WHERE {claimable} RETURNING {self._claimed()}"
         )
 
     @cached_property
@@ -150,7 +158,7 @@ class Statements:
             f"ELSE pg_try_advisory_xact_lock({KEY_LOCK}) END"  # nosec B608  # see the docstring
         )
         return (
-            f"WITH met AS MATERIALIZED (SELECT {self._met}, {self.claimable} AS claimable FROM {TABLE} AS k "  # nosec B608  # see the docstring
+            f"WITH met AS MATERIALIZED (SELECT {self._met}, {self._claimable(self.unlocked)} AS claimable FROM {TABLE} AS k "  # nosec B608  # see the docstring
             f"WHERE {_OF_CLIENT}), "
             f"claimed AS ({self._upsert(guard)}) "
             f"SELECT claimed.*, {_OF_MET}, '' FROM (SELECT) AS one LEFT JOIN claimed ON true LEFT JOIN met ON true"
@@ -168,7 +176,7 @@ class Statements:
             "WHEN EXISTS (SELECT 1 FROM met WHERE NOT met.expired) THEN 'exists' "
             f"WHEN NOT pg_try_advisory_xact_lock({MARK_KEY}, %(mark_request)s::int) THEN 'same' "
             f"WHEN NOT pg_try_advisory_xact_lock({KEY_LOCK}) THEN 'other' ELSE 'free' END AS verdict), "
-            f"claimed AS ({self._insert(finished=True, source=source)} ON CONFLICT DO NOTHING RETURNING {self._claimed}) "
+            f"claimed AS ({self._insert(finished=True, source=source)} ON CONFLICT DO NOTHING RETURNING {self._claimed()}) "
             f"SELECT claimed.*, {_OF_MET}, verdict.verdict FROM verdict LEFT JOIN claimed ON true LEFT JOIN met ON true"
         )
 
@@ -177,7 +185,7 @@ class Statements:
         """Claim for a plain view on SQLite. Its single writer needs no advisory lock."""
         return (
             self._insert(finished=True, source="WHERE true")
-            + f"ON CONFLICT DO NOTHING RETURNING {self._claimed}, {_NOTHING_MET}, 'free'"
+            + f"ON CONFLICT DO NOTHING RETURNING {self._claimed()}, {_NOTHING_MET}, 'free'"
         )
 
     @cached_property
@@ -188,7 +196,7 @@ class Statements:
             f"{_NEXT_ATTEMPT}, completer_attempts = k.completer_attempts + 1, "
             f"next_run_at = {self.dialect.later.format('%(delay)s')}, {CLEAR_STUCK}, history = {self.history_of_unlocked} "
             f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND NOT k.refused AND {self.unlocked} AND {_NOT_STUCK} "
-            f"AND (%(early)s OR k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._read('')}"
+            f"AND (%(early)s OR k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._claimed(READ)}"
         )
 
     @cached_property
@@ -196,15 +204,15 @@ class Statements:
         """Rename the scope of an expired key, so that its client can use the key again. The row stays, because a unique
         foreign key of the project may refer to it."""
         return (
-            f"UPDATE {TABLE} AS k SET scope = '{RETIRED_SCOPE}' || k.id "  # nosec B608  # see the docstring
-            f"WHERE k.id = %(id)s AND k.scope = %(scope)s AND {self.expired}"
+            f"UPDATE {TABLE} AS k SET scope = '{RETIRED_SCOPE}' || CAST(k.id AS text) "  # nosec B608  # see the docstring
+            f"WHERE k.id = %(id)s AND k.scope = %(scope)s AND {self.past_retention}"
         )
 
     @cached_property
     def advance(self) -> str:
         return (
             f"UPDATE {TABLE} AS k SET recovery_point = %(recovery_point)s, locked_at = {self.now}, {CLEAR_STUCK}, "  # nosec B608  # see the docstring
-            f"history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED}"
+            f"history = {self.history} WHERE {_FENCE} AND {_REACHED}"
         )
 
     @cached_property
@@ -220,15 +228,23 @@ class Statements:
         """Renew the lock before a call with a derived key. The key of ``on_abandon`` is stuck with its own code."""
         return (
             f"UPDATE {TABLE} AS k SET locked_at = {self.now}, untouched_attempts = 0, call_begun_at = {self.now}, "  # nosec B608  # see the docstring
-            f"history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED} AND k.stuck_code = %(stuck_code)s"
+            f"history = {self.history} WHERE {_FENCE} AND {_REACHED} AND k.stuck_code = %(stuck_code)s"
         )
 
     @cached_property
     def finish(self) -> str:
+        return self._finish(f"finished_at = {self.now}, ")
+
+    @cached_property
+    def finish_plain(self) -> str:
+        """Finish the key of a plain view, which its claim inserted with ``finished_at``."""
+        return self._finish("")
+
+    def _finish(self, finished_at: str) -> str:
         return (
-            f"UPDATE {TABLE} AS k SET recovery_point = '{FINISHED}', finished_at = COALESCE(k.finished_at, {self.now}), "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET recovery_point = '{FINISHED}', {finished_at}"  # nosec B608  # see the docstring
             f"locked_at = NULL, {CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, "
-            f"response_body = %(body)s, history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED}"
+            f"response_body = %(body)s, history = {self.history} WHERE {_FENCE} AND {_REACHED}"
         )
 
     @cached_property
@@ -238,7 +254,7 @@ class Statements:
     @cached_property
     def release(self) -> str:
         return (
-            f"UPDATE {TABLE} AS k SET locked_at = NULL, last_error = %(error)s, history = {self.dialect.append_event} "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET locked_at = NULL, last_error = %(error)s, history = {self.history} "  # nosec B608  # see the docstring
             f"WHERE {_FENCE} AND k.finished_at IS NULL"
         )
 
@@ -247,7 +263,7 @@ class Statements:
         """Unlock a key if nothing was begun. From now on only a retry of its client runs it."""
         return (
             f"UPDATE {TABLE} AS k SET locked_at = NULL, refused_at = {self.now}, {CLEAR_STUCK}, last_error = %(error)s, "  # nosec B608  # see the docstring
-            f"history = {self.dialect.append_event} WHERE {_FENCE} AND {_REACHED} AND {_UNTOUCHED}"
+            f"history = {self.history} WHERE {_FENCE} AND {_REACHED} AND {_UNTOUCHED}"
         )
 
     def _mark_stuck(self, condition: str, history: str) -> str:
@@ -259,7 +275,7 @@ class Statements:
 
     @cached_property
     def mark_stuck(self) -> str:
-        return self._mark_stuck(_FENCE, self.dialect.append_event)
+        return self._mark_stuck(_FENCE, self.history)
 
     @cached_property
     def give_up(self) -> str:
@@ -269,18 +285,8 @@ class Statements:
 
 #: The parameters of a claim that are columns of the key.
 PARAMETERS = (
-    "scope",
-    "idempotency_key",
-    "user_id",
-    "claim_token",
-    "request_method",
-    "request_path",
-    "request_body",
-    "request_content_type",
-    "request_headers",
-    "remote_addr",
-    "request_fingerprint",
-    "seed",
+    *("scope", "idempotency_key", "user_id", "claim_token", "request_method", "request_path", "request_body"),
+    *("request_content_type", "request_headers", "remote_addr", "request_fingerprint", "seed"),
 )
 
 

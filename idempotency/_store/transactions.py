@@ -16,6 +16,7 @@ from psycopg.errors import error_from_result
 from psycopg.pq import DiagnosticField, ExecStatus
 
 from idempotency import conf
+from idempotency._store import engine
 from idempotency._store.replication import confirmed_commit
 from idempotency.conf import Isolation
 
@@ -64,12 +65,13 @@ def durable_transaction(isolation: Isolation | None, *, using: str, lock_timeout
         raise ValueError(f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not {isolation!r}.")
     refuse_outer_transaction(using)
     connection = connections[using]
+    workers = engine.WorkerErrors(connection)
     # Django keeps the error that once broke a transaction, and would name it as the cause of later errors.
     connection.rollback_exc = None  # type: ignore[attr-defined]
     if connection.vendor == "postgresql" and not connection.in_atomic_block:
         if connection.connection is not None and connection.connection.closed:
             connection.close()  # Django opens a new one.
-        vars(connection)[_BEGIN_HOOK] = partial(_begin, connection, isolation, lock_timeout)
+        vars(connection)[_BEGIN_HOOK] = partial(_begin, connection, isolation, lock_timeout, workers)
     begun = False
     try:
         with confirmed_commit(connection), transaction.atomic(using=using, durable=True):
@@ -78,9 +80,10 @@ def durable_transaction(isolation: Isolation | None, *, using: str, lock_timeout
     except DatabaseError as error:
         if not begun:  # On SQLite with ``transaction_mode``, BEGIN takes the write lock.
             refuse_second_wait(error)
-        raise _as_lost(error, connection, own=False)  # noqa: B904 - its cause is set
+        raise _as_lost(workers.told(error), connection, own=False)  # noqa: B904 - its cause is set
     finally:
         vars(connection).pop(_BEGIN_HOOK, None)
+        workers.stop()
 
 
 @contextmanager
@@ -121,29 +124,32 @@ def prepare_commits(aliases: list[str], committed: list[str], *, last: str) -> N
 _BEGIN_HOOK = "_start_transaction_under_autocommit"
 
 
-def _begin(connection: BaseDatabaseWrapper, isolation: Isolation | None, lock_timeout: bool) -> None:
-    """Begin a transaction with its level and time limits in one round trip."""
+def _begin(
+    connection: BaseDatabaseWrapper, isolation: Isolation | None, lock_timeout: bool, workers: engine.WorkerErrors
+) -> None:
+    """Begin a transaction with its level and time limits in one round trip; on Citus in two if there is a lock timeout."""
     del vars(connection)[_BEGIN_HOOK]  # for this transaction only
+    engine.refuse_other_engines(connection)
+    workers.watch()
     own: psycopg.Connection[Any] = connection.connection
     level = _LEVELS[isolation] if isolation is not None else own.isolation_level
     milliseconds = conf.get().LOCK_TIMEOUT_SECONDS * 1000
-    text = (
-        "BEGIN"
-        + (f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else "")
-        + f"; SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"
-        + (f"; SET LOCAL lock_timeout = {milliseconds}" if lock_timeout else "")
-    )
-    with debug_transaction(connection, text), connection.wrap_database_errors:
+    begin = "BEGIN" + (f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else "")
+    limits = [f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"]
+    limits += engine.lock_timeout(connection, f"{milliseconds}ms") if lock_timeout else []
+    with connection.wrap_database_errors:
         # Otherwise psycopg would send its own BEGIN before the first statement. It accepts one that was sent.
         own.autocommit = False
-        result = own.pgconn.exec_(text.encode())
-        if result.status != ExecStatus.COMMAND_OK:
-            # As in psycopg's cursors, an error without SQLSTATE is a broken connection. Treat a standby alike.
-            told = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
-            known = told not in ("", _NOT_SUPPORTED)
-            error = error_from_result(result) if known else psycopg.OperationalError(own.pgconn.get_error_message())
-            drop_connection(connection)
-            raise error
+    for text in ("; ".join([begin, *limits[:2]]), *limits[2:]):
+        with debug_transaction(connection, text), connection.wrap_database_errors:
+            result = own.pgconn.exec_(text.encode())
+            if result.status != ExecStatus.COMMAND_OK:
+                # As in psycopg's cursors, an error without SQLSTATE is a broken connection. Treat a standby alike.
+                told = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
+                known = told not in ("", _NOT_SUPPORTED)
+                error = error_from_result(result) if known else psycopg.OperationalError(own.pgconn.get_error_message())
+                drop_connection(connection)
+                raise error
 
 
 @contextmanager
@@ -157,6 +163,7 @@ def own_cursor(using: str) -> Iterator[CursorWrapper]:
             yield cursor
         return
     connection.ensure_connection()
+    engine.refuse_other_engines(connection)
     psycopg_connection = connection.connection
     former = psycopg_connection.cursor_factory
     psycopg_connection.cursor_factory = psycopg.Cursor
@@ -164,11 +171,15 @@ def own_cursor(using: str) -> Iterator[CursorWrapper]:
         cursor = connection.cursor()
     finally:
         psycopg_connection.cursor_factory = former
+    workers = engine.WorkerErrors(connection)
+    workers.watch()
     with confirmed_commit(connection), cursor:
         try:
             yield cursor
         except DatabaseError as error:
-            raise _as_lost(error, connection, own=True)  # noqa: B904 - its cause is set
+            raise _as_lost(workers.told(error), connection, own=True)  # noqa: B904 - its cause is set
+        finally:
+            workers.stop()
 
 
 def retryable_failure(error: BaseException | None, isolation: Isolation | None) -> Literal["serialization", "unique"] | None:

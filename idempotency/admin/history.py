@@ -61,7 +61,8 @@ def history_of(key: Any) -> list[Event]:
     for event in key.history:
         at = parse_datetime(event["at"])
         at = at and aware(at)
-        later = (at - before).total_seconds() if at and before else None
+        # The time of an event is the start of its statement, which may have waited for the statement of the event before.
+        later = max(0.0, (at - before).total_seconds()) if at and before else None
         found.append(Event(event["event"], event["detail"], at, later))
         before = at or before
     return found

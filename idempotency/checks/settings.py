@@ -1,19 +1,20 @@
-"""System checks of settings and databases. The ids are listed in docs/reference.md. No check queries a database."""
+"""System checks of settings and databases. The ids are listed in docs/reference.md. Only E013 queries a database."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
 from django.apps import apps
 from django.conf import settings
 from django.contrib.sessions.backends.signed_cookies import SessionStore as SignedCookies
-from django.core.checks import CheckMessage, Error, Info, Warning, register
+from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
 from django.db import connections, router
 from django.db.models import DO_NOTHING, PROTECT, RESTRICT, ForeignObjectRel
 from django.utils.module_loading import import_string
 
 from idempotency import conf, scopes
 from idempotency._request.problems import RENDERED_FROM
+from idempotency._store import engine
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.policy import protected_views
 
@@ -107,6 +108,23 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
                 id="idempotency.E009",
             )
         )
+    return found
+
+
+@register(Tags.database)
+def check_engine(app_configs: Any, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
+    """E013: a database that is not PostgreSQL, though it speaks its protocol, or Citus with rows that are distributed.
+
+    ``manage.py check --database`` and ``migrate`` run it.
+    """
+    found: list[CheckMessage] = []
+    for alias in databases or ():
+        connection = connections[alias]
+        if connection.vendor == "postgresql" and router.allow_migrate_model(alias, IdempotencyKey):
+            connection.ensure_connection()
+            problem, _ = engine.examine(connection)
+            hint = "Route the models of the app 'idempotency' to PostgreSQL."
+            found += [Error(problem, hint=hint, id=engine.CHECK_ID)] if problem else []
     return found
 
 

@@ -18,6 +18,7 @@ from django.db import connections, router, transaction
 from django.db.models import F, Sum
 
 from idempotency import conf
+from idempotency._store.engine import lock_timeout
 from idempotency.models import TrafficCount
 from idempotency.signals import RequestOutcome
 
@@ -95,8 +96,9 @@ def _add(rows: list[tuple[int, str, int]]) -> bool:
             with transaction.atomic(using=alias), connection.cursor() as cursor:
                 if connection.vendor == "postgresql":
                     # The client has its answer. The thread must wait neither for a lock nor for a standby.
-                    limit = f"SET LOCAL lock_timeout = '{LOCK_SECONDS * 1000:.0f}ms'"
-                    cursor.execute(f"{limit}; SET LOCAL synchronous_commit = off")
+                    cursor.execute("SET LOCAL synchronous_commit = off")
+                    for limit in lock_timeout(connection, f"{LOCK_SECONDS * 1000:.0f}ms"):
+                        cursor.execute(limit)
                 cursor.execute(statement, [cell for row in rows for cell in row])
         broken = False
     finally:

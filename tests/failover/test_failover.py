@@ -72,7 +72,9 @@ def test_the_table_is_put_between_the_comments_of_a_page() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("configuration", [ASYNCHRONOUS, CONFIRMED], ids=lambda configuration: configuration.folder)
+@pytest.mark.parametrize(
+    "configuration", [pytest.param(ASYNCHRONOUS, id="async"), pytest.param(CONFIRMED, id="confirmed", marks=pytest.mark.sample)]
+)
 def test_a_killed_primary(configuration: Any, short_folder: Path) -> None:
     """One round: an asynchronous standby loses requests, a synchronous one with the setting loses none."""
     names = ["--events", "^primary killed$", "--configurations", f"^{configuration.name}$"]

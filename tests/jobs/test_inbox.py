@@ -268,6 +268,27 @@ def test_a_message_whose_work_rolls_back_by_itself_fails_and_leaves_nothing() ->
         assert not ProcessedMessage.objects.exists()
 
 
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_a_block_that_rolls_back_the_mark_of_its_message_fails() -> None:
+    def legacy_job() -> None:
+        with transaction.atomic():
+            connection.cursor().execute("SAVEPOINT earlier")
+            with process_once("queue", "1"):
+                connection.cursor().execute("ROLLBACK TO SAVEPOINT earlier")
+
+    with pytest.raises(TransactionManagementError, match="ended its transaction"):
+        legacy_job()
+    assert not ProcessedMessage.objects.exists()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_message_may_bring_another_one() -> None:
+    with process_once("queue", "1"), process_once("queue", "2"), transaction.atomic(), process_once("queue", "3") as third:
+        assert third
+    assert ProcessedMessage.objects.count() == 3
+
+
 TAKE_AND_STAND_STILL = """
 import django, sys, threading
 django.setup()

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
+from idempotency._store.engine import is_citus
 from tests.kit.threads import Gate, background
 
 
@@ -27,9 +28,10 @@ def default_isolation(level: str) -> Iterator[None]:
 
 
 def waits_for_a_lock() -> bool:
-    """Return whether a session waits for a lock that another one holds."""
+    """Return whether a session waits for a lock that another one holds; on Citus, on a worker."""
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     with connection.cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()")
+        cursor.execute("SELECT count(*) FROM citus_lock_waits" if is_citus(connection) else waits)
         return bool(cursor.fetchone()[0])
 
 

@@ -21,8 +21,8 @@ from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import expire_lock, past_the_retention
 from tests.kit.claims import claim, claim_as_completer, claim_plain, finish, locks, request
-from tests.kit.database import default_isolation, statements, waits_for_a_lock
-from tests.kit.threads import Gate, background
+from tests.kit.database import default_isolation, held_transaction, statements, waits_for_a_lock
+from tests.kit.threads import Gate, background, in_background
 from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -52,6 +52,33 @@ def test_the_age_of_a_key_goes_by_its_creation() -> None:
     IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=1), locked_at=None)
     for key in (claim().key, rows.read(first.pk, using="default")):
         assert 3599 < time.monotonic() - key.born_monotonic < 3700  # SQLite tells milliseconds
+
+
+@pytest.mark.postgres
+def test_the_age_of_a_key_includes_the_wait_of_its_claim_for_a_lock() -> None:
+    """Otherwise a downstream key would seem valid for longer than the downstream service remembers it."""
+    first = claim().key
+    created = time.monotonic()
+    fence.release(first, "error", using="default")
+    with held_transaction(lambda: IdempotencyKey.objects.update(remote_addr="127.0.0.2")):
+        waiting = in_background(claim)
+        eventually(waits_for_a_lock)
+    key = waiting.result(60).key
+    assert key.pk == first.pk
+    assert key.born_monotonic <= created
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("take", [lambda key: claim(), claim_as_completer], ids=["client", "completer"])
+def test_a_lock_that_is_renewed_while_a_claim_waits_for_it_has_not_expired(take: Callable[[IdempotencyKey], Any]) -> None:
+    key = claim().key
+    expire_lock()
+    with held_transaction(lambda: fence.renew(key, using="default")):
+        waiting = in_background(lambda: take(key))
+        eventually(waits_for_a_lock)
+    found = waiting.result(60)
+    assert found is None or found.outcome is Outcome.IN_PROGRESS
+    assert IdempotencyKey.objects.get().claim_token == key.fence
 
 
 def test_a_takeover_by_a_client_renews_lock_and_time_of_the_run() -> None:

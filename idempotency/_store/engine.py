@@ -1,0 +1,159 @@
+"""The engine behind a connection: PostgreSQL, Citus, or another one that speaks PostgreSQL's protocol.
+
+Several engines call themselves PostgreSQL and accept the statements of this app, but lack what they rely on. Without this
+module the first sign would be a request that ran twice.
+"""
+
+import re
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+from django.apps import apps
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError
+from django.db.backends.base.base import BaseDatabaseWrapper
+from psycopg.pq import TransactionStatus
+
+#: The system check that reports the same. A project that silences it also switches off the refusal of requests.
+CHECK_ID = "idempotency.E013"
+
+_NO_LOCKS = "advisory locks have no effect there, so two requests with one key would both run"
+_NOT_POSTGRESQL = "its transactions, locks and constraints are not those of PostgreSQL"
+#: A part of ``version()``, the name of the engine, and what would break.
+_OTHER_ENGINES = (
+    ("CockroachDB", "CockroachDB", _NO_LOCKS),
+    (
+        "-YB-",
+        "YugabyteDB",
+        "its advisory locks are off by default, or missing, so a duplicate of a running request would fail or run too",
+    ),
+    ("Redshift", "Amazon Redshift", "it does not enforce unique constraints, so one key would have several rows"),
+    ("Greenplum", "Greenplum", "unique constraints need the distribution column, so one key could have several rows"),
+    ("Materialize", "Materialize", _NOT_POSTGRESQL),
+    ("RisingWave", "RisingWave", _NOT_POSTGRESQL),
+    ("QuestDB", "QuestDB", _NOT_POSTGRESQL),
+    ("openGauss", "openGauss", _NOT_POSTGRESQL),
+    ("CrateDB", "CrateDB", "it has no transactions, so a failed request would leave its writes"),
+)
+#: The text of PostgreSQL, and of the services that run it.
+_POSTGRESQL = re.compile(r"PostgreSQL \d[\w.]*( \([^)]*\))?( on [^,]+)?, compiled by ")
+_UNKNOWN = "its advisory locks, row locks and constraints may not be those of PostgreSQL"
+
+_INTERNAL_ERROR = "XX000"
+
+#: By alias: whether a supported engine is Citus. Each process asks a database once.
+_is_citus: dict[str, bool] = {}
+
+
+def is_citus(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the engine is Citus; False for an engine that was not examined yet."""
+    return _is_citus.get(connection.alias, False)
+
+
+def refuse_other_engines(connection: BaseDatabaseWrapper) -> None:
+    """Examine the engine of an open connection to PostgreSQL, once in a process.
+
+    Raises ImproperlyConfigured for an engine on which this app would break its promises.
+    """
+    if connection.alias in _is_citus:
+        return
+    own: psycopg.Connection[Any] = connection.connection
+    if own.info.transaction_status == TransactionStatus.INERROR:
+        return  # The statement to come fails. A later one examines the engine.
+    problem, citus = examine(connection)
+    if problem and CHECK_ID not in settings.SILENCED_SYSTEM_CHECKS:
+        raise ImproperlyConfigured(f"{problem} ({CHECK_ID})")
+    _is_citus[connection.alias] = citus
+
+
+def examine(connection: BaseDatabaseWrapper) -> tuple[str, bool]:
+    """Return why the engine of an open connection is not supported, empty if it is; and whether it is Citus."""
+    own: psycopg.Connection[Any] = connection.connection
+    citus = False
+    with connection.wrap_database_errors:
+        (version,) = own.execute("SELECT version()").fetchone() or ("",)
+        if not (problem := problem_of_version(version)):
+            try:
+                citus = own.execute("SELECT 1 FROM pg_extension WHERE extname = 'citus'").fetchone() is not None
+            except (psycopg.ProgrammingError, psycopg.NotSupportedError):
+                problem = f"is not PostgreSQL, because it has no table of extensions (Aurora DSQL has none): {_UNKNOWN}"
+        if citus:
+            problem = _problem_of_citus(own)
+    return problem and f"The database {connection.alias!r}, which stores the idempotency keys, {problem}.", citus
+
+
+def lock_timeout(connection: BaseDatabaseWrapper, limit: str) -> list[str]:
+    """Return the statements that limit each wait for a lock in the open transaction, in the order of their messages. A worker
+    of Citus gets the whole text of the message with the last one, so that must be a message of its own."""
+    statement = f"SET LOCAL lock_timeout = '{limit}'"
+    return ["SET LOCAL citus.propagate_set_commands = 'local'", statement] if is_citus(connection) else [statement]
+
+
+class WorkerErrors:
+    """The errors of workers of Citus.
+
+    If a worker refuses a COMMIT, the coordinator reports the error as a warning, and raises an internal error (XX000). For a
+    worker that it has lost, it raises an internal error without a warning, in words of several libraries.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._connection = connection
+        self._noted: list[psycopg.Error] = []
+
+    def note(self, diagnostic: psycopg.errors.Diagnostic) -> None:
+        """Keep an error; the handler of notices. Warnings of the coordinator itself have the class 01."""
+        sqlstate = diagnostic.sqlstate or ""
+        if not sqlstate.startswith("01"):
+            with suppress(KeyError):  # no error, or an unknown one
+                self._noted.append(psycopg.errors.lookup(sqlstate)(diagnostic.message_primary or ""))
+
+    def watch(self) -> None:
+        """Begin to keep errors, if the engine of the open connection is Citus."""
+        if is_citus(self._connection):
+            self._connection.connection.add_notice_handler(self.note)
+
+    def stop(self) -> None:
+        """Keep no more errors."""
+        if is_citus(self._connection) and self._connection.connection is not None:
+            with suppress(ValueError):  # Another connection may have been opened.
+                self._connection.connection.remove_notice_handler(self.note)
+
+    def told(self, error: DatabaseError) -> DatabaseError:
+        """Return the error of the worker for an internal error of the coordinator, else the error itself. An internal error
+        of another kind is treated as the loss of a worker: whether the transaction was committed is unknown too."""
+        if not is_citus(self._connection) or getattr(error.__cause__, "sqlstate", None) != _INTERNAL_ERROR:
+            return error
+        try:
+            with self._connection.wrap_database_errors:
+                raise (
+                    self._noted[-1] if self._noted else psycopg.errors.ConnectionFailure(f"A worker of Citus was lost: {error}")
+                )
+        except DatabaseError as of_worker:
+            return of_worker
+
+
+def problem_of_version(version: str) -> str:
+    """Return why the engine with this ``version()`` is not supported; empty if it is."""
+    for part, name, consequence in _OTHER_ENGINES:
+        if part in version:
+            return f"is {name}: {consequence}"
+    return "" if _POSTGRESQL.match(version) else f"is not PostgreSQL, but {version[:60]!r}: {_UNKNOWN}"
+
+
+def _problem_of_citus(own: psycopg.Connection[Any]) -> str:
+    # A table without a distribution column has the method "n", and a reference table the replication model "t" too.
+    distributed = own.execute(
+        "SELECT n.nspname || '.' || c.relname FROM pg_dist_partition AS p JOIN pg_class AS c ON c.oid = p.logicalrelid "
+        "JOIN pg_namespace AS n ON n.oid = c.relnamespace "
+        "WHERE c.relname = ANY(%s) AND (p.partmethod <> 'n' OR p.repmodel = 't') ORDER BY 1 LIMIT 5",
+        [[model._meta.db_table for model in apps.get_app_config("idempotency").get_models()]],
+    ).fetchall()
+    if not distributed:
+        return ""
+    return (
+        f"is Citus, and {', '.join(name for (name,) in distributed)} is distributed by rows or replicated: a claim would run "
+        "on several nodes, and no unique constraint would hold a key together. Shard by schema, a schema for each tenant, or "
+        "undistribute the table"
+    )

@@ -1,0 +1,1 @@
+"""The app on Citus with schema-based sharding: ``make citus``."""
