@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-processes test-all test-pools conformance screenshots fuzz citus proof coverage mutants docs bench bench-scale examples package matrix lint clean
+.PHONY: demo soak serve test test-processes test-all test-pools conformance screenshots fuzz citus proof failover coverage mutants docs bench bench-scale examples package matrix lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -102,6 +102,12 @@ proof:
 	step $(PY) -m tests.crash.table $(PYTEST_ARGS); \
 	step env DATABASE_URL=sqlite:///$(CURDIR)/.run/crash.sqlite3 $(PY) -m tests.crash.table $(PYTEST_ARGS); \
 	$(call end,proof)
+
+# Two PostgreSQL nodes: kills, promotions and restarts under traffic, in each kind of replication; a table. ROUNDS (3) of each event;
+# SEED repeats a run. Then `python -m tests.failover.results` writes the table into docs/explanation/scaling.md.
+failover:
+	$(call set-up,failover,test)
+	@exec $(PY) -m tests.failover
 
 # Branch coverage of the app by its tests in process, and what is not covered; docs/contributing/coverage.md.
 ON_SQLITE := $(addprefix tests/,store/test_keys.py store/test_claims.py store/test_fence.py request/test_phases.py \

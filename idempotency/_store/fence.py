@@ -9,7 +9,7 @@ import json
 import logging
 from typing import Any
 
-from idempotency._store import statements
+from idempotency._store import replication, statements
 from idempotency._store.events import about
 from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
@@ -70,16 +70,15 @@ def finish(
 
 
 def release(key: IdempotencyKey, error: str, *, using: str) -> None:
-    """Unlock an unfinished key and store ``error``; do nothing if another claim has taken it over."""
+    """Unlock an unfinished key and store ``error``; do nothing if it is finished, or another claim has taken it over.
+
+    Raises NotReplicated if a failover may undo that, and lock the key again (CONFIRM_REPLICATED).
+    """
     try:
-        release_held(key, error, using=using)
+        _fenced("release", key, using, error=storable(error), event=HistoryEvent.ERROR, detail=summary(error))
     except LockLost:
         logger.info("key %s was taken over by another run before it was released", key.key_hash, extra=about(key))
-
-
-def release_held(key: IdempotencyKey, error: str, *, using: str) -> None:
-    """Do as ``release``. Raises LockLost if the key is finished, or another claim has taken it over."""
-    _fenced("release", key, using, error=storable(error), event=HistoryEvent.ERROR, detail=summary(error))
+        replication.confirm(using)
 
 
 def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:

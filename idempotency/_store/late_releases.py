@@ -14,7 +14,7 @@ from django.db import Error, connections
 from idempotency import conf
 from idempotency._store import fence, replication
 from idempotency._store.transactions import drop_connection
-from idempotency.exceptions import LockLost
+from idempotency.exceptions import NotReplicated
 from idempotency.models import IdempotencyKey
 
 #: Beyond this number the oldest release, whose lock expires first, is dropped.
@@ -61,9 +61,10 @@ def _try_each() -> None:
             try:
                 _release(key, error, using)
                 continue
-            except Error:
+            except Error as failure:
                 drop_connection(connections[using])
-                unreachable.add(using)
+                if not isinstance(failure, NotReplicated):
+                    unreachable.add(using)
         if time.monotonic() < until:
             _waiting.append((until, key, error, using))
 
@@ -72,12 +73,10 @@ def _release(key: IdempotencyKey, error: str, using: str) -> None:
     """Release the key. Raises NotReplicated if there is nothing to release here, but a failover may undo the end of the run."""
     if key.pk is None:
         key.pk = _claimed(key, using)
-    try:
-        if key.pk is None:
-            raise LockLost
-        fence.release_held(key, error, using=using)
-    except LockLost:
+    if key.pk is None:
         replication.confirm(using)
+    else:
+        fence.release(key, error, using=using)
 
 
 def _claimed(claim: IdempotencyKey, using: str) -> int | None:

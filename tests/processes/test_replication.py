@@ -109,9 +109,9 @@ def waiting(server: Standby) -> list[int]:
     return pids
 
 
-def cancel(server: Standby) -> None:
-    """Cancel the waits of all sessions."""
-    server.execute("SELECT count(pg_cancel_backend(pid)) FROM pg_stat_activity WHERE wait_event = 'SyncRep'")
+def cancel(server: Standby, end: str = "cancel") -> None:
+    """Cancel the waits of all sessions, or ``terminate`` the sessions."""
+    server.execute(f"SELECT count(pg_{end}_backend(pid)) FROM pg_stat_activity WHERE wait_event = 'SyncRep'")  # noqa: S608
 
 
 def is_unconfirmed(answer: HttpResponse) -> bool:
@@ -130,14 +130,14 @@ class Held:
         return response
 
 
-def end_in_a_cancelled_wait(client: Sender, held: Held, primary: Standby) -> HttpResponse:
-    """Send a request, cancel the wait of its last COMMIT, and return its answer."""
+def end_in_a_cancelled_wait(client: Sender, held: Held, primary: Standby, end: str = "cancel") -> HttpResponse:
+    """Send a request, cancel the wait of its last COMMIT, or ``terminate`` its session, and return its answer."""
     running = in_background(another_client(client).send)
     held.gate.wait_until_reached()
     wait_for(primary, "nobody")
     held.gate.open()
     eventually(lambda: waiting(primary))
-    cancel(primary)
+    cancel(primary, end)
     return running.result(WAIT_SECONDS)
 
 
@@ -212,8 +212,9 @@ def test_a_claim_of_the_completer_whose_wait_was_cut_short_is_released(client: S
     eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
 
 
+@pytest.mark.parametrize("end", ["cancel", "terminate"])
 def test_a_run_whose_last_commit_is_not_confirmed_is_released_where_it_is_lost(
-    serve: Serve, client: Sender, primary: Standby, confirming: None
+    end: str, serve: Serve, client: Sender, primary: Standby, confirming: None
 ) -> None:
     held, locked = Held(), []
 
@@ -222,7 +223,7 @@ def test_a_run_whose_last_commit_is_not_confirmed_is_released_where_it_is_lost(
         return held(request)
 
     serve(view=two_phases(lambda request: None, second))
-    assert is_unconfirmed(end_in_a_cancelled_wait(client, held, primary))
+    assert end_in_a_cancelled_wait(client, held, primary, end).status_code == 503
     assert IdempotencyKey.objects.finished().exists()
     # As after a failover to a server that has all but the last commit.
     with connection.cursor() as cursor:
