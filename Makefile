@@ -4,6 +4,8 @@
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
+# Python keeps what it has compiled: each process of a run would compile the suite again, which takes 6 seconds.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Steps are all run; n counts those that failed. The seconds are those after set-up.
 steps := failed=0; began=$$(date +%s); step() { "$$@" || failed=$$((failed + 1)); }
@@ -34,7 +36,7 @@ IN_PROCESS := not processes and not full
 test:
 	$(call set-up,test,test)
 	@$(steps); mkdir -p .run; \
-	$(SQLITE) -m "not postgres and $(IN_PROCESS)" $(CORE) tests/frameworks $(WORKERS) $(PYTEST_ARGS) >.run/test-sqlite.log 2>&1 & sqlite=$$!; \
+	$(SQLITE) -m "not postgres and $(IN_PROCESS)" $(CORE) tests/frameworks $(PYTEST_ARGS) >.run/test-sqlite.log 2>&1 & sqlite=$$!; \
 	step $(PY) -m pytest -m "$(IN_PROCESS)" $(WORKERS) $(PYTEST_ARGS); \
 	step wait $$sqlite; cat .run/test-sqlite.log; \
 	$(call end,test)
@@ -56,7 +58,7 @@ test-all:
 	$(call end,test-all)
 
 CORE := $(addprefix tests/,store/test_keys.py request/test_decorators.py request/test_signals.py request/test_lost_connections.py \
-	request/test_in_test_cases.py request/test_phases.py request/test_after_commit.py request/test_foreign_calls.py \
+	store/test_replication.py request/test_in_test_cases.py request/test_phases.py request/test_after_commit.py request/test_foreign_calls.py \
 	request/test_calls_in_doubt.py request/test_http.py request/test_retries_in_process.py request/test_scopes.py \
 	request/test_async.py request/test_isolation.py processes/test_abandonment.py processes/test_completer.py \
 	processes/test_rebuilt_requests.py processes/test_completer_and_deploys.py processes/test_reaper.py jobs/test_enqueuer.py \

@@ -93,6 +93,8 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         _sizes(part(results, "sizes")),
         "## A network before the database\n",
         _distance(part(results, "distance")),
+        "## Replays that a standby confirms\n",
+        _replication(part(results, "replication")),
         "## While keys are reaped\n",
         _reaper(part(results, "reaper")),
         "## The peers\n",
@@ -326,6 +328,22 @@ def _distance(figures: dict[str, Any]) -> str:
     ]
     return f"A proxy delays each round trip by {figures['round_trip_us']:,} us.\n\n" + table(
         ["", "round trips", "without delay, us", "with delay, us", "with delay, ratio to the bare view"], rows
+    )
+
+
+def _replication(figures: dict[str, Any]) -> str:
+    if "error" in figures:
+        return not_measured(figures)
+    rows = [
+        [row["case"], f"{row['without_us']:,}", f"{row['confirmed_us']:,}", f"{row['ratio']:.2f}"] for row in figures["rows"]
+    ]
+    return (
+        prose(
+            "The setting `CONFIRM_REPLICATED` adds a barrier to a replay, which waits for the disk of the primary and of its "
+            "synchronous standby. Both servers share the disk and the cores here, without a network between them."
+        )
+        + "\n"
+        + table(["", "without, us", "with the setting, us", "ratio"], rows)
     )
 
 

@@ -25,7 +25,7 @@ from idempotency._request.stored_request import is_withheld
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.transactions import connection_lost, takes_no_writes
 from idempotency._text import error_text, summary
-from idempotency.exceptions import KeyStuck, LockLost, StuckCode
+from idempotency.exceptions import KeyStuck, LockLost, NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -159,8 +159,8 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
             events.announce_stuck(pk, None, using=alias)
             return "stuck"
     except (Exception, SystemExit, CancelledError) as error:  # A view may call sys.exit() or propagate a cancellation.
-        if connection_lost(error, alias) and not _answers(alias):
-            raise  # The next key would fail too. The lock of this one expires.
+        if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not _answers(alias)):
+            raise  # The next key would fail too. If this one could not be released, its lock expires.
         refused = isinstance(error, responses.HTTP_EXCEPTIONS)
         ended = error_text(error)
         logger.exception("the completer could not finish key %s", key.key_hash, extra=events.about(key))

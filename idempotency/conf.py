@@ -13,6 +13,8 @@ from django.utils.module_loading import import_string
 Isolation = Literal["read committed", "repeatable read", "serializable"]
 #: A level, None for the connection's own level, or the level of the settings.
 ChosenIsolation = Isolation | None | Literal["from settings"]
+#: Whether commits are confirmed, and whether the standbys or the storage replicate them.
+Confirmation = bool | Literal["storage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,10 @@ class Settings:
     PHASE_ISOLATION: Isolation | None = "serializable"
     #: Isolation of plain views; None is the connection's own level, as under ATOMIC_REQUESTS.
     PLAIN_ISOLATION: Isolation | None = None
+    #: True answers only from what the synchronous standbys have: a replay, a repeated message, a batch of jobs and a
+    #: recorded call wait for them first, and get 503 ``not_replicated`` if they do not confirm. "storage": the storage
+    #: replicates the disk of the server, so that the server needs no standbys.
+    CONFIRM_REPLICATED: Confirmation = False
     #: True includes host and mount point in the fingerprint, if one deployment serves several sites.
     FINGERPRINT_HOST: bool = False
     #: The status for a key that was used with a different request: 422, 400 or 409.
@@ -98,6 +104,7 @@ def named(value: str | Callable[..., Any]) -> Callable[..., Any]:
 _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a positive whole number"),
     bool: ((bool,), "True or False"),
+    Confirmation: ((bool, str), "True, False or 'storage'"),
     str: ((str,), "a string"),
     tuple[str, ...]: ((list, tuple), "a list of strings"),
     tuple[str, ...] | None: ((list, tuple, type(None)), "None or a list of dotted names of modules"),
@@ -129,6 +136,8 @@ def mistakes(values: object) -> list[str]:
             right = value is None or (right and bool(value) and all(isinstance(item, str) and item for item in value))
         elif annotation == Mapping[str, str]:
             right = right and bool(value) and all(isinstance(text, str) for pair in value.items() for text in pair)
+        elif annotation == Confirmation:
+            right = right and value in (True, False, "storage")
         elif annotation == Isolation | None:
             right = right and (value is None or value in get_args(Isolation))
         if not right:

@@ -19,6 +19,7 @@ from django.db.models.deletion import Collector
 from django.db.models.functions import Now
 
 from idempotency._async import awaited
+from idempotency._store import replication
 from idempotency._store.transactions import durable_transaction
 from idempotency._text import storable
 from idempotency.backends import (
@@ -95,6 +96,7 @@ def enqueue_once(
     - ``stop``: called before each batch; True ends the pass.
 
     Raises BrokerUnavailable if a broker could not be reached, after the jobs of the other queues were handed over.
+    Raises NotReplicated if the standbys do not confirm the jobs of a batch, which stay as they are (CONFIRM_REPLICATED).
     """
     alias = using or router.db_for_write(StagedJob)
     if dry_run:
@@ -123,6 +125,7 @@ def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: 
         jobs = list(waiting.select_for_update(skip_locked=True)[:batch_size])
         if not jobs:
             return False
+        replication.confirm(alias)
         by_queue: dict[str, list[StagedJob]] = defaultdict(list)
         for job in jobs:
             by_queue[job.queue].append(job)

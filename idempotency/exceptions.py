@@ -11,6 +11,7 @@
     ├── NoOpenTransaction        a job was staged outside a transaction
     ├── JobNotAllowed            no function with the name of the job may run
     ├── MessageInProgress        another delivery of this message is being processed
+    ├── NotReplicated            a synchronous standby has not confirmed a commit
     ├── CallNotRecorded          a foreign_call block recorded no result
     └── KeyStuck                 the request requires manual intervention
         ├── DownstreamKeyExpired the downstream service may have forgotten the key
@@ -21,6 +22,8 @@ The exceptions of the enqueuer and its backends are in ``idempotency.backends``.
 
 from enum import StrEnum
 from functools import cached_property
+
+from django.db import OperationalError
 
 
 class StuckCode(StrEnum):
@@ -99,6 +102,11 @@ class JobNotAllowed(IdempotencyError, ValueError):
 class MessageInProgress(IdempotencyError):
     """Another delivery of this message is being processed. Refuse this one, so that it is delivered again. A webhook view
     responds with 503."""
+
+
+class NotReplicated(IdempotencyError, OperationalError):
+    """A synchronous standby has not confirmed a commit, which a failover could lose (setting CONFIRM_REPLICATED). Retry later:
+    the retry confirms it first. The log and ``idempotency_doctor`` name the cause."""
 
 
 class CallNotRecorded(IdempotencyError):

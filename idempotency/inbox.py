@@ -16,6 +16,7 @@ from django.db.transaction import TransactionManagementError
 
 from idempotency import conf
 from idempotency._async import either_context
+from idempotency._store import replication
 from idempotency._store.engine import is_citus, lock_timeout
 from idempotency._store.transactions import own_cursor
 from idempotency.exceptions import MessageInProgress
@@ -47,6 +48,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
     an outer transaction the block is a savepoint and commits with the outer one. A second delivery waits up to 5 seconds for
     the first; on SQLite, up to the ``timeout`` of the connection.
     Raises MessageInProgress after that wait. Refuse the delivery, so that it is repeated.
+    Raises NotReplicated if the standbys do not confirm an earlier effect, or that of the block (CONFIRM_REPLICATED).
     Raises TransactionManagementError if the block caught an error that broke the transaction, or ended it by COMMIT or
     ROLLBACK.
     Raises ValueError if the source or the id cannot be stored.
@@ -60,23 +62,32 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
     own = not connections[alias].in_atomic_block
     with ExitStack() as stack:
         try:
+            stack.enter_context(replication.confirmed_commit(connections[alias]))
             stack.enter_context(transaction.atomic(using=alias))
             first, marker = _insert(connections[alias], source, message_id, idle_limit=own)
         except OperationalError as error:
             if _is_held_by_another(error):
                 raise MessageInProgress from error
             raise
+        if not first:
+            replication.confirm(alias)
         yield first
         if first:
             _refuse_broken_transaction(connections[alias], marker)
 
 
 def took_effect(source: str, message_ids: Collection[str], *, using: str | None = None) -> set[str]:
-    """Return those of ``message_ids`` that were processed within the retention of messages."""
+    """Return those of ``message_ids`` that were processed within the retention of messages.
+
+    Raises NotReplicated if the standbys do not confirm them (CONFIRM_REPLICATED).
+    """
     if not message_ids:
         return set()
-    messages = ProcessedMessage.objects.using(using or router.db_for_write(ProcessedMessage))
-    return set(messages.filter(source=source, message_id__in=message_ids).values_list("message_id", flat=True))
+    alias = using or router.db_for_write(ProcessedMessage)
+    messages = ProcessedMessage.objects.using(alias).filter(source=source, message_id__in=message_ids)
+    if found := set(messages.values_list("message_id", flat=True)):
+        replication.confirm(alias)
+    return found
 
 
 def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> None:

@@ -23,7 +23,7 @@ from django.utils.translation import gettext
 
 from idempotency import conf, signals
 from idempotency._request import responses
-from idempotency._store import events, rows, settlement
+from idempotency._store import events, replication, rows, settlement
 from idempotency._store.settlement import Decision
 from idempotency._store.transactions import refuse_outer_transaction
 from idempotency.completer import complete_key
@@ -92,12 +92,14 @@ def answer(
     On return each retry of the client gets ``response``. Work that is committed, in this database or elsewhere, is not
     changed. The argument ``calls`` is the former result of ``calls_of``: nothing changes if a call was begun or recorded
     since.
+    Raises NotReplicated if the answer is stored, but the standbys do not confirm it (CONFIRM_REPLICATED).
     Raises ValueError for a response that ``answer_problem`` rejects.
     """
     if problem := answer_problem(response):
         raise ValueError(problem)
     alias = _alias(using)
     if done := settlement.answer(Decision(pk, seen, at, by, note, alias), *responses.stored_parts(response), calls=calls):
+        replication.confirm(alias)
         events.emit(signals.key_finished, rows.read(pk, using=alias), None)
     return done
 

@@ -18,7 +18,7 @@ from idempotency import signals
 from idempotency._async import NeverEntered, either_context
 from idempotency._request import responses
 from idempotency._request.phased_run import PhasedRun, run_of
-from idempotency._store import events, fence
+from idempotency._store import events, fence, replication
 from idempotency._store.transactions import drop_connection, durable_transaction
 from idempotency.conf import ChosenIsolation
 from idempotency.exceptions import CallNotRecorded, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
@@ -189,6 +189,7 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     Raises CallInDoubt if this or another call of the key was begun before and has no recorded result; the key becomes stuck.
     Raises CallNotRecorded if the block recorded nothing.
     Raises LockLost if another claim has taken over the key.
+    Raises NotReplicated if the standbys do not confirm the recorded result (CONFIRM_REPLICATED).
     Raises RuntimeError inside a transaction, and if this run has already made a call of this name.
     """
     run = run_of(key)
@@ -203,6 +204,7 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     run.has_begun()
     call = MadeCall(row)
     if not call.due:
+        replication.confirm(run.using)
         run.call_is_settled(name)  # An earlier run has recorded it, perhaps late.
     else:
         doubt = run.call_is_due(name)

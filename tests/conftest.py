@@ -14,7 +14,7 @@ from django.conf import settings
 
 from rides_demo.processes.embedded import Postgres, Redis
 from rides_demo.processes.process import ProcessError
-from tests.kit import pgbouncer, tables, tiers
+from tests.kit import debian, pgbouncer, tables, tiers
 from tests.kit.packages import built  # noqa: F401 - a fixture
 from tests.kit.servers import HastyPostgres
 from tests.kit.serving import sender, serve  # noqa: F401 - fixtures
@@ -40,6 +40,7 @@ NOT_BEHIND_A_POOLER = {
     "test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again": "it sets what belongs to a session",
     "test_the_key_of_a_run_that_the_outage_ended_is_free_once_the_database_is_back": "a pooler keeps its connections",
     "test_a_late_release_is_given_up_when_the_lock_has_expired": "a pooler keeps its connections",
+    "test_a_barrier_that_would_pass_for_nothing_is_refused": "it sets what belongs to a session",
     "test_51_one_key_of_two_tenants_is_two_keys": "it sets what belongs to a session",
     "test_51_one_key_in_one_table_is_one_key": "it sets what belongs to a session",
     "test_51_views_of_two_kinds_of_two_tenants_do_not_meet": "it sets what belongs to a session",
@@ -74,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _start_pgbouncer(config: pytest.Config, server: Postgres) -> None:
     try:
         config.stash[PGBOUNCER] = pgbouncer.start(settings.TEST_FOLDER / "pgbouncer", server.sockets)
-    except pgbouncer.NotToBeHad as error:
+    except debian.NotToBeHad as error:
         pytest.exit(f"skipped behind PgBouncer: {error}", 0)
 
 

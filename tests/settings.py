@@ -39,6 +39,8 @@ if "sqlite" in DATABASES["default"]["ENGINE"]:
     # In a file: threads need connections of their own, and one in memory is shared.
     TEST_FOLDER.mkdir(parents=True, exist_ok=True)
     DATABASES["default"]["TEST"] = {"NAME": str(TEST_FOLDER / "test.sqlite3")}
+    # Only a power failure could lose what SQLite has not synchronized.
+    DATABASES["default"]["OPTIONS"]["init_command"] += "; PRAGMA synchronous=OFF"
 elif os.environ.get("RIDES_TEST_PGBOUNCER") == "1":
     exec(_pooler("PgBouncer"))
 if os.environ.get("RIDES_TEST_POOL") == "1":

@@ -21,6 +21,7 @@ from idempotency._request.view_call import Call
 from idempotency._store import events
 from idempotency._store.transactions import atomic_request, connection_lost
 from idempotency._text import error_text, summary
+from idempotency.exceptions import NotReplicated
 from idempotency.signals import RequestOutcome
 
 logger = logging.getLogger("idempotency")
@@ -116,9 +117,12 @@ def _scope(call: Call, options: Options) -> str:
 
 @contextmanager
 def _reachable(using: str, options: Options) -> Iterator[None]:
-    """Turn the loss of the database into 503, after which the client retries."""
+    """Turn the loss of the database, or of its standby, into 503, after which the client retries."""
     try:
         yield
+    except NotReplicated as error:
+        logger.warning("a response from the database %r is not confirmed: %s", using, error)
+        raise problems.not_replicated() from error
     except Error as error:
         if not connection_lost(error, using):
             raise

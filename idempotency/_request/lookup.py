@@ -19,6 +19,8 @@ View = Callable[..., Any]
 
 #: Functions that find the options of views of other frameworks; ``contrib`` adds them.
 FINDERS: list[Callable[[View, str], Options | None]] = []
+#: The handlers that the methods of generic views of Django REST framework call.
+_GENERIC = {"post": "create", "put": "update", "patch": "partial_update", "delete": "destroy"}
 
 
 def every_view(resolver: URLResolver, prefix: str = "/", namespace: str = "") -> Iterator[tuple[str, str, View]]:
@@ -48,13 +50,13 @@ def options_of(view: View, method: str) -> Options | None:
     if found := getattr(view, "idempotency", None):
         return found  # type: ignore[no-any-return]
     # A view set of Django REST framework maps methods to handlers in ``actions``.
-    name = (getattr(view, "actions", None) or {}).get(method.lower(), method.lower())
-    owner = class_of(view)
-    handler = getattr(owner, name, None)
+    actions, name, owner = getattr(view, "actions", None) or {}, method.lower(), class_of(view)
+    handler = getattr(owner, actions.get(name, name), None)
     inner = getclosurevars(handler).nonlocals.get("func") if isfunction(handler) else None
+    generic = getattr(owner, _GENERIC.get(name, ""), None) if hasattr(view, "cls") and not actions else None
     # as_view() copies the attributes of the outermost dispatch(), which a subclass may have overridden.
     candidates = [getattr(vars(base).get("dispatch"), "idempotency", None) for base in getattr(owner, "__mro__", ())]
-    candidates += [getattr(handler, "idempotency", None), getattr(inner, "idempotency", None)]
+    candidates += [getattr(called, "idempotency", None) for called in (handler, inner, generic)]
     candidates += [find(view, method) for find in FINDERS]
     return next((candidate for candidate in candidates if candidate is not None), None)
 

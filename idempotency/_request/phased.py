@@ -18,7 +18,7 @@ from idempotency._store.claims import ClaimedRequest, Outcome
 from idempotency._store.late_releases import release_later
 from idempotency._store.transactions import drop_connection, refuse_outer_transaction
 from idempotency._text import error_text, first_line
-from idempotency.exceptions import KeyStuck, LockLost, ResponseNotCommitted, StuckCode
+from idempotency.exceptions import KeyStuck, LockLost, NotReplicated, ResponseNotCommitted, StuckCode
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -61,6 +61,10 @@ def run_claimed(call: Call, options: Options, key: IdempotencyKey, *, completion
             raise  # The response is stored, and retries get it.
         _mark_stuck(run, stuck)
         raise problems.key_stuck(stuck.code) from stuck
+    except NotReplicated as error:
+        # A release may wait without end now. A failover may undo the last commit, even if it finished the key.
+        release_later(run.key, error_text(error), using=using)
+        raise
     except BaseException as error:
         # After an HTTP exception _in_attempts() has released the key.
         if not run.finished and not isinstance(error, responses.HTTP_EXCEPTIONS):
@@ -136,21 +140,22 @@ def _let_go(run: PhasedRun, error: str, *, refusal: bool) -> None:
 
 def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
     """Release the key; after a database error retry on a new connection, then in a thread until the lock expires."""
-    try:
-        fence.release(key, error, using=using)
-    except Error:
-        drop_connection(connections[using])
+    for attempt in (1, 2):
         try:
             fence.release(key, error, using=using)
-        except Error as again:
+            return
+        except Error as failure:
+            drop_connection(connections[using])
+            if attempt == 1 and not isinstance(failure, NotReplicated):
+                continue
             logger.warning(
                 "key %s could not be released, retrying until its lock expires: %s",
                 key.key_hash,
-                first_line(again),
+                first_line(failure),
                 extra=events.about(key),
             )
-            drop_connection(connections[using])
             release_later(key, error, using=using)
+            return
 
 
 def _mark_stuck(run: PhasedRun, stuck: KeyStuck) -> None:

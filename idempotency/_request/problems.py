@@ -22,6 +22,7 @@ _TITLES = {
     "key_stuck": "The request with this idempotency key requires manual intervention",
     "conflict": "The request conflicts with concurrent requests",
     "database_unavailable": "The database cannot be reached",
+    "not_replicated": "The response is not confirmed by a standby yet",
     "unknown_recovery_point": "This version of the service cannot continue the request",
 }
 
@@ -125,3 +126,9 @@ def database_unavailable() -> Problem:
     """The database was lost before or during the view. A retry finds the work that was committed."""
     detail = "Send the request again, with the same key."
     return Problem(503, "database_unavailable", detail, retryable=True, retry_after=1)
+
+
+def not_replicated() -> Problem:
+    """A synchronous standby has not confirmed what the response reports. A retry asks it again."""
+    detail = "Retry after the time in Retry-After, with the same key."
+    return Problem(503, "not_replicated", detail, retryable=True, retry_after=LOOK_AGAIN_SECONDS)

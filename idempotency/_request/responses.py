@@ -17,7 +17,7 @@ from idempotency._request import problems
 from idempotency._request.options import Options
 from idempotency._request.problems import Problem
 from idempotency._request.view_call import Call
-from idempotency._store import events, settlement
+from idempotency._store import events, replication, settlement
 from idempotency._store.claims import Claim, Outcome
 from idempotency._text import cut
 from idempotency.exceptions import IdempotencyError, StuckCode
@@ -157,7 +157,8 @@ def answer_of_other_run(
 
 
 def replay(key: IdempotencyKey, call: Call, options: Options) -> HttpResponseBase:
-    """Return the stored response, or the refusal of ``replay_check``, which does not change the key."""
+    """Return the stored response, or the refusal of ``replay_check``, which does not change the key. Raises NotReplicated."""
+    replication.confirm(key._state.db or options.alias(call.request))
     if (check := options.replay_check) is not None:
         refusal = awaited(check(call.seen_request, key, **call.named_by(check)))
         if refusal is not None:

@@ -16,6 +16,7 @@ from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.core.handlers.wsgi import WSGIRequest
+from django.db.utils import Error
 from django.http import HttpRequest, RawPostDataException
 
 from idempotency import conf
@@ -67,11 +68,11 @@ class CannotRun(KeyStuck):
 
 def capture(request: HttpRequest, scope: str, key: str, options: Options, *, view: str = "") -> ClaimedRequest:
     """Return the parts of the request that a claim stores. The body is read. Raises Problem ``body_incomplete`` for a
-    truncated body, and the exceptions of Django for a body that is too large or invalid. Raises TypeError or ValueError, which
-    name the ``view``, for values that ``keep=`` cannot store."""
+    truncated body, and the exceptions of Django for a body that is too large or invalid. If the values of ``keep=`` cannot be
+    stored, ``unstorable`` has the error, which names the ``view``: a request that is only answered needs them no more."""
     body, content_type = _body(request)
     marks = _marks(request)
-    snapshot = _kept(request, options, view)
+    snapshot, unstorable = _kept(request, options, view)
     user = user_of(request)
     headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
     headers |= {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
@@ -103,6 +104,7 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
         made_alike=partial(
             made_alike, request=request, body=body, secrets=[settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
         ),
+        unstorable=unstorable,
     )
 
 
@@ -133,16 +135,23 @@ def _marks(request: HttpRequest) -> dict[str, str]:
     return {name: "true" for name, holds in marks.items() if holds}
 
 
-def _kept(request: HttpRequest, options: Options, view: str) -> dict[str, str]:
+def _kept(request: HttpRequest, options: Options, view: str) -> tuple[dict[str, str], Exception | None]:
+    """Return the mark with the values of ``keep=``, or none, and why they cannot be stored. To read a lazy value may raise any
+    exception, for instance if the row behind it was deleted. Raises database errors, after which the client retries."""
     if not options.keep:
-        return {}
-    text = json.dumps(kept_values(request, options.keep, view))
+        return {}, None
+    try:
+        text = json.dumps(kept_values(request, options.keep, view))
+    except Error:
+        raise
+    except Exception as error:
+        return {}, error
     if len(text) > MAX_KEPT_BYTES:
-        raise ValueError(
+        return {}, ValueError(
             f"The values of the option keep of the view {view} have {len(text):,} bytes as JSON; at most {MAX_KEPT_BYTES:,} "
             f"are stored. Name identifiers, and read the rows again."
         )
-    return {_KEPT: text}
+    return {_KEPT: text}, None
 
 
 def urlconf_of(key: IdempotencyKey) -> str | None:

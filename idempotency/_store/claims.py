@@ -17,8 +17,9 @@ from django.db import Error, connections
 from idempotency._store import statements
 from idempotency._store.advisory_locks import HOLDER, lock_parameters, way_of
 from idempotency._store.history import HistoryEvent
+from idempotency._store.late_releases import release_later
 from idempotency._store.rows import born, execute, fetch, fetch_key, key_of_row, statements_for, token_parameter, vendor
-from idempotency._store.transactions import refuse_second_wait, retryable_failure
+from idempotency._store.transactions import connection_lost, refuse_second_wait, retryable_failure
 from idempotency.exceptions import OPEN_TO_RETRIES
 from idempotency.models import IdempotencyKey, random_seed
 
@@ -51,6 +52,8 @@ class ClaimedRequest:
     fingerprint: str
     #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
     made_alike: Callable[[str], str | None] | None = None
+    #: Why the request cannot be stored: raised by a claim that would store it.
+    unstorable: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +75,29 @@ class _Row:
 def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, using: str) -> Claim:
     """Claim the key of a phased view, in autocommit. On CLAIMED the row is locked with the token of this claim. Otherwise
     nothing was written, except that an expired key may have been retired. The argument ``recovery_points`` has all from which
-    the view can continue: the first and those it declares."""
+    the view can continue: the first and those it declares. Raises ``request.unstorable`` if the claim would store the request,
+    because the key is new or nothing was begun for it."""
     postgresql = vendor(using) == "postgresql"
+    in_one = postgresql and request.unstorable is None
     text = statements_for(using)
     token, parameters = _parameters(request, using)
     parameters["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
     for _ in range(_CLAIM_TRIES):
         try:
-            look = _look(text.claim_phased if postgresql else text.read, parameters, request, using)
+            look = _look(text.claim_phased if in_one else text.read, parameters, request, using)
         except Error as error:
             if retryable_failure(error, None) is None or connections[using].in_atomic_block:
+                claimed = {"scope": request.scope, "idempotency_key": request.idempotency_key}
+                _release_if_lost(error, IdempotencyKey(**claimed), token, using)
                 raise
             continue  # Another claim won under a high level of isolation.
         row = look.row
+        if request.unstorable is not None and _would_store(row, request, recovery_points):
+            raise request.unstorable
         if row is not None and row.expired:
             execute(text.retire, {"id": row.key.pk, "scope": request.scope}, using)
             continue
-        if not postgresql and (row is None or _refusal(row, request, recovery_points) is None):
+        if not in_one and (row is None or _refusal(row, request, recovery_points) is None):
             look = _look(text.upsert, parameters, request, using)
         if look.claimed is not None:
             # A claim clears the mark of a stuck key, and an unfinished key has no response.
@@ -141,9 +150,10 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
     """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next run is due. If this run
     fails too, the key is due again after ``delay_seconds``. Return None if the key is not due, locked, finished, stuck or
     refused."""
+    token = uuid.uuid4()
     parameters = {
         "id": pk,
-        "claim_token": token_parameter(uuid.uuid4(), using),
+        "claim_token": token_parameter(token, using),
         "delay": delay_seconds,
         "early": early,
         "event": HistoryEvent.CLAIMED,
@@ -153,6 +163,7 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
         return fetch_key(statements_for(using).claim_by_id, parameters, using)
     except Error as error:
         if retryable_failure(error, None) is None or connections[using].in_atomic_block:
+            _release_if_lost(error, IdempotencyKey(pk=pk), token, using)
             raise
         return None  # Another claim won under a high level of isolation.
 
@@ -184,6 +195,15 @@ def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using:
     known = {"scope": request.scope, "idempotency_key": request.idempotency_key}
     row = _Row(key_of_row(statements.MET, columns, using, **known), bool(expired), lock_seconds)
     return _Look(sent, row=row, verdict=verdict)
+
+
+def _release_if_lost(error: Error, key: IdempotencyKey, token: uuid.UUID, using: str) -> None:
+    """After a lost connection or standby, release the claim, which may have been committed. A claim that was never sent needs
+    no release."""
+    sent = vendor(using) == "postgresql" and connections[using].connection is not None
+    if sent and connection_lost(error, using):
+        key.fence = token
+        release_later(key, "The result of the claim was lost with the connection.", using=using)
 
 
 def _key_of_claim(look: _Look, request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:
@@ -234,6 +254,12 @@ def _refusal(row: _Row, request: ClaimedRequest, recovery_points: tuple[str, ...
     if key.recovery_point not in recovery_points:
         return Claim(Outcome.UNKNOWN_POINT, key)
     return None
+
+
+def _would_store(row: _Row | None, request: ClaimedRequest, recovery_points: tuple[str, ...]) -> bool:
+    if row is None or row.expired:
+        return True
+    return row.key.untouched and _refusal(row, request, recovery_points) is None
 
 
 def _refusal_by_holder(parameters: dict[str, Any], using: str) -> Claim | None:

@@ -72,9 +72,14 @@ def finish(
 def release(key: IdempotencyKey, error: str, *, using: str) -> None:
     """Unlock an unfinished key and store ``error``; do nothing if another claim has taken it over."""
     try:
-        _fenced("release", key, using, error=storable(error), event=HistoryEvent.ERROR, detail=summary(error))
+        release_held(key, error, using=using)
     except LockLost:
         logger.info("key %s was taken over by another run before it was released", key.key_hash, extra=about(key))
+
+
+def release_held(key: IdempotencyKey, error: str, *, using: str) -> None:
+    """Do as ``release``. Raises LockLost if the key is finished, or another claim has taken it over."""
+    _fenced("release", key, using, error=storable(error), event=HistoryEvent.ERROR, detail=summary(error))
 
 
 def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:

@@ -1,4 +1,4 @@
-"""Retry releases that failed in an outage until the lock expires, so that clients need not wait for the expiry.
+"""Repeat releases that failed in an outage until the lock expires, so that clients need not wait for the expiry.
 
 A thread of the process retries them with its own connection. Each is the fenced statement of the request, so it changes
 nothing if another run has claimed the key.
@@ -12,8 +12,9 @@ from collections import deque
 from django.db import Error, connections
 
 from idempotency import conf
-from idempotency._store import fence
+from idempotency._store import fence, replication
 from idempotency._store.transactions import drop_connection
+from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 
 #: Beyond this number the oldest release, whose lock expires first, is dropped.
@@ -26,7 +27,7 @@ _thread: threading.Thread | None = None
 
 
 def release_later(key: IdempotencyKey, error: str, *, using: str) -> None:
-    """Let a thread retry to release the key, for LOCK_TIMEOUT_SECONDS at most."""
+    """Let a thread retry to release the key, for LOCK_TIMEOUT_SECONDS at most. A key without an id is found by its claim."""
     global _thread
     # A copy for the fence: the key itself would keep its request in memory.
     held = IdempotencyKey(pk=key.pk, scope=key.scope, idempotency_key=key.idempotency_key)
@@ -58,10 +59,28 @@ def _try_each() -> None:
         until, key, error, using = _waiting.popleft()
         if using not in unreachable:
             try:
-                fence.release(key, error, using=using)
+                _release(key, error, using)
                 continue
             except Error:
                 drop_connection(connections[using])
                 unreachable.add(using)
         if time.monotonic() < until:
             _waiting.append((until, key, error, using))
+
+
+def _release(key: IdempotencyKey, error: str, using: str) -> None:
+    """Release the key. Raises NotReplicated if there is nothing to release here, but a failover may undo the end of the run."""
+    if key.pk is None:
+        key.pk = _claimed(key, using)
+    try:
+        if key.pk is None:
+            raise LockLost
+        fence.release_held(key, error, using=using)
+    except LockLost:
+        replication.confirm(using)
+
+
+def _claimed(claim: IdempotencyKey, using: str) -> int | None:
+    """Return the id of the row with this claim, None if there is none."""
+    keys = IdempotencyKey.objects.using(using).filter(scope=claim.scope, idempotency_key=claim.idempotency_key)
+    return keys.filter(claim_token=claim.fence).values_list("pk", flat=True).first()

@@ -25,8 +25,8 @@ READ = tuple(
 CLAIMED = ("id", "user_id", "attempts", "untouched_attempts", "seed", "recovery_point")
 #: The columns of an existing key that a claim returns, with ``expired`` and the remaining seconds of its lock.
 MET = (
-    *("id", "user_id", "attempts", "recovery_point", "request_fingerprint", "finished_at", "stuck_at", "stuck_code"),
-    *("response_code", "response_headers", "response_body"),
+    *("id", "user_id", "attempts", "untouched_attempts", "recovery_point", "request_fingerprint"),
+    *("finished_at", "stuck_at", "stuck_code", "response_code", "response_headers", "response_body"),
 )
 _COLUMNS = {field.attname: field.column for field in IdempotencyKey._meta.concrete_fields}
 

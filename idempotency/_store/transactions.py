@@ -17,6 +17,7 @@ from psycopg.pq import DiagnosticField, ExecStatus
 
 from idempotency import conf
 from idempotency._store import engine
+from idempotency._store.replication import confirmed_commit
 from idempotency.conf import Isolation
 
 #: Serialization failure and deadlock: the transaction was rolled back and may succeed on a retry.
@@ -58,7 +59,8 @@ def durable_transaction(isolation: Isolation | None, *, using: str, lock_timeout
     """Run the block in its own transaction at the level ``isolation``; None is the connection's own level. On return it is
     committed; on an exception it is rolled back. The database ends it after the lock timeout of a key without a statement:
     otherwise the locks of a lost host would last until TCP gives up, perhaps hours. With ``lock_timeout``, each statement
-    waits at most that long for a lock. Inside ``TestCase`` the block is a savepoint."""
+    waits at most that long for a lock. Inside ``TestCase`` the block is a savepoint.
+    Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if CONFIRM_REPLICATED is set."""
     if isolation not in (None, *_LEVELS):
         raise ValueError(f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not {isolation!r}.")
     refuse_outer_transaction(using)
@@ -72,7 +74,7 @@ def durable_transaction(isolation: Isolation | None, *, using: str, lock_timeout
         vars(connection)[_BEGIN_HOOK] = partial(_begin, connection, isolation, lock_timeout, workers)
     begun = False
     try:
-        with transaction.atomic(using=using, durable=True):
+        with confirmed_commit(connection), transaction.atomic(using=using, durable=True):
             begun = True
             yield
     except DatabaseError as error:
@@ -171,7 +173,7 @@ def own_cursor(using: str) -> Iterator[CursorWrapper]:
         psycopg_connection.cursor_factory = former
     workers = engine.WorkerErrors(connection)
     workers.watch()
-    with cursor:
+    with confirmed_commit(connection), cursor:
         try:
             yield cursor
         except DatabaseError as error:

@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy as _
 from idempotency import interventions
 from idempotency._states import KeyState
 from idempotency.admin.answering import AnswerFields
-from idempotency.exceptions import StuckCode
+from idempotency.exceptions import NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
 
 #: A level of the messages framework and a sentence for the person; the entry of the admin log, in English, or "".
@@ -92,8 +92,12 @@ def _release(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> 
 def _answer(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
     response = sent["response"]
     seen = {"at": sent["at"], "calls": sent["calls"]}
-    if not interventions.answer(key.pk, sent["seen"], response, by=by, note=sent["note"], using=using, **seen):
-        return messages.WARNING, TOO_LATE, ""
+    try:
+        if not interventions.answer(key.pk, sent["seen"], response, by=by, note=sent["note"], using=using, **seen):
+            return messages.WARNING, TOO_LATE, ""
+    except NotReplicated:
+        text = gettext("The answer is stored, but no standby has confirmed it. Until one does, retries of the client get 503.")
+        return messages.WARNING, text, f"Answered with status {response.status_code}, not confirmed by a standby."
     text = gettext("Answered with status %(status)s. Each retry of the client gets this response.")
     return messages.SUCCESS, text % {"status": response.status_code}, f"Answered with status {response.status_code}."
 

@@ -67,7 +67,8 @@ def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register
 def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E002, E006, E009: an unsupported database, autocommit that is off, or models in different databases."""
+    """E002, E006, E009: an unsupported database, autocommit that is off, or models in different databases. W014: a setting
+    without effect on SQLite."""
     alias = _alias()
     vendor = connections[alias].vendor
     found: list[CheckMessage] = []
@@ -85,6 +86,15 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
                 f"The database {alias!r}, which stores the idempotency keys, has AUTOCOMMIT off: nothing would commit them.",
                 hint="Turn AUTOCOMMIT on: @idempotent and atomic_phase open their own transactions.",
                 id="idempotency.E006",
+            )
+        )
+    invalid = conf.mistakes(getattr(settings, "IDEMPOTENCY", {}))  # reported by E001
+    if vendor == "sqlite" and not invalid and conf.get().CONFIRM_REPLICATED:
+        found.append(
+            Warning(
+                f"The setting CONFIRM_REPLICATED of IDEMPOTENCY has no effect: the database {alias!r} is SQLite.",
+                hint="Remove the setting here. SQLite has no standby that could confirm a commit.",
+                id="idempotency.W014",
             )
         )
     places = {

@@ -50,7 +50,11 @@ class RQBackend:
     retry = Retry(max=12, interval=[1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 2400, 3600])
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
-        """Enqueue ``jobs`` in one MULTI/EXEC: all or none. Raises BrokerUnavailable if Redis accepts no job."""
+        """Enqueue ``jobs`` in one MULTI/EXEC: all or none.
+
+        Raises BrokerUnavailable if Redis accepts no job.
+        Raises ValueError if Redis answers, but closes the connection when it is sent these jobs.
+        """
         rq_queue, result_ttl = _queue(queue), get_result_ttl(queue)
         shard = [alias] if (alias := shard_of(jobs[0])) else []
         calls = [
@@ -69,6 +73,11 @@ class RQBackend:
             rq_queue.enqueue_many(calls)
         except redis_errors.RedisError as error:
             if isinstance(error, _TAKES_NOTHING) or str(error).rpartition("caused error: ")[2].startswith(_WORDS):
+                if isinstance(error, redis_errors.ConnectionError) and _answers(rq_queue):
+                    raise ValueError(
+                        f"Redis at {_address(rq_queue)} answers, but closed the connection during the hand-over. If the job is "
+                        f"larger than its client-query-buffer-limit, stage less data or raise the limit. The error: {error}"
+                    ) from error
                 raise BrokerUnavailable(f"Redis at {_address(rq_queue)} accepts no jobs: {error}") from error
             raise
         return {}
@@ -81,6 +90,14 @@ def _queue(name: str) -> Queue:
     connection = get_connection(name)
     connection.connection_pool.connection_kwargs.update(_BOUNDS)
     return get_queue(name, connection=connection)
+
+
+def _answers(queue: Queue) -> bool:
+    """Return whether Redis answers on a new connection."""
+    try:
+        return bool(queue.connection.ping())
+    except redis_errors.RedisError:
+        return False
 
 
 def _address(queue: Queue) -> str:

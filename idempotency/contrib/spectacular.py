@@ -15,8 +15,8 @@ from idempotency.policy import policy_of
 class AutoSchema(openapi.AutoSchema):
     """The schema of a view with its policy.
 
-    It reads the options of ``@idempotent`` on a method of an APIView, an action of a view set and a function below
-    ``@api_view``. A custom schema class must inherit from this class.
+    It reads the options of ``@idempotent`` on a method of an APIView, a handler of a generic view (``create``), an action of a
+    view set and a function below ``@api_view``. A custom schema class must inherit from this class.
     """
 
     def get_operation(self, path: str, path_regex: str, path_prefix: str, method: str, registry: Any) -> dict[str, Any] | None:

@@ -13,7 +13,9 @@ from typing import Any
 from django.db import connections, router
 from django.utils.translation import gettext as _
 
+from idempotency import conf
 from idempotency._states import KeyState
+from idempotency._store import replication
 from idempotency._text import localized_duration as duration
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring import measures
@@ -30,6 +32,13 @@ OLDEST_TRANSACTION_SECONDS = 600.0
 LATE_SECONDS = 120.0
 #: The reaper makes a pass each minute, and may have many keys to delete.
 REAPER_LATE_SECONDS = 3600.0
+
+
+#: Values of synchronous_commit below ``on`` beside a synchronous standby, and what a commit then does.
+_WEAK_WAITS = {
+    "local": "does not wait for the standby",
+    "remote_write": "waits until the standby has it in memory, not on its disk",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +212,28 @@ def _transactions(found: Diagnosis) -> Iterator[Finding]:
 
 
 def _durability(found: Diagnosis) -> Iterator[Finding]:
-    fsync, synchronous_commit = _fetch(found, "SELECT current_setting('fsync'), current_setting('synchronous_commit')")
-    found.measured |= {"fsync": fsync, "synchronous_commit": synchronous_commit}
+    fsync, *settings = _fetch(found, f"SELECT current_setting('fsync'), {replication.SETTINGS}")
+    names, synchronous_commit, _messages = settings
+    found.measured |= {"fsync": fsync, "synchronous_commit": synchronous_commit, "synchronous_standby_names": names}
     if "off" in (fsync, synchronous_commit):
         yield Finding(
             "not_durable",
             f"fsync is {fsync}, synchronous_commit {synchronous_commit}: a crash of the database loses committed transactions.",
             "Turn both on: the request of a lost key runs again, with its foreign calls.",
+        )
+    if conf.get().CONFIRM_REPLICATED and (why := replication.obstacle(*settings)):
+        yield Finding(
+            "replays_refused",
+            f"CONFIRM_REPLICATED is set, but {why}: each replay is refused with 503.",
+            "Set up a synchronous standby, with synchronous_commit on. If the storage of the server is replicated, set "
+            "CONFIRM_REPLICATED to 'storage'. Otherwise remove it.",
+        )
+    elif names.strip() and synchronous_commit in _WEAK_WAITS:
+        yield Finding(
+            "not_replicated",
+            f"synchronous_commit is {synchronous_commit}: a commit {_WEAK_WAITS[synchronous_commit]}, so a failover may lose "
+            "it.",
+            "Set synchronous_commit to on: the request of a lost key runs again, with its foreign calls.",
         )
 
 

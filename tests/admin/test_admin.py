@@ -94,6 +94,16 @@ def test_no_query_of_the_list_is_an_error_of_the_server(staff, query):
     assert staff.get(KEYS, query, follow=True).status_code in (200, 400)
 
 
+@pytest.mark.parametrize(
+    "lookup", ["seed__gte", "claim_token__gte", "idempotency_key__regex", "history__0__event", "user__password__startswith"]
+)
+def test_a_lookup_that_is_no_filter_of_the_page_is_refused(staff, lookup):
+    """Its answer would tell, bit by bit, what no page shows."""
+    IdempotencyKeyFactory()
+    for page in ("", "csv/"):
+        assert staff.get(f"{KEYS}{page}", {lookup: "a"}).status_code == 400
+
+
 @pytest.mark.parametrize(("url", "name"), [(LISTS[1], "job_name"), (LISTS[2], "name"), (LISTS[3], "source")])
 def test_no_filter_of_another_list_is_one_either(staff, url, name):
     assert staff.get(url, {name: "\0"}, follow=True).status_code in (200, 400)

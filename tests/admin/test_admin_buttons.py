@@ -378,6 +378,17 @@ def test_of_two_people_who_answer_at_once_one_is_told_to_look_again() -> None:
     assert LogEntry.objects.count() == 1
 
 
+@pytest.mark.postgres
+def test_an_answer_that_no_standby_confirms_is_stored_and_said_to_be_unconfirmed(settings: Any) -> None:
+    settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": True}
+    key = stuck_key()
+    done = press(person("answer_idempotencykey"), key, "answer", status=410)
+    assert "no standby has confirmed it" in told(done)
+    key.refresh_from_db()
+    assert key.response_code == 410
+    assert LogEntry.objects.get().change_message == "Answered with status 410, not confirmed by a standby."
+
+
 def test_acknowledged_keys_leave_the_list_of_stuck_ones() -> None:
     client, key = person("acknowledge_idempotencykey"), stuck_key()
     press(client, key, "acknowledge", note="ticket 7")

@@ -13,6 +13,7 @@ from rides_demo.management.commands.serve import NO_KEEP_ALIVE
 from rides_demo.processes import web_workers
 from tests.browser import chromium
 from tests.browser.visitor import Visitor
+from tests.kit import debian
 from tests.murphy.service import Service
 
 SCREENSHOTS = settings.BASE_DIR / ".run" / "screenshots"
@@ -27,7 +28,7 @@ def browser() -> Iterator[Browser]:
     """Start Chromium; skip, saying why, where none can be had."""
     try:
         path = chromium.chromium()
-    except chromium.NotToBeHad as reason:
+    except debian.NotToBeHad as reason:
         pytest.skip(str(reason))
     with sync_playwright() as playwright:
         expect.set_options(timeout=TIMEOUT_SECONDS * 1000)
@@ -83,7 +84,7 @@ def axe_script() -> str:
     """Return axe-core; skip, saying why, where it cannot be had."""
     try:
         return chromium.axe_script(settings.BASE_DIR / ".run")
-    except chromium.NotToBeHad as reason:
+    except debian.NotToBeHad as reason:
         pytest.skip(str(reason))
 
 

@@ -2,22 +2,22 @@
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Error, Page, expect
+from playwright.sync_api import Browser, Error, Page, Route, expect
 
 from idempotency.client._rules import RETRIED_STATUSES
 from idempotency.conf import Settings
+from tests.kit.examples import file_of
 from tests.kit.faulty_service import CUT_AFTER, CUT_BEFORE, CUT_IN_BODY, PROBLEM, SILENCE, FaultyService, Step, problem, serving
 from tests.murphy.service import SLOW_SECONDS, Service
 
 pytestmark = pytest.mark.processes
 
-HOWTO = Path(__file__).parents[2] / "docs" / "how-to" / "call-from-a-client.md"
-FUNCTION, EXAMPLE = re.findall(r"^```javascript\n(.*?)^```", HOWTO.read_text(), re.M | re.S)
+HOWTO = "call-from-a-client.md"
+FUNCTION = file_of(HOWTO, "shop/static/idempotent-fetch.js")
 DEFINED = FUNCTION.replace("export async function idempotentFetch", "globalThis.idempotentFetch = async function")
 #: The page of the shop. The icon is part of it, so that nothing but the test sends requests.
 PAGE = '<!doctype html><link rel="icon" href="data:,"><title>shop</title>'
@@ -198,11 +198,22 @@ def test_after_a_reload_the_operation_goes_on_with_its_key(service: FaultyServic
     assert kept(page) == []
 
 
-def test_the_call_of_the_page_works(service: FaultyService, page: Page) -> None:
-    page.evaluate(f"(async () => {{ const order = {{seats: 2}}; {EXAMPLE} }})()")
+def served(path: str, kind: str) -> Callable[[Route], None]:
+    """Return what answers with a file of the guide."""
+    return lambda route: route.fulfill(body=file_of(HOWTO, path), content_type=kind)
 
-    ((method, headers, body),) = service.heard
-    assert (method, headers["Content-Type"], json.loads(body)) == ("POST", "application/json", {"seats": 2})
+
+def test_the_page_of_the_guide_orders_once(service: FaultyService, page: Page) -> None:
+    page.route(f"{service.url}shop", served("shop/templates/shop.html", "text/html"))
+    for name in ("idempotent-fetch.js", "order.js"):
+        page.route(f"{service.url}static/{name}", served(f"shop/static/{name}", "text/javascript"))
+    service.script = [CUT_IN_BODY]
+
+    page.reload()
+    page.click("button")
+
+    expect(page.locator("output")).to_have_text('done 0: {"name":"tea"}')
+    assert len(set(service.keys())) == 1
 
 
 @pytest.mark.postgres

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import unittest
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from pytest_django import Settings
 
 from idempotency.testing import DoesNotSurvive, Downstream, assert_survives
 from tests.factories import UserFactory
-from tests.kit.examples import blocks, serve_example
+from tests.kit.examples import file_of, serve_example
 from tests.models import Entry
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.processes]
@@ -100,8 +99,9 @@ class Shop:
 
     def open(self, change: tuple[str, str] = ("", "")) -> None:
         """Serve the view of the guide."""
-        code = blocks("test-your-views.md", "python")[0].replace(*change)
-        exec(compile(code, "shop/views.py", "exec"), vars(self.modules["shop.views"]))
+        for file in ("shop/views.py", "shop/urls.py"):
+            code = file_of("test-your-views.md", file).replace(*change)
+            exec(compile(code, file, "exec"), vars(self.modules["shop.views"]))
 
 
 @pytest.fixture
@@ -113,24 +113,13 @@ def shop(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> Shop:
 def with_pytest(admin_client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test of the guide."""
     names: dict[str, Any] = {}
-    exec(compile(blocks("test-your-views.md", "python")[1], "test_orders.py", "exec"), names)
+    exec(compile(file_of("test-your-views.md", "test_orders.py"), "test_orders.py", "exec"), names)
     names["test_an_order_survives"](admin_client, monkeypatch)
 
 
 def test_the_guide_to_this_kit_runs_with_pytest(shop: Shop, admin_client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.open()
     with_pytest(admin_client, monkeypatch)
-
-
-def test_the_guide_to_this_kit_runs_with_unittest(shop: Shop, admin_user: Any) -> None:
-    shop.open()
-    names: dict[str, Any] = {"__name__": "tests_of_the_shop"}
-    exec(compile(blocks("test-your-views.md", "python")[2], "test_orders.py", "exec"), names)
-    case = names["OrderTests"]("test_an_order_survives")
-    case.client, case.user = Client(), admin_user
-    case.client.force_login(admin_user)
-    unittest.TestCase.run(case, result := unittest.TestResult())
-    assert (result.testsRun, result.failures, result.errors) == (1, [], [])
 
 
 def test_the_message_that_the_guide_shows_is_that_of_the_kit(

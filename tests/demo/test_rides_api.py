@@ -136,6 +136,9 @@ class TestRefusals:
             ("Basic ZGVtby1qYW5l", "auth_invalid"),
             ("Bearer \u00fc\u00df", "auth_invalid"),
             ("Bearer \x00", "auth_invalid"),
+            ("Bearer demo-jane\x00", "auth_invalid"),
+            ("Bearer DEMO-JANE", "auth_invalid"),
+            ("Bearer \uff44emo-jane", "auth_invalid"),
         ],
     )
     def test_without_a_known_token_nothing_happens(self, jane, header, code):

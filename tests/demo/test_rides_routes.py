@@ -218,6 +218,13 @@ class TestStripeEvents:
         assert (response.status_code, error_code(response)) == (400, "signature_invalid")
         assert Ride.objects.get().paid_at is None
 
+    def test_a_body_that_was_changed_after_it_was_signed_is_refused(self, ride):
+        at, body = str(int(time.time())), event(ride.pk)
+        proof = hmac.new(settings.STRIPE_WEBHOOK_SECRET.encode(), f"{at}.".encode() + body, hashlib.sha256).hexdigest()
+
+        assert deliver(body + b" ", signature=f"t={at},v1={proof}").status_code == 400
+        assert deliver(body, signature=f"t={at},v1={proof}").status_code == 200
+
     @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 10000, b"{}", b"[]", b"null", b"1"])
     def test_a_signed_body_that_is_no_event_is_refused(self, db, body):
         assert deliver(body).status_code == 400
@@ -298,6 +305,10 @@ class TestPage:
 
         assert client.post("/sign-in", {"token": "demo-jane"}).status_code == 403
         assert client.get("/").context["rider"] is None
+
+    def test_another_host_is_not_served(self, db):
+        assert Client().get("/", headers={"Host": "evil.example"}).status_code == 400
+        assert "evil" not in Client().get("/", headers={"X-Forwarded-Host": "evil.example"}).content.decode()
 
     def test_the_session_does_not_authenticate_to_the_api(self, jane):
         client = Client()

@@ -36,7 +36,7 @@ from idempotency.phases import atomic_phase
 from idempotency.testing import Downstream, age, assert_survives
 from rides_demo.models import Ride
 from tests.factories import RideFactory, UserFactory
-from tests.kit.examples import GUIDES, serve_page, shop_modules
+from tests.kit.examples import GUIDES, file_of, serve_code, serve_page, shop_modules
 from tests.kit.threads import background
 from tests.models import Account, Entry
 
@@ -504,9 +504,9 @@ def rooms(request: Any) -> JsonResponse:
 
 
 @pytest.fixture
-def hand_on(page: Callable[..., ModuleType], settings: Settings, monkeypatch: Any) -> Callable[..., list[dict[str, Any]]]:
+def hand_on(shop: Any, settings: Settings, monkeypatch: Any) -> Callable[..., list[dict[str, Any]]]:
     """Return a function that sends a request which hands its key on, and returns what the others got."""
-    example = page("hand-the-key-on.md", 1, 2)
+    example = serve_code(settings, file_of("hand-the-key-on.md", "shop/calls.py"))
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path("orders/", hands_the_key_on), path("rooms/", rooms)]})
     client = Client(raise_request_exception=False)
     client.force_login(UserFactory())
@@ -565,9 +565,7 @@ def test_a_key_that_the_other_system_has_forgotten_is_handed_to_a_person(hand_on
 
 
 @pytest.fixture
-def deploy(
-    shop: Callable[..., SimpleNamespace], page: Callable[..., ModuleType], client: Client
-) -> Callable[[str], SimpleNamespace]:
+def deploy(shop: Callable[..., SimpleNamespace], settings: Settings, client: Client) -> Callable[[str], SimpleNamespace]:
     """Return a function that puts the old or the new code of the page into service."""
     bank = Downstream("bank", {"id": "ch_1"}, key="idempotency_key")
     post_office = SimpleNamespace(fails=False, keys=[])
@@ -580,7 +578,9 @@ def deploy(
     shop(bank={"charge_card": bank, "send_mail": send_mail})
 
     def put_into_service(which: str) -> SimpleNamespace:
-        module = page("deploy-a-change.md", 0) if which == "old" else page("deploy-a-change.md", 0, 1, 2)
+        view = file_of("deploy-a-change.md", "shop/views.py", {"old": 0, "new": 1}[which])
+        others = [file_of("deploy-a-change.md", path) for path in ("shop/urls.py", "shop/drain.py")]
+        module = serve_code(settings, view, *others)
         return SimpleNamespace(
             module=module, post_office=post_office, bank=bank, send=lambda: client.post("/orders/", ORDER, headers=KEY)
         )
@@ -676,9 +676,10 @@ def other_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("other_package")
 def test_a_retry_across_the_move_gets_the_answer_of_the_other_package(
-    page: Callable[..., ModuleType], client: Client, rf: RequestFactory
+    shop: Callable[..., SimpleNamespace], settings: Settings, client: Client, rf: RequestFactory
 ) -> None:
-    example = page("move-from-django-idempotency-key.md")
+    files = [file_of("move-from-django-idempotency-key.md", path) for path in ("shop/views.py", "shop/urls.py")]
+    example = serve_code(settings, *files)
     before = rf.post("/orders/", ORDER, headers=KEY)
     name = example.BasicKeyEncoder().encode_key(before, "key-1")
     example.CacheKeyStorage().store_data("default", name, JsonResponse({"id": 7}, status=201))

@@ -1,30 +1,121 @@
-"""The how-to guides that a newcomer needs first, followed as they are printed, from an empty folder.
+"""The how-to guides, followed as they are printed, from an empty folder.
 
 What their examples promise is tested in ``tests/docs/test_howtos.py``, ``tests/frameworks`` and ``tests/crash``.
 """
 
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
+from django.conf import settings
+from django.db import connection
+from psycopg.sql import SQL, Identifier
 
+from rides_demo.processes.ports import free_port
+from tests.kit import debian, pgbouncer
+from tests.kit.celery_app import broker_url
 from tests.kit.examples import GUIDES
-from tests.kit.printed import Project
+from tests.kit.printed import ROOT, Command, Project, steps
 
 pytestmark = pytest.mark.processes
 
 AS_PRINTED = [
-    "protect-a-view.md",
-    "forms.md",
-    "class-based-and-async-views.md",
+    "a-key-is-stuck.md",
     "add-phases.md",
     "checkout-in-the-session.md",
-    "stage-a-job.md",
-    "receive-webhooks.md",
-    "django-rest-framework.md",
+    "class-based-and-async-views.md",
+    "consume-messages.md",
+    "deploy-a-change.md",
     "django-ninja.md",
+    "django-rest-framework.md",
+    "do-without-a-key.md",
+    "forms.md",
+    "hand-the-key-on.md",
+    "metrics-and-alerts.md",
+    "prepare-a-request.md",
+    "protect-a-view.md",
+    "publish-in-openapi.md",
+    "receive-webhooks.md",
+    "run-the-processes.md",
+    "stage-a-job.md",
+    "test-your-views.md",
 ]
+#: ... and those that need a service, or another package. The guide to shards needs several databases.
+WITH_MORE = [
+    "call-from-a-client.md",
+    "choose-a-queue.md",
+    "move-from-django-idempotency-key.md",
+    "run-a-soak.md",
+    "shard-by-tenant.md",
+    "use-a-pooler.md",
+]
+
+
+def test_each_guide_is_followed() -> None:
+    assert sorted(AS_PRINTED + WITH_MORE) == sorted(guide.name for guide in GUIDES.glob("*.md"))
 
 
 @pytest.mark.parametrize("guide", AS_PRINTED)
 def test_a_guide_can_be_followed_from_an_empty_folder(guide: str, tmp_path: Path) -> None:
     Project(tmp_path).follow((GUIDES / guide).read_text())
+
+
+def test_the_guide_to_clients_can_be_followed(tmp_path: Path) -> None:
+    port = free_port()
+    here = {"localhost:8000": f"localhost:{port}", "runserver --noreload": f"runserver --noreload {port}"}
+    Project(tmp_path, here).follow((GUIDES / "call-from-a-client.md").read_text())
+
+
+def test_the_guide_to_queues_can_be_followed(broker: Any, tmp_path: Path) -> None:
+    here = {"redis://localhost:6379/0": settings.REDIS_URL, "redis://localhost:6379/1": broker_url(settings.REDIS_URL)}
+    Project(tmp_path, here).follow((GUIDES / "choose-a-queue.md").read_text())
+
+
+def test_the_move_from_another_package_can_be_followed(tmp_path: Path) -> None:
+    page, packages = (GUIDES / "move-from-django-idempotency-key.md").read_text(), tmp_path / "packages"
+    (package,) = {word for line in page.splitlines() if line.startswith("$ pip") for word in line.split() if "==" in word}
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), package]
+    try:
+        debian.run(pip, f"pip could not fetch {package}")
+    except debian.NotToBeHad as reason:
+        pytest.skip(str(reason))
+    Project(tmp_path / "shop", PYTHONPATH=f"{packages}:{ROOT}").follow(page)
+
+
+def test_the_command_of_the_soak_is_a_target_of_make() -> None:
+    """A soak of some seconds is run by ``tests/processes/test_soak.py``."""
+    page = (GUIDES / "run-a-soak.md").read_text()
+    (line,) = [step.line for step in steps(page) if isinstance(step, Command)]
+    assert "manage.py soak" in Project(ROOT).run(line.replace("make", "make --dry-run"))
+
+
+@pytest.fixture
+def behind_pgbouncer(short_folder: Path) -> Iterator[dict[str, str]]:
+    """Return the variables with which a reader reaches a new database through PgBouncer."""
+    reached, name = connection.settings_dict, f"pooler_{os.getpid()}"
+    postgres = reached["HOST"] or reached["OPTIONS"].get("host", "")
+    if not postgres.startswith("/"):
+        pytest.skip("the server is not the tests' own")
+
+    def administer(statement: str) -> None:
+        with psycopg.connect(**connection.get_connection_params() | {"dbname": "postgres"}, autocommit=True) as server:
+            server.execute(SQL(statement).format(Identifier(name)))
+
+    try:
+        pooler = pgbouncer.start(short_folder / "pgbouncer", Path(postgres))
+    except debian.NotToBeHad as reason:
+        pytest.skip(str(reason))
+    administer("CREATE DATABASE {}")
+    yield {"PGHOST": str(pooler.sockets), "PGUSER": "postgres", "PGDATABASE": name}
+    pooler.stop()
+    administer("DROP DATABASE {} WITH (FORCE)")
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db
+def test_the_guide_to_poolers_can_be_followed(behind_pgbouncer: dict[str, str], tmp_path: Path) -> None:
+    Project(tmp_path, **behind_pgbouncer).follow((GUIDES / "use-a-pooler.md").read_text())

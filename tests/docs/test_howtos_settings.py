@@ -14,13 +14,11 @@ from django.views.decorators.http import require_http_methods
 from django_tasks import task
 from django_tasks_db.models import DBTaskResult
 from drf_spectacular.generators import SchemaGenerator
-from ninja.decorators import decorate_view
 from prometheus_client import CollectorRegistry, generate_latest
 from pytest_django import Settings
 from rest_framework.views import APIView
 
 from idempotency.backends import MAX_ATTEMPTS
-from idempotency.contrib import ninja
 from idempotency.contrib.celery import OnceTask
 from idempotency.contrib.rq import RQBackend
 from idempotency.contrib.tasks import TasksBackend
@@ -30,9 +28,9 @@ from idempotency.exceptions import NoOpenTransaction
 from idempotency.models import StagedJob
 from tests.factories import StagedJobFactory
 from tests.kit import jobs
-from tests.kit.celery_app import app as celery_app
-from tests.kit.examples import GUIDES, blocks, shop_modules
+from tests.kit.examples import GUIDES, file_of, shop_modules
 from tests.kit.pages import says
+from tests.kit.printed import Write, steps
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -43,48 +41,23 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     return shop_modules(monkeypatch)
 
 
-def executed(guide: str, *numbers: int, **names: Any) -> SimpleNamespace:
-    """Execute blocks of a guide with these names in reach; return what they made."""
-    for number in numbers:
-        exec(compile(blocks(guide, "python")[number], guide, "exec"), names)
+def executed(guide: str, path: str, **names: Any) -> SimpleNamespace:
+    """Execute a file of a guide with these names in reach; return what it made."""
+    names |= {"__name__": path.removesuffix(".py").replace("/", ".")}
+    exec(compile(file_of(guide, path), path, "exec"), names)
     return SimpleNamespace(**names)
+
+
+def added(guide: str, path: str) -> list[Write]:
+    """Return what a guide adds to a file, step by step."""
+    return [step for step in steps((GUIDES / guide).read_text()) if isinstance(step, Write) and step.path == path]
 
 
 # choose-a-queue.md
 
 
-def test_each_queue_of_the_settings_gets_its_jobs(broker: Any, settings: Settings, shop: Any) -> None:
-    sent: list[StagedJob] = []
-    shop(audit={"send": sent.append})
-    settings.IDEMPOTENCY = executed("choose-a-queue.md", 0).IDEMPOTENCY
-    reports, audit, other = (
-        StagedJobFactory(job_name="tests.kit.jobs.record", job_args=[1], queue=queue)
-        for queue in ("reports", "audit", "default")
-    )
-    assert enqueue_once() == EnqueuePass(handed_over=3)
-    assert [job.pk for job in sent] == [audit.pk]
-    assert broker.lrange("rq:queue:default", 0, -1) == [str(other.pk).encode()]
-    assert str(reports.pk).encode() in broker.lindex("reports", 0)
-    broker.flushdb()
-
-
-def test_the_task_of_the_page_is_one_that_celery_is_given(broker: Any, settings: Settings, shop: Any) -> None:
-    shop(tasks={"__name__": "shop.tasks"})
-    made = executed("choose-a-queue.md", 1, __name__="shop.tasks")
-    name = re.findall(r'stage_job\("(shop\.tasks\.\w+)", \{"ride_id"', (GUIDES / "choose-a-queue.md").read_text())[0]
-    assert name == made.send_receipt.name
-    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "idempotency.contrib.celery.CeleryBackend"}}
-    job = StagedJobFactory(job_name=name, job_args={"ride_id": 1})
-    try:
-        assert enqueue_once() == EnqueuePass(handed_over=1)
-        assert str(job.pk).encode() in broker.lindex("celery", 0)
-    finally:
-        celery_app.tasks.pop(name)
-        broker.flushdb()
-
-
 def test_a_plain_enqueue_is_staged_with_the_tasks_of_the_page(settings: Settings) -> None:
-    settings.TASKS = executed("choose-a-queue.md", 2).TASKS
+    settings.TASKS = executed("choose-a-queue.md", "shop/settings.py", INSTALLED_APPS=[]).TASKS
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "idempotency.contrib.tasks.TasksBackend"}}
     record = task(jobs.record)
     with pytest.raises(NoOpenTransaction):
@@ -120,13 +93,14 @@ def test_how_long_jobs_are_tried_is_what_the_page_says() -> None:
 @pytest.mark.parametrize("options", [{}, {"OPTIONS": {"application_name": "shop"}}])
 def test_the_settings_of_poolers_keep_what_is_there(options: dict[str, Any]) -> None:
     databases = {"default": {"NAME": "shop", **options}}
-    executed("use-a-pooler.md", 0, DATABASES=databases)
+    for_pgbouncer, for_a_pool = (step.content for step in added("use-a-pooler.md", "shop/settings.py")[1:])
+    exec(for_pgbouncer, {"DATABASES": databases})
     assert databases["default"] == {
         "NAME": "shop",
         "DISABLE_SERVER_SIDE_CURSORS": True,
         "OPTIONS": {**options.get("OPTIONS", {}), "prepare_threshold": None},
     }
-    executed("use-a-pooler.md", 1, DATABASES=databases)
+    exec(for_a_pool, {"DATABASES": databases})
     assert databases["default"]["OPTIONS"]["pool"]["max_size"] > databases["default"]["OPTIONS"]["pool"]["min_size"]
 
 
@@ -138,7 +112,7 @@ def described(operation: dict[str, Any]) -> bool:
 
 
 def test_the_schema_class_of_the_page_describes_a_protected_method(settings: Settings) -> None:
-    settings.REST_FRAMEWORK = executed("publish-in-openapi.md", 0).REST_FRAMEWORK
+    settings.REST_FRAMEWORK = executed("publish-in-openapi.md", "shop/settings.py", INSTALLED_APPS=[]).REST_FRAMEWORK
 
     class Orders(APIView):
         @idempotent
@@ -153,14 +127,9 @@ def test_the_schema_class_of_the_page_describes_a_protected_method(settings: Set
     }
 
 
-def test_the_ninja_api_of_the_page_describes_a_protected_operation() -> None:
-    api = executed("publish-in-openapi.md", 1).api
+def test_the_ninja_api_of_the_page_describes_a_protected_operation(shop: Any) -> None:
+    api = executed("publish-in-openapi.md", "shop/api.py").api
     api.urls_namespace = "publish-in-openapi"
-
-    @api.post("/orders")
-    @decorate_view(ninja.idempotent)
-    def create_order(request: HttpRequest) -> None: ...
-
     assert described(api.get_openapi_schema(path_prefix="")["paths"]["/orders"]["post"])
 
 
@@ -171,9 +140,8 @@ def test_a_document_kept_by_hand_is_described(settings: Settings) -> None:
 
     settings.ROOT_URLCONF = urls = ModuleType("urls")
     urls.urlpatterns = [path("orders/", require_http_methods(["PUT", "POST"])(create_order))]  # type: ignore[attr-defined]
-    operation = {"responses": {"201": {"description": "Made."}}}
-    document: dict[str, Any] = {"paths": {"/orders/": {"post": operation}}, "components": {"schemas": {}}}
-    executed("publish-in-openapi.md", 2, document=document)
+    example = executed("publish-in-openapi.md", "shop/openapi.py")
+    document = example.add_policies(example.DOCUMENT)
     assert described(document["paths"]["/orders/"]["post"])
     assert list(document["components"]["schemas"]) == ["IdempotencyProblem"]
 
@@ -183,6 +151,6 @@ def test_a_document_kept_by_hand_is_described(settings: Settings) -> None:
 
 def test_the_registered_collector_reads_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus_client, "REGISTRY", registry := CollectorRegistry())
-    executed("metrics-and-alerts.md", 0)
+    executed("metrics-and-alerts.md", "shop/apps.py").ShopConfig("shop", prometheus_client).ready()
     StagedJobFactory()
     assert b"\nidempotency_due_jobs 1.0\n" in generate_latest(registry)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from base64 import b64encode
 from datetime import timedelta
 from functools import partial
 
@@ -9,7 +10,7 @@ import pytest
 import redis.retry
 from django.db import connection, transaction
 from django.utils import timezone
-from rq import Retry, SimpleWorker
+from rq import Retry
 
 from idempotency import enqueuer
 from idempotency.backends import BrokerUnavailable
@@ -17,7 +18,6 @@ from idempotency.contrib import rq as rq_backend
 from idempotency.contrib.rq import RQBackend, run_once
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import MessageInProgress
-from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.jobs import stage_job
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
@@ -179,6 +179,21 @@ def test_the_error_of_a_broker_that_is_down_has_its_address_without_secrets(sett
         enqueue_once()
     assert f"Redis at {address} accepts no jobs" in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_what_redis_never_takes_is_refused_and_stops_no_other_job(broker):
+    """Redis closes the connection of a client that sends too much; from 7.4 on the whole MULTI of a batch counts."""
+    blob = b64encode(os.urandom(1_500_000)).decode()  # A queue compresses it to three quarters.
+    [large] = stage(1, job_args={"blob": blob}, run_at=timezone.now() - timedelta(hours=1))
+    stage(2)
+    broker.config_set("client-query-buffer-limit", 1024 * 1024)
+    try:
+        assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
+    finally:
+        broker.config_set("client-query-buffer-limit", 1024 * 1024 * 1024)
+    job = StagedJob.objects.get()
+    assert (job.pk, job.refusals) == (large.pk, 1)
+    assert "client-query-buffer-limit" in job.last_error
 
 
 def test_a_broker_that_hangs_fails_before_the_database_gives_up(settings, monkeypatch):
@@ -369,37 +384,6 @@ def test_a_job_that_fails_leaves_nothing_and_waits_for_its_next_try(broker):
     assert not AuditRecord.objects.exists()
     assert not ProcessedMessage.objects.exists()
     assert broker.zrange("rq:scheduled:default", 0, -1) == [str(job.pk).encode()]
-
-
-@pytest.mark.postgres
-@pytest.mark.processes
-def test_a_job_that_meets_its_own_first_delivery_comes_back(broker, monkeypatch):
-    """The worker puts it back on the queue as long as the other delivery runs, and it takes effect once."""
-    monkeypatch.setattr("idempotency.inbox.WAIT_SECONDS", 1)
-    user = UserFactory()
-    [job] = stage(1, job_name="tests.kit.jobs.record", job_args=[user.pk])
-    enqueue_once()
-    gate = Gate()
-
-    def other_delivery():
-        with process_once(STAGED_JOBS, str(job.pk)):
-            gate.wait_here()
-            raise RuntimeError("on purpose")
-
-    def failing_delivery():
-        with pytest.raises(RuntimeError, match="on purpose"):
-            other_delivery()
-
-    with background(failing_delivery):
-        gate.wait_until_reached()
-        former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        SimpleWorker(["default"], connection=broker).work(burst=True, max_jobs=2)
-        for number, handler in former.items():
-            signal.signal(number, handler)
-        assert queued(broker) == [str(job.pk)]
-        gate.open()
-    work(broker)
-    assert AuditRecord.objects.count() == 1
 
 
 def test_the_wrapper_runs_a_job_once(broker):

@@ -56,7 +56,9 @@ def first_delivery(monkeypatch):
 
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
-def test_a_transaction_around_it_keeps_its_own_limit():
+def test_a_transaction_around_it_keeps_its_own_limit(settings):
+    settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "INBOX_IDLE_SECONDS": 3600, "LOCK_TIMEOUT_SECONDS": 90}
+
     def limit():
         with connection.cursor() as cursor:
             cursor.execute("SHOW idle_in_transaction_session_timeout")

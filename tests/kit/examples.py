@@ -12,10 +12,15 @@ from django.test import Client
 from pytest_django import Settings
 
 from tests.factories import UserFactory
-from tests.kit.printed import lead
+from tests.kit.printed import lead, versions
 from tests.models import Account, Entry
 
 GUIDES = Path(__file__).parents[2] / "docs" / "how-to"
+
+
+def file_of(guide: str, path: str, version: int = -1) -> str:
+    """Return a file that a guide lets its reader write, as it is at the end or after an earlier step."""
+    return versions((GUIDES / guide).read_text(), path)[version]
 
 
 def blocks(guide: str, language: str) -> list[str]:
@@ -59,14 +64,18 @@ def shop_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespa
     return make
 
 
-def serve_page(settings: Settings, guide: str, *numbers: int) -> ModuleType:
-    """Execute the Python blocks of a guide, all or these, one after the other in one module, and serve their URLs."""
+def serve_page(settings: Settings, guide: str) -> ModuleType:
+    """Execute the Python blocks of a guide, one after the other in one module, and serve their URLs."""
+    return serve_code(settings, *_code(guide))
+
+
+def serve_code(settings: Settings, *codes: str) -> ModuleType:
+    """Execute codes of the shop, one after the other in one module, and serve their URLs."""
     module = ModuleType("example")
     sys.modules["shop.views"] = module  # shop_modules() takes it away again
     settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "JOB_MODULES": ["shop", "example", "tests"]}
-    found = _code(guide)
-    for number in numbers or range(len(found)):
-        exec(compile(found[number], guide, "exec"), vars(module))
+    for code in codes:
+        exec(compile(code, "example.py", "exec"), vars(module))
     if hasattr(module, "urlpatterns"):
         settings.ROOT_URLCONF = module
     return module

@@ -1,18 +1,16 @@
-"""PgBouncer in transaction mode in front of the PostgreSQL of a test run: found, or installed where that can be done."""
+"""PgBouncer in transaction mode in front of the PostgreSQL of a test run."""
 
 import os
 import pwd
-import shutil
 import socket
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 from rides_demo.processes.embedded import postgres_url
 from rides_demo.processes.process import Process, ProcessError
 from rides_demo.processes.system_user import SYSTEM_USER, ensure_system_user, open_parents
+from tests.kit import debian
 
-INSTALL_SECONDS = 300
 #: Client and server connections have little to do with each other: so few servers make transactions change them all the time.
 CONFIGURATION = """
 [databases]
@@ -29,41 +27,6 @@ unix_socket_dir = {folder}
 unix_socket_mode = 0700
 logfile =
 """
-
-
-class NotToBeHad(Exception):
-    """The message says what is missing, and why it could not be installed."""
-
-
-def pgbouncer() -> str:
-    """Return the path of the program, installed first as root of a Debian without one. Raises NotToBeHad."""
-    if found := _found():
-        return found
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise NotToBeHad("There is no PgBouncer, and only root of a Debian can install it: apt-get install pgbouncer.")
-    for arguments in (["update"], ["install", "--yes", "--no-install-recommends", "pgbouncer"]):
-        try:
-            subprocess.run(
-                ["apt-get", "--quiet", *arguments],
-                env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=INSTALL_SECONDS,
-                check=True,
-            )
-        except subprocess.TimeoutExpired:
-            raise NotToBeHad(f"PgBouncer could not be installed within {INSTALL_SECONDS} seconds.") from None
-        except subprocess.CalledProcessError as error:
-            said = error.stderr.strip().splitlines() or ["no reason was given"]
-            raise NotToBeHad(f"PgBouncer could not be installed: {said[-1]}") from None
-    if found := _found():
-        return found
-    raise NotToBeHad("apt-get installed PgBouncer, and it is not on the PATH.")
-
-
-def _found() -> str | None:
-    return shutil.which("pgbouncer", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin")
 
 
 class PgBouncer(Process):
@@ -98,8 +61,8 @@ class PgBouncer(Process):
 
 
 def start(folder: Path, postgres: Path) -> PgBouncer:
-    """Start a PgBouncer and return it. Raises NotToBeHad where there is none, ProcessError when it does not start."""
-    bouncer = PgBouncer(pgbouncer(), folder, postgres)
+    """Start a PgBouncer and return it. Raises NotToBeHad if there is none, ProcessError when it does not start."""
+    bouncer = PgBouncer(debian.program("pgbouncer", "pgbouncer"), folder, postgres)
     try:
         bouncer.start()
     except ProcessError as error:

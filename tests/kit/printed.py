@@ -2,18 +2,27 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 #: Variables of the tests that a reader does not have.
 OURS = ("DJANGO_", "DATABASE_URL", "REDIS_URL", "RIDES_", "PG", "PYTHON", "COV", "VIRTUAL_ENV", "PYTEST")
-LEAD = re.compile(r"(Write|Write over|Add to the end of|Change) `([\w./]+)`:$")
+LEAD = re.compile(r"(Write|Write over|Add to the end of|Change) `([\w./-]+)`:$")
+#: ... or the mark of a block that is no part of the project.
+SHOWN = re.compile(r"\(shown only\):$")
 #: The tests run in an environment that has everything.
 INSTALLS = ("python3 -m venv", "pip install")
+#: It ends what the page has started in the background.
+STOP = "kill $(jobs -p)"
+#: A reader who has started a process looks again until it has done its work.
+PATIENCE_SECONDS = 60
 SECONDS = re.compile(r"\b\d+\.\d+s\b")
 
 
@@ -52,26 +61,51 @@ class Look:
 Step = Write | Change | Command | Look
 
 
+def before(page: str, start: int) -> str:
+    """Return the text before a block, on one line."""
+    return " ".join(page[max(0, start - 200) : start].split())
+
+
 def lead(page: str, start: int) -> re.Match[str] | None:
     """Return the sentence before a block, which says where the block belongs."""
-    return LEAD.search(" ".join(page[max(0, start - 200) : start].split()))
+    return LEAD.search(before(page, start))
 
 
 def steps(page: str) -> Iterator[Step]:
-    """Yield the steps of a page, in its order. A block of code must follow a sentence that names its file."""
+    """Yield the steps of a page, in its order. A block is a file that the sentence before it names, a console, what the admin
+    shows (``text``), or marked as shown only."""
     for found in re.finditer(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S):
         language, block = found[1], found[2]
-        if language in ("python", "html", "diff"):
-            told = lead(page, found.start())
-            assert told, f"the page does not say where this belongs:\n{block}"
-            assert (told[1] == "Change") == (language == "diff"), f"{told[0]} stands before a block of {language}"
-            yield Change(told[2], hunks(block)) if language == "diff" else Write(told[2], block, told[1].startswith("Add"))
-        elif language == "text":
-            yield Look(block.splitlines())
-        else:
-            assert language in ("console", "shell"), language
+        if language == "console":
             for line, output in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M):
                 yield Command(line, output.splitlines())
+        elif language == "text":
+            yield Look(block.splitlines())
+        elif told := lead(page, found.start()):
+            assert (told[1] == "Change") == (language == "diff"), f"{told[0]} stands before a block of {language}"
+            yield Change(told[2], hunks(block)) if language == "diff" else Write(told[2], block, told[1].startswith("Add"))
+        else:
+            assert SHOWN.search(before(page, found.start())), f"the page does not say where this belongs:\n{block}"
+
+
+def versions(page: str, path: str) -> list[str]:
+    """Return the contents of a file after each step of the page that writes or changes it."""
+    found: list[str] = []
+    for step in steps(page):
+        match step:
+            case Write(at, content, at_the_end) if at == path:
+                found.append((found[-1] if found and at_the_end else "") + content)
+            case Change(at, places) if at == path:
+                found.append(changed(found[-1], places))
+    return found
+
+
+def changed(content: str, places: list[tuple[str, str]]) -> str:
+    """Return a content with the old lines of each place replaced by the new ones."""
+    for old, new in places:
+        assert content.count(old) == 1, f"there are {content.count(old)} times:\n{old}"
+        content = content.replace(old, new)
+    return content
 
 
 def hunks(diff: str) -> list[tuple[str, str]]:
@@ -89,28 +123,39 @@ def changed_lines(page: str) -> int:
 
 
 class Project:
-    """A folder that is empty at first, in which a reader has Django and the app of the checkout."""
+    """A folder that is empty at first, in which a reader has Django and the app of the checkout.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    ``here``: what the pages write, and what it is on this machine, such as an address.
+    ``environment``: variables of the reader.
+    """
+
+    def __init__(self, folder: Path, here: dict[str, str] | None = None, **environment: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.here = folder, here or {}
         found = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         binaries = f"{Path(sys.executable).parent}:{found['PATH']}"
-        self.environment = {**found, "PATH": binaries, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self.environment = {**found, "PATH": binaries, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
+        self.running: list[subprocess.Popen[str]] = []
 
     def follow(self, page: str, *leave_out: str) -> None:
         """Carry out the steps of a page, or of a part of one. A command that fails, or prints something else, fails.
 
         ``leave_out`` are parts of commands that are not entered, besides those that install.
         """
-        for step in steps(page):
-            match step:
-                case Write():
-                    self.write(step)
-                case Change(path, places):
-                    self.change(path, places)
-                case Command(line, output) if not any(part in line for part in (*INSTALLS, *leave_out)):
-                    printed = SECONDS.sub("…", self.run(line)).splitlines()
-                    assert printed == [SECONDS.sub("…", said) for said in output], f"$ {line}"
+        for written, here in self.here.items():
+            assert written in page, f"the page no longer says {written}"
+            page = page.replace(written, here)
+        try:
+            for step in steps(page):
+                match step:
+                    case Write():
+                        self.write(step)
+                    case Change(path, places):
+                        self.change(path, places)
+                    case Command(line, output) if not any(part in line for part in (*INSTALLS, *leave_out)):
+                        self.enter(line, output)
+        finally:
+            self.stop()
 
     def write(self, step: Write) -> None:
         """Write a file, or add to its end."""
@@ -120,22 +165,53 @@ class Project:
 
     def change(self, path: str, places: list[tuple[str, str]]) -> None:
         """Replace the old lines of each place by the new ones."""
-        content = (self.folder / path).read_text()
-        for old, new in places:
-            assert content.count(old) == 1, f"{path} has {content.count(old)} times:\n{old}"
-            content = content.replace(old, new)
-        (self.folder / path).write_text(content)
+        file = self.folder / path
+        file.write_text(changed(file.read_text(), places))
+
+    def enter(self, line: str, output: list[str]) -> None:
+        """Enter a command, in the background if it ends with ``&``, and compare its output."""
+        if line.endswith(" &"):
+            self.running.append(self._start(line.removesuffix(" &")))
+        elif line == STOP:
+            self.stop()
+        else:
+            expected, end = [SECONDS.sub("…", said) for said in output], time.monotonic() + PATIENCE_SECONDS
+            while (printed := self._printed(line)) != (0, expected) and self.running and time.monotonic() < end:
+                time.sleep(0.1)
+            assert printed == (0, expected), f"$ {line}\n" + "\n".join(printed[1])
 
     def run(self, line: str) -> str:
         """Run a command of the shell to its end, and return its output, errors included."""
-        done = subprocess.run(
+        status, printed = self._printed(line)
+        assert status == 0, f"$ {line}\n" + "\n".join(printed)
+        return "\n".join(printed)
+
+    def stop(self) -> None:
+        """End what was started in the background."""
+        while self.running:
+            process = self.running.pop()
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.communicate(timeout=30)
+
+    def _start(self, line: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
             ["bash", "-c", line],
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            start_new_session=True,
         )
-        assert done.returncode == 0, f"$ {line}\n{done.stdout}"
-        return done.stdout
+
+    def _printed(self, line: str) -> tuple[int, list[str]]:
+        """Return the exit status of a command, and its output, errors included."""
+        process = self._start(line)
+        try:
+            printed, _ = process.communicate(timeout=120)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return process.returncode, SECONDS.sub("…", printed).splitlines()

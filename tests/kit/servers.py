@@ -40,7 +40,8 @@ class Standby(HastyPostgres):
         Process.wait_ready(self, seconds)
 
     def execute(self, statement: str) -> Any:
-        """Return the first column of the row that the statement yields."""
+        """Return the first column of the row that the statement yields, None without one."""
         with psycopg.connect(host=str(self.sockets), user="postgres", dbname="postgres", autocommit=True) as connection:
-            row = connection.execute(statement.encode()).fetchone()
+            cursor = connection.execute(statement.encode())
+            row = cursor.fetchone() if cursor.description else None
             return row and row[0]

@@ -25,9 +25,9 @@ ALLOWED_SKIPS = (
     r"may not mount$",
     r"the server has no unix socket here$",
     r"the server is not the tests' own$",
-    r"There is no (Chromium|PgBouncer|npm)",
-    r"(Chromium|PgBouncer) could not be installed",
-    r"npm could not fetch ",
+    r"There is no (chromium|pgbouncer|npm)",
+    r"(chromium|pgbouncer) could not be installed",
+    r"(npm|pip) could not fetch ",
     r"apt-get installed ",
 )
 

@@ -125,7 +125,7 @@ def test_a_wrong_option_exits_2():
 def test_the_commands_of_the_how_to_are_ones_that_the_commands_take():
     text = (settings.BASE_DIR / "docs" / "how-to" / "run-the-processes.md").read_text()
     commands = re.findall(
-        r"manage\.py ((?:enqueue_jobs|complete_keys|reap_keys|idempotency_worker|idempotency_doctor)[^`\n]*)", text
+        r"manage\.py ((?:enqueue_jobs|complete_keys|reap_keys|idempotency_worker|idempotency_doctor)[^`\n&]*)", text
     )
     assert len(commands) > 10
     for name, *arguments in map(str.split, commands):

@@ -54,6 +54,17 @@ def test_the_view_sees_the_host_that_its_client_saw_and_the_path_that_the_site_i
     assert get_script_prefix() == "/"
 
 
+def test_what_a_proxy_that_is_not_trusted_forwards_is_not_believed(shop: Shop, sender: Sender, settings: Settings) -> None:
+    settings.ALLOWED_HOSTS = ["rides.example"]
+    forwarded = {"X-Forwarded-Host": "evil.example", "X-Forwarded-For": "192.0.2.7", "X-Forwarded-Proto": "https"}
+    sender.send(headers={"Host": "rides.example", **forwarded})
+    abandon()
+    complete_once()
+    by_client, by_completer = shop.seen
+    assert by_completer == by_client
+    assert (by_completer["address"], by_completer["receipt"]) == ("127.0.0.1", "http://rides.example/view/")
+
+
 def test_the_view_finds_addresses_in_the_urlconf_of_its_request(
     shop: Shop, sender: Sender, settings: Settings, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

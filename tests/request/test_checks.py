@@ -49,6 +49,8 @@ def test_the_defaults_and_right_settings_pass(settings):
         {"ENQUEUERS": ["rq"]},
         {"ENQUEUERS": {}},
         {"PHASE_ISOLATION": "high"},
+        {"CONFIRM_REPLICATED": "disk"},
+        {"CONFIRM_REPLICATED": 1},
     ],
 )
 def test_a_setting_that_cannot_be_right_is_an_error(settings, values):
@@ -95,6 +97,12 @@ def test_a_class_of_validators_is_an_error_since_it_would_take_every_key(setting
 def test_a_callable_and_its_dotted_path_are_right(settings):
     assert found(settings, ERROR_RENDERER="idempotency.contrib.stripe_errors.render", PREPARE_REQUEST=print) == []
     assert found(settings, KEY_VALIDATOR="django.core.validators.validate_slug", PREPARE_REQUEST=None) == []
+
+
+@pytest.mark.parametrize("value", [True, "storage"])
+def test_a_confirmation_that_no_database_can_give_is_a_warning(settings, value):
+    vendor = connections["default"].vendor
+    assert found(settings, CONFIRM_REPLICATED=value) == (["idempotency.W014"] if vendor == "sqlite" else [])
 
 
 def test_a_completer_that_may_meet_the_client_is_a_warning(settings):

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 from django.db import connection
+from pytest_django import Settings
 
 from benchmarks import views
 from benchmarks.counts import Counts, count, create_table
@@ -82,6 +83,22 @@ def test_replay_of_a_plain_view_is_one_statement_in_a_transaction() -> None:
 
 def test_replay_of_a_phased_view_is_one_statement() -> None:
     assert len(replay(views.ride).statements) == 1
+
+
+@pytest.mark.parametrize(("view", "statements"), [(views.plain, 3), (views.ride, 1)], ids=["plain", "ride"])
+def test_confirmed_replay_is_one_statement_more(view: views.View, statements: int, settings: Settings) -> None:
+    for value, more in ((False, 0), ("storage", 1)):
+        settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": value}
+        counts = replay(view)
+        assert len(counts.statements) == statements + more
+        assert round(counts.wal_bytes, -2) == 100 * more
+
+
+@pytest.mark.parametrize("view", [views.plain, views.ride], ids=["plain", "ride"])
+def test_confirmation_adds_no_statement_to_a_first_request(view: views.View, settings: Settings) -> None:
+    costs = len(first(view).statements)
+    settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": "storage"}
+    assert len(first(view).statements) == costs
 
 
 @pytest.mark.parametrize("view", [views.plain, views.ride], ids=["plain", "ride"])

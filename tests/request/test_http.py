@@ -119,6 +119,9 @@ BAD_INPUT = {
     "endless boundary": {"body": b"abc", "content_type": f"multipart/form-data; boundary={'a' * 300}"},
     "odd content type": {"content_type": "application/json; x=\xff\x00"},
     "unknown charset": {"content_type": "application/json; charset=klingon"},
+    "charset that decodes nothing": {"content_type": "application/json; charset=undefined"},
+    "form in no charset of text": {"body": b"a=1", "content_type": "application/x-www-form-urlencoded; charset=idna"},
+    "boundary that is not ASCII": {"body": b"abc", "content_type": "multipart/form-data; boundary=\xe9"},
     "NUL in kept headers": {"headers": {"Accept": "a\x00b", "Accept-Language": "\xff"}},
     "odd method": {"method": "BREW-COFFEE-AND-THEN-SOME-MORE"},
 }

@@ -11,6 +11,7 @@ from django.contrib.auth.models import Group
 from django.contrib.sessions.models import Session
 from django.core.exceptions import PermissionDenied
 from django.db import connection
+from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.utils.functional import SimpleLazyObject
 from pytest_django import Settings
@@ -247,6 +248,81 @@ def test_values_that_are_too_large_are_an_error(checkout: Any, sender: Sender) -
     with pytest.raises(ValueError, match=rf"_view .* at most {MAX_KEPT_BYTES:,}"):
         sender.send()
     assert not IdempotencyKey.objects.exists()
+
+
+class Gone:
+    """A lazy value whose row was deleted."""
+
+    @property
+    def pk(self) -> int:
+        raise Group.DoesNotExist
+
+
+def grow(sender: Sender) -> None:
+    in_session(sender, basket="x" * MAX_KEPT_BYTES)
+
+
+def replace(sender: Sender) -> None:
+    ATTRIBUTES["tenant"] = Basket()
+
+
+def delete(sender: Sender) -> None:
+    ATTRIBUTES["account"] = Gone()
+
+
+KEEP = ["session.basket", "tenant", "account.pk"]
+CHANGES = pytest.mark.parametrize("change", [grow, replace, delete])
+
+
+@CHANGES
+def test_a_finished_request_is_answered_though_its_values_cannot_be_stored_any_more(
+    change: Callable[[Sender], None], checkout: Any, sender: Sender
+) -> None:
+    shop = checkout(lambda request: None, {"tenant": "north"}, keep=KEEP)
+    shop.broken = False
+    in_session(sender, basket="tea")
+    assert sender.send().status_code == 201
+    change(sender)
+    assert sender.send()["Idempotent-Replayed"] == "true"
+    assert sender.send(body={"other": "body"}).json()["code"] == "key_reused"
+    assert sender.send(key="new").status_code == 500
+    assert IdempotencyKey.objects.count() == 1
+
+
+@CHANGES
+def test_a_request_that_was_begun_goes_on_though_its_values_cannot_be_stored_any_more(
+    change: Callable[[Sender], None], checkout: Any, sender: Sender
+) -> None:
+    shop = checkout(lambda request: None, {"tenant": "north"}, keep=KEEP)
+    in_session(sender, basket="tea")
+    assert sender.send().status_code == 500
+    before = IdempotencyKey.objects.values_list("request_headers", flat=True)[0]
+    change(sender)
+    shop.broken = False
+    assert sender.send().status_code == 201
+    assert IdempotencyKey.objects.values_list("request_headers", flat=True)[0] == before
+
+
+@CHANGES
+def test_while_nothing_is_begun_values_that_cannot_be_stored_are_an_error(
+    change: Callable[[Sender], None], serve: Serve, checkout: Any, sender: Sender
+) -> None:
+    checkout(lambda request: None, {"tenant": "north"})
+    serve(view=phased(raising(OSError), keep=KEEP))
+    in_session(sender, basket="tea")
+    assert sender.send().status_code == 500
+    before = IdempotencyKey.objects.values_list("request_headers", "attempts")[0]
+    change(sender)
+    assert sender.send().status_code == 500
+    assert IdempotencyKey.objects.values_list("request_headers", "attempts")[0] == before
+
+
+def test_a_running_request_is_in_use_though_the_values_of_a_retry_cannot_be_stored(serve: Serve, sender: Sender) -> None:
+    serve(view=phased(raising(OSError), keep=["session.basket"]))
+    assert sender.send().status_code == 500
+    IdempotencyKey.objects.update(locked_at=Now())
+    grow(sender)
+    assert sender.send().json()["code"] == "key_in_use"
 
 
 @pytest.mark.parametrize("options", [{"redact": ["a"]}, {"store_body": False}])

@@ -14,6 +14,7 @@ from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_GET, require_http_methods, require_POST
+from rest_framework import generics
 
 from idempotency.decorators import idempotent
 from idempotency.policy import Policy, policies, protected_views
@@ -47,6 +48,16 @@ def test_a_function_is_protected_for_the_unsafe_methods_that_reach_it(
 ) -> None:
     [policy] = found(path("rides", decorated))
     assert (policy.methods, policy.path, policy.view) == (methods, "/rides", "tests.request.test_policy.answer")
+
+
+@method_decorator(idempotent, name="create")
+class CreateOrder(generics.CreateAPIView):
+    """A generic view of Django REST framework, whose ``post()`` is inherited and calls ``create()``."""
+
+
+def test_a_generic_view_is_protected_by_the_handler_that_its_method_calls() -> None:
+    [policy] = found(path("orders", CreateOrder.as_view()))
+    assert (policy.methods, policy.path) == (("POST",), "/orders")
 
 
 def test_what_is_not_protected_has_no_policy() -> None:

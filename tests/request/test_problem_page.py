@@ -17,7 +17,7 @@ BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,imag
 EVERY = [
     problems.key_missing(), problems.key_invalid("It is <b>bad</b>."), problems.body_incomplete(), problems.scope_missing(),
     problems.key_reused(), problems.key_in_use(), problems.key_stuck("view_gave_up"), problems.conflict(),
-    problems.key_stuck("unknown_recovery_point"), problems.database_unavailable(),
+    problems.key_stuck("unknown_recovery_point"), problems.database_unavailable(), problems.not_replicated(),
 ]  # fmt: skip
 
 

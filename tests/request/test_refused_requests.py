@@ -11,8 +11,8 @@ from django.db import IntegrityError, OperationalError, connection, transaction
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from prometheus_client.metrics_core import Metric
+from rest_framework import exceptions
 from rest_framework.authentication import SessionAuthentication
-from rest_framework.exceptions import NotAuthenticated, Throttled
 from rest_framework.views import APIView
 
 from idempotency import interventions
@@ -141,7 +141,7 @@ def test_a_refused_request_is_run_by_its_client_alone(step: Step, status: int, b
     assert not IdempotencyKey.objects.refused().exists()
 
 
-@pytest.mark.parametrize("error", [NotAuthenticated, Throttled])
+@pytest.mark.parametrize("error", [exceptions.NotAuthenticated, exceptions.PermissionDenied, exceptions.Throttled])
 def test_what_a_framework_makes_a_refusal_of_is_one(error: type[Exception], serve: Any, sender: Sender) -> None:
     class Pay(APIView):
         authentication_classes = [SessionAuthentication]

@@ -25,9 +25,11 @@ from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from tests.factories import UserFactory
 from tests.kit.database import statements
-from tests.kit.serving import Sender, View, problem
+from tests.kit.serving import Sender, View, another_client, problem
+from tests.kit.threads import all_at_once
 from tests.kit.views import Counted, both_kinds, create, two_phases
-from tests.models import Account
+from tests.kit.waiting import eventually
+from tests.models import Account, Entry
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -56,6 +58,27 @@ def test_two_users_with_the_same_key_are_strangers(kind: Kind, serve: Serve, sen
     assert mine.content != theirs.content
     assert "Idempotent-Replayed" not in theirs
     assert work.runs == 2
+
+
+@both_kinds
+@pytest.mark.postgres
+def test_two_users_who_send_the_same_keys_at_once_are_strangers(
+    kind: Kind, serve: Serve, sender: Sender, transactional_db: None
+) -> None:
+    serve(view=kind(create))
+    users, keys = (sender, Sender()), [f"key-{number}" for number in range(10)]
+
+    def client(number: int) -> list[bytes]:
+        own = another_client(users[number % 2])
+
+        def sent_until_done(key: str) -> bytes:
+            return eventually(lambda: (answer := own.send(key=key)).status_code == 201 and answer.content)
+
+        return [sent_until_done(key) for key in keys]
+
+    answers = all_at_once(client, 4)
+    assert answers[:2] == answers[2:], "two clients of one user get the same answers"
+    assert len({*answers[0], *answers[1]}) == Entry.objects.count() == 20
 
 
 @both_kinds
@@ -355,6 +378,17 @@ def test_a_session_that_changes_hands_takes_no_answer_along(serve: Serve, visito
     post("/sign_out/")
     assert problem(post())["code"] == "scope_missing"
     assert work.runs == 2
+
+
+def test_who_planted_a_session_gets_no_answer_of_the_user_who_signed_in_with_it(serve: Serve, visitor: Client) -> None:
+    serve(view=idempotent(scope=scopes.session)(work := Counted()), sign_in=_sign_in)
+    victim = Client()
+    victim.cookies["sessionid"] = visitor.cookies["sessionid"].value
+    victim.post("/sign_in/", {"user": UserFactory().pk})
+    headers = {"Idempotency-Key": "key-1"}
+    assert victim.post("/view/", headers=headers).status_code == 201
+    assert problem(visitor.post("/view/", headers=headers))["code"] == "scope_missing"
+    assert work.runs == 1
 
 
 def test_joined_scopes_do_not_run_into_each_other() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID, uuid4
 
 import pytest
 from django.db import OperationalError, connection
@@ -129,3 +130,26 @@ def test_a_late_release_is_given_up_when_the_lock_has_expired(settings: Settings
     allow_connections(True)
     connection.close()
     assert IdempotencyKey.objects.get().last_error == ""
+
+
+def lost_claim(key: IdempotencyKey, token: UUID | None) -> IdempotencyKey:
+    """Return what a process knows of a claim whose result it did not get."""
+    lost = IdempotencyKey(scope=key.scope, idempotency_key=key.idempotency_key)
+    lost.fence = token
+    return lost
+
+
+def test_a_claim_whose_result_was_lost_is_released() -> None:
+    key = claim().key
+    release_later(lost_claim(key, key.fence), "out of luck", using="default")
+    eventually(nothing_waits)
+    key.refresh_from_db()
+    assert (key.locked_at, key.last_error) == (None, "out of luck")
+
+
+def test_a_claim_that_was_never_committed_changes_nothing() -> None:
+    key = claim().key
+    release_later(lost_claim(key, uuid4()), "out of luck", using="default")
+    eventually(nothing_waits)
+    key.refresh_from_db()
+    assert key.locked_at is not None

@@ -1,0 +1,110 @@
+"""What does it cost to confirm a replay (CONFIRM_REPLICATED)? A primary, and a synchronous standby beside it, both with fsync.
+
+``python -m benchmarks --only replication``. Each kind of request is made with and without the setting in turn.
+"""
+
+import logging
+import os
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psycopg
+
+from rides_demo.processes.embedded import Postgres, postgres_url
+from rides_demo.processes.process import Process
+
+ROUNDS, QUICK_ROUNDS = 300, 30
+WARM_UP = 20
+READY_SECONDS = 30
+
+
+class Standby(Postgres):
+    """A hot standby of ``primary``, which it copies at its first start."""
+
+    def __init__(self, folder: Path, primary: Postgres) -> None:
+        super().__init__(folder)
+        self._primary = primary
+
+    def _initialise(self, binaries: Path) -> None:
+        source = f"host={self._primary.sockets} user=postgres"
+        command = [binaries / "pg_basebackup", "-D", self.data, "-d", source, "-c", "fast", "-X", "stream", "-R"]
+        owner = {"user": self.user, "group": self.user, "extra_groups": []} if self.user else {}
+        subprocess.run(command, cwd=self.data, stdin=subprocess.DEVNULL, capture_output=True, check=True, **owner)
+        for lock in self.data.glob(".s.PGSQL.*.lock"):
+            lock.unlink()  # The primary's: its socket is in its data folder.
+
+    def wait_ready(self, seconds: float) -> None:
+        """Wait until it answers queries. It makes no database of its own."""
+        Process.wait_ready(self, seconds)
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Return for each kind of request its median time without and with the setting, and the ratio of the two."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure_here, QUICK_ROUNDS if quick else ROUNDS).result()
+
+
+def measure_here(rounds: int) -> dict[str, Any]:
+    """Measure in this process, on two servers in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        os.environ |= {
+            "DATABASE_URL": postgres_url(folder / "postgres"),
+            "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
+            "RIDES_RUN_FOLDER": name,
+        }
+        with Postgres(folder / "postgres") as primary, Standby(folder / "standby", primary):
+            from benchmarks.ground import migrate
+
+            migrate()
+            logging.disable(logging.CRITICAL)
+            wait_for_standby(primary)
+            return {"rows": in_turn(rounds)}
+
+
+def wait_for_standby(primary: Postgres) -> None:
+    """Let commits wait for the standby from now on."""
+    with psycopg.connect(primary.url, autocommit=True) as connection:
+        connection.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+        connection.execute("SELECT pg_reload_conf()")
+        deadline = time.monotonic() + READY_SECONDS
+        while connection.execute("SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'").fetchone() is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError("The standby did not become synchronous.")
+            time.sleep(0.05)
+
+
+def in_turn(rounds: int) -> list[dict[str, Any]]:
+    """Make each kind of request without and with the setting in turn; return the figures."""
+    from django.test import override_settings
+
+    from benchmarks import views
+
+    kinds = {
+        "plain first": (views.plain, ""),
+        "plain replay": (views.plain, "plain"),
+        "ride replay": (views.ride, "ride"),
+    }
+    taken: dict[tuple[str, bool], list[float]] = {(name, on): [] for name in kinds for on in (False, True)}
+    for _ in range(WARM_UP + rounds):
+        for on in (False, True):
+            with override_settings(IDEMPOTENCY={"CONFIRM_REPLICATED": on}):
+                for name, (view, key) in kinds.items():
+                    request = views.request(key)
+                    start = time.perf_counter()
+                    answer = view(request)
+                    taken[name, on].append(1e6 * (time.perf_counter() - start))
+                    if answer.status_code != 201:
+                        raise RuntimeError(f"{name}: {answer.status_code} instead of 201: {answer.content!r}")
+    rows = []
+    for name in kinds:
+        without, confirmed = (median(taken[name, on][WARM_UP:]) for on in (False, True))
+        ratio = round(confirmed / without, 2)
+        rows.append({"case": name, "without_us": round(without), "confirmed_us": round(confirmed), "ratio": ratio})
+    return rows

@@ -1,0 +1,296 @@
+"""CONFIRM_REPLICATED on a server without standbys: nothing is answered from what a failover could lose.
+
+``tests/processes/test_replication.py`` has a standby.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+from uuid import uuid4
+
+import pytest
+from django.db import connection, transaction
+from django.db.models.functions import Now
+from django.http import HttpRequest, HttpResponse
+from django.test.utils import CaptureQueriesContext
+from pytest_django import Settings
+
+from idempotency import interventions
+from idempotency._request.wait import Patience
+from idempotency._store import replication
+from idempotency.completer import complete_once
+from idempotency.enqueuer import EnqueuePass, enqueue_once
+from idempotency.exceptions import NotReplicated
+from idempotency.inbox import process_once, took_effect
+from idempotency.management.passes import Loop
+from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.monitoring.doctor import diagnose
+from idempotency.testing import age
+from tests.factories import IdempotencyKeyFactory, StagedJobFactory
+from tests.kit.commands import FAILING
+from tests.kit.serving import Sender, View, another_client, problem
+from tests.kit.threads import Gate, background, elsewhere
+from tests.kit.views import Counted, both_kinds, plain, texting, two_phases
+from tests.kit.waiting import eventually
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+
+Kind = Callable[..., View]
+Serve = Callable[..., None]
+
+
+@pytest.fixture
+def confirm(settings: Settings) -> Callable[..., None]:
+    """Return a function that sets CONFIRM_REPLICATED, beside other settings."""
+
+    def put(value: Any, **others: Any) -> None:
+        settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": value, **others}
+
+    return put
+
+
+@pytest.fixture
+def execute() -> Iterator[Callable[[str], None]]:
+    """Return a function that runs a statement in a session of this test."""
+
+    def run(statement: str) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(statement)
+
+    yield run
+    connection.close()
+
+
+#: What the backend of these tests has taken.
+taken: list[Any] = []
+
+
+def take(job: StagedJob) -> None:
+    taken.append(job.pk)
+
+
+def is_unconfirmed(answer: Any) -> bool:
+    told = problem(answer)
+    waits = int(answer["Retry-After"]) >= 1
+    return (answer.status_code, told["code"], told["retryable"], waits) == (503, "not_replicated", True, True)
+
+
+# Requests
+
+
+@both_kinds
+def test_a_replay_is_a_503_while_no_standby_can_confirm_it(
+    kind: Kind, serve: Serve, sender: Sender, confirm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(view=kind(work := Counted()))
+    first = sender.send()
+    confirm(True)
+    with caplog.at_level(logging.WARNING, logger="idempotency"):
+        assert is_unconfirmed(sender.send())
+    assert "synchronous_standby_names is empty" in caplog.text
+    assert sender.send(key="key-2").status_code == 201  # Its own COMMIT is as durable as PostgreSQL makes it.
+    for value in ("storage", False):
+        confirm(value)
+        again = sender.send()
+        assert (again.content, again["Idempotent-Replayed"]) == (first.content, "true")
+    assert work.runs == 2
+
+
+def test_a_duplicate_that_waited_is_a_503(serve: Serve, sender: Sender, confirm: Any) -> None:
+    confirm(True)
+    gate = Gate()
+
+    def slow(request: HttpRequest) -> HttpResponse:
+        gate.wait_here()
+        return HttpResponse(status=201)
+
+    serve(view=plain(slow, wait_seconds=30))
+    with background(sender.send) as first:
+        gate.wait_until_reached()
+        with background(another_client(sender).send) as second:
+            eventually(lambda: Patience._waiting)
+            gate.open()
+    assert first.result().status_code == 201
+    assert is_unconfirmed(second.result())
+
+
+def test_a_run_that_lost_its_lock_is_a_503(serve: Serve, sender: Sender, confirm: Any) -> None:
+    confirm(True)
+
+    def lose_the_lock() -> None:
+        if calls.runs == 1:
+            age(IdempotencyKey.objects.get(), seconds=91)
+            assert elsewhere(another_client(sender).send).status_code == 201
+
+    calls = Counted(lambda request: lose_the_lock())
+    serve(view=two_phases(lambda request: None, lambda request: HttpResponse(status=201), call=lambda: calls(None)))
+    assert is_unconfirmed(sender.send())
+    assert calls.runs == 2
+
+
+def test_a_recorded_call_is_used_again_only_when_it_is_confirmed(serve: Serve, sender: Sender, confirm: Any) -> None:
+    calls, failures = [], iter([True])
+
+    def after() -> None:
+        if next(failures, False):
+            raise RuntimeError("on purpose")
+
+    def pay(call: Any) -> None:
+        if call.due:
+            calls.append("paid")
+            call.record("paid")
+
+    serve(view=texting(pay, after))
+    assert sender.send().status_code == 500
+    confirm(True)
+    assert is_unconfirmed(sender.send())
+    eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
+    confirm("storage")
+    assert sender.send().json() == {"receipt": "paid"}
+    assert calls == ["paid"]
+
+
+# The settings of the server
+
+
+@pytest.mark.parametrize(
+    ("value", "statement", "why"),
+    [
+        (True, "SELECT 1", "synchronous_standby_names is empty"),
+        (True, "SET synchronous_commit = local", "synchronous_commit is local"),
+        (True, "SET synchronous_commit = off", "synchronous_commit is off"),
+        ("storage", "SET synchronous_commit = off", "synchronous_commit is off"),
+        ("storage", "SET client_min_messages = error", "client_min_messages is error"),
+        ("storage", "SET synchronous_commit = local", ""),
+        ("storage", "SET default_transaction_read_only = on", ""),
+        (False, "SET synchronous_commit = off", ""),
+    ],
+)
+def test_a_barrier_that_would_pass_for_nothing_is_refused(
+    value: Any, statement: str, why: str, confirm: Any, execute: Callable[[str], None]
+) -> None:
+    confirm(value)
+    execute(statement)
+    if not why:
+        replication.confirm("default")
+        return
+    with pytest.raises(NotReplicated, match=why):
+        replication.confirm("default")
+
+
+def test_the_doctor_finds_a_setting_that_refuses_each_replay(confirm: Any) -> None:
+    def found() -> set[str]:
+        return {finding.code for finding in diagnose().findings} & {"replays_refused", "not_replicated"}
+
+    assert found() == set()
+    confirm(True)
+    assert found() == {"replays_refused"}
+    confirm("storage")
+    assert found() == set()
+
+
+def test_a_barrier_is_one_statement_and_without_the_setting_there_is_none(confirm: Any) -> None:
+    for value, statements in ((False, 0), ("storage", 1)):
+        confirm(value)
+        with CaptureQueriesContext(connection) as captured:
+            replication.confirm("default")
+        assert len(captured) == statements
+
+
+def test_a_barrier_in_a_transaction_leaves_it_as_it_is(confirm: Any) -> None:
+    confirm("storage")
+    with transaction.atomic():
+        StagedJobFactory()
+        with CaptureQueriesContext(connection) as captured:
+            replication.confirm("default")
+        assert len(captured) == 0
+    assert StagedJob.objects.exists()
+
+
+@pytest.mark.django_db(transaction=False)
+def test_inside_a_test_case_nothing_is_confirmed(confirm: Any) -> None:
+    confirm(True)
+    replication.confirm("default")
+
+
+# Jobs, messages and answers
+
+
+def test_no_job_of_a_batch_is_handed_over_unconfirmed(confirm: Any) -> None:
+    taken.clear()
+    backends = {"*": f"{__name__}.take"}
+    confirm(True, ENQUEUERS=backends)
+    StagedJobFactory.create_batch(3)
+    with pytest.raises(NotReplicated):
+        enqueue_once()
+    assert (taken, StagedJob.objects.filter(refusals=0).count()) == ([], 3)
+    confirm("storage", ENQUEUERS=backends)
+    with patch.object(replication, "_pass_barrier", wraps=replication._pass_barrier) as barriers:
+        assert enqueue_once() == EnqueuePass(handed_over=3)
+    assert (len(taken), barriers.call_count) == (3, 1)
+
+
+def test_a_loop_logs_one_line_while_no_standby_confirms(confirm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    confirm(True)
+    StagedJobFactory()
+    passes, done = [], threading.Event()
+
+    def run_pass(**given: Any) -> Any:
+        passes.append(1)
+        return enqueue_once(**given)
+
+    stop: Any = SimpleNamespace(requested=lambda wait_seconds=0: done.wait(wait_seconds))
+    loop = Loop("this_loop", run_pass, interval=0.01, stop=stop, say=lambda counts: None)
+    with caplog.at_level(logging.WARNING, logger="idempotency"), background(loop.run):
+        try:
+            eventually(lambda: len(passes) > 2)
+        finally:
+            done.set()
+    records = [record for record in caplog.records if record.name == "idempotency"]
+    lines = [(record.levelname, record.message.partition(",")[0], bool(record.exc_info)) for record in records]
+    assert lines == [("WARNING", f"this_loop: {FAILING}", False)]
+
+
+def test_the_completer_stops_its_pass_and_leaves_no_key_locked(serve: Serve, sender: Sender, confirm: Any) -> None:
+    def fail_once() -> None:
+        if IdempotencyKey.objects.get().attempts == 1:
+            raise RuntimeError("on purpose")
+
+    serve(view=texting(lambda call: call.record("paid") if call.due else None, fail_once))
+    assert sender.send().status_code == 500
+    age(IdempotencyKey.objects.get(), seconds=3600)
+    confirm(True)
+    with pytest.raises(NotReplicated):
+        complete_once()
+    eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
+
+
+def test_a_message_is_called_processed_only_when_it_is_confirmed(confirm: Any) -> None:
+    confirm(True)
+    with process_once("stripe", "evt_1") as first:
+        assert first
+    for around in (nullcontext, transaction.atomic):
+        with pytest.raises(NotReplicated), around(), process_once("stripe", "evt_1"):
+            pytest.fail("the message counts as processed")
+    with pytest.raises(NotReplicated):
+        took_effect("stripe", ["evt_1"])
+    assert took_effect("stripe", ["evt_2"]) == set()
+    confirm("storage")
+    with process_once("stripe", "evt_1") as first:
+        assert not first
+    assert took_effect("stripe", ["evt_1"]) == {"evt_1"}
+    assert ProcessedMessage.objects.count() == 1
+
+
+def test_an_answer_of_a_person_counts_only_when_it_is_confirmed(confirm: Any) -> None:
+    key = IdempotencyKeyFactory(claim_token=uuid4(), stuck_at=Now(), stuck_code="call_in_doubt", stuck_reason="Look.")
+    confirm(True)
+    with pytest.raises(NotReplicated):
+        interventions.answer(key.pk, key.claim_token, HttpResponse(status=410), by="jane")
+    key.refresh_from_db()
+    assert key.response_code == 410
+    assert not ForeignCall.objects.exists()
