@@ -13,6 +13,7 @@ NOT_ON_CITUS = {
     "test_connection_lost_in_commit_is_no_success": "distributed tables have no triggers",
     "test_threads_stop_between_keys_and_leave_no_connection": "the cluster has connections of its own",
     "test_phased_view_costs_a_claim_and_its_replay_one_statement": "BEGIN and the lock timeout are two messages",
+    "test_tenants.py": "it makes its schemas from tables in public; citus_tenants.py is its like",
     "test_read_only.py": "the coordinator cannot undo that its database is read-only",
 }
 _REASON = "on Citus: "

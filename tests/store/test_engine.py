@@ -15,7 +15,9 @@ from django.db import DatabaseError, IntegrityError, InternalError, OperationalE
 from pytest_django import Settings
 
 from idempotency._store import engine
+from idempotency._store.replication import confirm
 from idempotency._store.transactions import connection_lost, durable_transaction, own_cursor, retryable_failure
+from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
 from idempotency.monitoring import traffic
@@ -171,6 +173,15 @@ class TestOnPostgresql:
             with pytest.raises(DatabaseError, match="transaction is aborted"):
                 claim_plain()
             transaction.set_rollback(True)
+
+    def test_citus_cannot_confirm_the_standbys_of_its_workers(self, settings: Settings) -> None:
+        with another_engine(*citus_with("n", "s")):
+            claim()
+            settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": True}
+            with pytest.raises(NotReplicated, match="Citus"):
+                confirm("default")
+            settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": "storage"}
+            confirm("default")
 
     def test_the_time_limits_for_workers_end_with_the_transaction(self) -> None:
         def limits() -> tuple[str, str]:
