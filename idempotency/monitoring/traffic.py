@@ -96,10 +96,8 @@ def _add(rows: list[tuple[int, str, int]]) -> bool:
             with transaction.atomic(using=alias), connection.cursor() as cursor:
                 if connection.vendor == "postgresql":
                     # The client has its answer. The thread must wait neither for a lock nor for a standby.
-                    for limit in (
-                        "SET LOCAL synchronous_commit = off",
-                        *lock_timeout(connection, f"{LOCK_SECONDS * 1000:.0f}ms"),
-                    ):
+                    cursor.execute("SET LOCAL synchronous_commit = off")
+                    for limit in lock_timeout(connection, f"{LOCK_SECONDS * 1000:.0f}ms"):
                         cursor.execute(limit)
                 cursor.execute(statement, [cell for row in rows for cell in row])
         broken = False

@@ -37,7 +37,7 @@ AS_PRINTED = [
     "hand-the-key-on.md",
     "metrics-and-alerts.md",
     "prepare-a-request.md",
-    "protect-a-view.md",
+    pytest.param("protect-a-view.md", marks=pytest.mark.sample),
     "publish-in-openapi.md",
     "receive-webhooks.md",
     "run-the-processes.md",
@@ -56,7 +56,8 @@ WITH_MORE = [
 
 
 def test_each_guide_is_followed() -> None:
-    assert sorted(AS_PRINTED + WITH_MORE) == sorted(guide.name for guide in GUIDES.glob("*.md"))
+    names = [getattr(guide, "values", [guide])[0] for guide in AS_PRINTED]
+    assert sorted(names + WITH_MORE) == sorted(guide.name for guide in GUIDES.glob("*.md"))
 
 
 @pytest.mark.parametrize("guide", AS_PRINTED)

@@ -256,7 +256,7 @@ class TestErrorsOfWorkers:
                 cursor.execute(f"DO $$ BEGIN RAISE '{message}' USING ERRCODE = 'XX000'; END $$")
             assert connection_lost(caught.value, "default")
 
-    @pytest.mark.parametrize("cause", ["01000", "99999"])
+    @pytest.mark.parametrize("cause", ["01000", "99999", "XX000"])
     def test_an_internal_error_without_a_cause_is_a_lost_connection(self, cause: str) -> None:
         with refused_commit(cause), pytest.raises(OperationalError, match="shard 102008") as caught:
             commit()
