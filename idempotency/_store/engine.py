@@ -105,7 +105,7 @@ class WorkerErrors:
     def note(self, diagnostic: psycopg.errors.Diagnostic) -> None:
         """Keep an error; the handler of notices. Warnings of the coordinator itself have the class 01."""
         sqlstate = diagnostic.sqlstate or ""
-        if not sqlstate.startswith("01"):
+        if not sqlstate.startswith("01") and sqlstate != _INTERNAL_ERROR:
             with suppress(KeyError):  # no error, or an unknown one
                 self._noted.append(psycopg.errors.lookup(sqlstate)(diagnostic.message_primary or ""))
 

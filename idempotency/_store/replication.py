@@ -20,6 +20,7 @@ from psycopg.pq import DiagnosticField, ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 
 from idempotency import conf
+from idempotency._store.engine import is_citus
 from idempotency.exceptions import NotReplicated
 
 #: The time limit of a barrier. A connected standby confirms within milliseconds.
@@ -97,6 +98,10 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
 
 def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
     own = _opened(connection)
+    if is_citus(connection) and conf.get().CONFIRM_REPLICATED != "storage":
+        raise NotReplicated(
+            "The engine is Citus: a commit of its coordinator proves nothing about the standbys of its workers."
+        )
     with debug_transaction(connection, _BARRIER), connection.wrap_database_errors, confirmed_commit(connection):
         try:
             result = _result_in_time(own)

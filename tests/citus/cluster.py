@@ -133,6 +133,8 @@ def _joined(ports: list[int]) -> str:
 def prepare(url: str, *schemas: str) -> None:
     """Make schemas anew, each a shard, and let sessions of the database use the first one."""
     with psycopg.connect(url, autocommit=True) as coordinator:
+        # What the project with django-tenants has left would be found in public.
+        coordinator.execute("DROP TABLE IF EXISTS public.django_migrations, public.customers_domain, public.customers_customer")
         coordinator.execute("SET citus.enable_schema_based_sharding TO on")
         for schema in schemas:
             coordinator.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE")

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 from django.db import connection, transaction
-from django.db.models import F
 from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.template import engines
 from django.template.response import SimpleTemplateResponse
-from django.utils import timezone
 from pytest_django import Settings
 
 from idempotency.decorators import idempotent
@@ -467,7 +465,7 @@ def test_a_downstream_key_past_its_validity_makes_the_key_stuck(serve: Any, send
 
     serve(view=one_phase(charge))
     assert sender.send().status_code == 500
-    IdempotencyKey.objects.update(created_at=F("created_at") - timezone.timedelta(hours=24))
+    make_older(24 * 3600, "created_at")
     answer = sender.send()
     assert (answer.status_code, problem(answer)["code"], problem(answer)["retryable"]) == (409, "key_stuck", False)
     key = IdempotencyKey.objects.get()

@@ -15,7 +15,9 @@ from django.db import DatabaseError, IntegrityError, InternalError, OperationalE
 from pytest_django import Settings
 
 from idempotency._store import engine
+from idempotency._store.replication import confirm
 from idempotency._store.transactions import connection_lost, durable_transaction, own_cursor, retryable_failure
+from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
 from idempotency.monitoring import traffic
@@ -172,6 +174,15 @@ class TestOnPostgresql:
                 claim_plain()
             transaction.set_rollback(True)
 
+    def test_citus_cannot_confirm_the_standbys_of_its_workers(self, settings: Settings) -> None:
+        with another_engine(*citus_with("n", "s")):
+            claim()
+            settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": True}
+            with pytest.raises(NotReplicated, match="Citus"):
+                confirm("default")
+            settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": "storage"}
+            confirm("default")
+
     def test_the_time_limits_for_workers_end_with_the_transaction(self) -> None:
         def limits() -> tuple[str, str]:
             with connection.cursor() as cursor:
@@ -245,7 +256,7 @@ class TestErrorsOfWorkers:
                 cursor.execute(f"DO $$ BEGIN RAISE '{message}' USING ERRCODE = 'XX000'; END $$")
             assert connection_lost(caught.value, "default")
 
-    @pytest.mark.parametrize("cause", ["01000", "99999"])
+    @pytest.mark.parametrize("cause", ["01000", "99999", "XX000"])
     def test_an_internal_error_without_a_cause_is_a_lost_connection(self, cause: str) -> None:
         with refused_commit(cause), pytest.raises(OperationalError, match="shard 102008") as caught:
             commit()

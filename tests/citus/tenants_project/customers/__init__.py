@@ -1,0 +1,1 @@
+"""The tenants: in the public schema."""

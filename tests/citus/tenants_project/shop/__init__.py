@@ -1,0 +1,1 @@
+"""The work of a tenant: in its schema."""
