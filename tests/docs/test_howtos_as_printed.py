@@ -41,16 +41,16 @@ AS_PRINTED = [
     "publish-in-openapi.md",
     "receive-webhooks.md",
     "run-the-processes.md",
+    "shard-by-tenant.md",
     "stage-a-job.md",
     "test-your-views.md",
 ]
-#: ... and those that need a service, or another package. The guide to shards needs several databases.
+#: ... and those that need a service, or another package.
 WITH_MORE = [
     "call-from-a-client.md",
     "choose-a-queue.md",
     "move-from-django-idempotency-key.md",
     "run-a-soak.md",
-    "shard-by-tenant.md",
     "use-a-pooler.md",
 ]
 

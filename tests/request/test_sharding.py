@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from django.db.models import Model
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.test import Client
-from django.views.decorators.csrf import csrf_exempt
-from django.views.decorators.http import require_POST
 from django_rq import get_queue
 from pytest_django import Settings
 
@@ -38,19 +35,15 @@ from tests.kit import commands
 from tests.kit.ageing import abandon, past_the_retention
 from tests.kit.brokers import KINDS
 from tests.kit.celery_app import app as celery_app
-from tests.kit.examples import blocks
+from tests.kit.examples import file_of
 from tests.kit.serving import Sender, problem
 from tests.kit.threads import Gate, background
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
 #: What docs/how-to/shard-by-tenant.md has the shop write. The app of the tests takes the place of the shop's.
-GUIDE: dict[str, Any] = {"__name__": "shop.sharding", "ContextVar": ContextVar, "JsonResponse": JsonResponse, "Order": Entry}
-GUIDE |= {"idempotent": idempotent, "require_POST": require_POST}
-for block in blocks("shard-by-tenant.md", "python"):
-    if "models.Model" in block:
-        continue  # for tests/request/test_several_databases.py
-    exec(compile(block.replace('"shop")', '"tests")'), "shard-by-tenant.md", "exec"), GUIDE)
+GUIDE: dict[str, Any] = {"__name__": "shop.sharding"}
+exec(file_of("shard-by-tenant.md", "shop/sharding.py").replace('"shop")', '"tests")'), GUIDE)
 SHARDS, shard, shard_of_request = GUIDE["SHARDS"], GUIDE["shard"], GUIDE["shard_of_request"]
 tenant_middleware = GUIDE["tenant_middleware"]
 
@@ -473,15 +466,6 @@ def routed_plain(request: HttpRequest) -> HttpResponseBase:
     Entry.objects.create(name="entry", idempotency_key=request.idempotency_key)
     stage_job("tests.kit.jobs.record", {"user": 1})
     return JsonResponse({}, status=201)
-
-
-def test_the_view_of_the_guide_writes_to_the_shard_of_its_tenant(serve: Any, sender: Sender) -> None:
-    serve(view=csrf_exempt(GUIDE["create_order"]))
-    order = {"body": b"name=one", "content_type": "application/x-www-form-urlencoded"}
-    assert send(sender, "b", **order).status_code == send(sender, "a", **order).status_code == 201
-    assert send(sender, "b", **order)["Idempotent-Replayed"] == "true"
-    for alias in SHARDS.values():
-        assert rows(alias) == {"IdempotencyKey": 1, "Entry": 1}
 
 
 def test_with_a_router_a_view_names_no_database(routed: Shop, sender: Sender) -> None:
