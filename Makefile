@@ -45,7 +45,7 @@ test:
 test-processes:
 	$(call set-up,test-processes,test)
 	@$(steps); \
-	step $(PY) -m pytest -m "processes$(if $(SAMPLE), and sample)" -n 2 --dist loadfile $(PYTEST_ARGS); \
+	step $(PY) -m pytest -m "processes$(if $(SAMPLE), and sample)" -n 2 --dist $(if $(SAMPLE),worksteal,loadfile) $(PYTEST_ARGS); \
 	$(call end,test-processes)
 
 # Both, with all kinds of view and all of SQLite; then the crash kit, the fuzz tests and the poolers.
@@ -181,7 +181,7 @@ package:
 	$(call set-up,package,lint)
 	@$(MAKE) -s .venv-package/package.stamp || { echo "package: FAILED 2"; exit 2; }
 	@$(steps); \
-	step $(PY) -m pytest -q tests/docs/test_packaging.py tests/docs/test_typing.py tests/docs/test_tutorial.py $(PYTEST_ARGS); \
+	step $(PY) -m pytest -q tests/docs/test_packaging.py tests/docs/test_typing.py tests/docs/test_tutorial.py $(WORKERS) $(PYTEST_ARGS); \
 	$(call end,package)
 
 # A line for each Python and Django that is supported: the core on the newest PostgreSQL, then on SQLite; then on the oldest
