@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Page, expect
 
@@ -42,7 +43,7 @@ class Visitor:
         self, path: str, username: str = "admin", password: str = "admin", *, labels: tuple[str, str, str] = ENGLISH
     ) -> None:
         """Open ``path`` of the admin, through its login."""
-        self.go(f"/admin/login/?next={path}")
+        self.go(f"/admin/login/?next={quote(path)}")
         log_in(self.page, username, password, labels=labels)
 
     @property
