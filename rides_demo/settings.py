@@ -2,7 +2,7 @@
 
 ``DATABASE_URL``, ``REDIS_URL``, ``STRIPE_API_KEY``, ``STRIPE_API_BASE``, ``STRIPE_WEBHOOK_SECRET``,
 ``PORT``, ``RIDES_RUN_FOLDER``, ``LOCK_TIMEOUT_SECONDS``, ``COMPLETER_MIN_AGE_SECONDS``,
-``COMPLETER_IDLE_SECONDS``.
+``COMPLETER_IDLE_SECONDS``. ``CONFIRM_REPLICATED=1`` sets that setting.
 """
 
 import os
@@ -125,6 +125,8 @@ IDEMPOTENCY = {
 IDEMPOTENCY["INBOX_IDLE_SECONDS"] = IDEMPOTENCY.get("LOCK_TIMEOUT_SECONDS", 90)
 # The completer does not know the token of the client.
 IDEMPOTENCY["PREPARE_REQUEST"] = "rides_demo.auth.prepare_request"
+
+IDEMPOTENCY["CONFIRM_REPLICATED"] = os.environ.get("CONFIRM_REPLICATED") == "1"
 
 #: None means the real Stripe, which needs STRIPE_API_KEY. The default is the sandbox of `make
 #: serve`.

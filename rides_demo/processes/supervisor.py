@@ -25,6 +25,7 @@ from typing import Self
 from rides_demo.processes.embedded import Postgres, Redis
 from rides_demo.processes.ports import free_port, port_is_free, sandbox_port
 from rides_demo.processes.process import Process, ProcessError
+from rides_demo.processes.replicated import PostgresPair
 
 #: The defaults of 90, 300 and 60 seconds, scaled down for a demo. A visitor or the simulator waits until a lock expires, and
 #: until the completer finishes a key.
@@ -52,6 +53,7 @@ class Supervisor:
     service that the environment names (``DATABASE_URL``, ``REDIS_URL``, ``STRIPE_API_BASE``, or the
     ``STRIPE_API_KEY`` of a real account). ``through`` receives the variable and the URL of each
     server that is started, and returns the URL for the processes, for example the URL of a proxy.
+    ``postgres`` is the class of the database server.
     """
 
     def __init__(
@@ -62,11 +64,12 @@ class Supervisor:
         say: Callable[[str], None],
         environment: Mapping[str, str] | None = None,
         through: Callable[[str, str], str] = lambda variable, url: url,
+        postgres: type[Postgres | PostgresPair] = Postgres,
     ) -> None:
         self.folder, self.port, self.url = folder.resolve(), port, f"http://127.0.0.1:{port}"
         self.environment = {**os.environ, **(environment or {})}
         self.processes: dict[str, Process] = {}
-        self._say, self._through = say, through
+        self._say, self._through, self._postgres = say, through, postgres
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
         self._due: dict[str, float] = {}
@@ -121,9 +124,10 @@ class Supervisor:
             "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
             "PYTHONUNBUFFERED": "1",
         }
-        for variable, name, service in (("DATABASE_URL", "postgres", Postgres), ("REDIS_URL", "redis", Redis)):
+        servers = (("DATABASE_URL", "postgres", self._postgres), ("REDIS_URL", "redis", Redis))
+        for variable, name, server in servers:
             if not given.get(variable):
-                started = service(self.folder / name)
+                started = server(self.folder / name)
                 self.processes[name] = started
                 started.start()
                 given[variable] = self._through(variable, started.url)
@@ -217,7 +221,7 @@ class Supervisor:
         self._due[name] = now + RESTART_SECONDS
         self._say(f"{name:>9} | ended with status {process.exit_status}; restarting")
         try:
-            if isinstance(process, Postgres | Redis):
+            if isinstance(process, Postgres | PostgresPair | Redis):
                 process.start()
             else:
                 process.launch()
@@ -236,8 +240,8 @@ class Supervisor:
             self._watcher.join()
         services = [self.processes.pop(name) for name in ("sandbox", "redis", "postgres") if name in self.processes]
         with ThreadPoolExecutor(max_workers=8) as pool:
-            list(pool.map(Process.stop, self.processes.values()))
-            list(pool.map(Process.stop, services))
+            list(pool.map(lambda process: process.stop(), self.processes.values()))
+            list(pool.map(lambda process: process.stop(), services))
         self.processes.clear()
         pids = self.folder / "pids.json"
         with suppress(OSError, ValueError):

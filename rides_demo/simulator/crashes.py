@@ -21,8 +21,10 @@ import psutil
 from rides_demo.simulator.booking_clients import CannotSimulate
 
 KILL_WEB, KILL_SERVER, KILL_WORKER = "kill-web", "kill-server", "kill-worker"
+RESTART_POSTGRES, FAILOVER = "restart-postgres", "failover"
 #: The process that each fault ends. "kill-web" ends one worker of the web server, "kill-server"
-#: ends all of it.
+#: ends all of it. "failover" ends the primary with all its processes, as the loss of its host
+#: would; the supervisor's next start promotes the standby.
 VICTIMS = {
     KILL_WEB: "web",
     "kill-enqueuer": "enqueuer",
@@ -30,15 +32,16 @@ VICTIMS = {
     "kill-completer": "completer",
     "kill-reaper": "reaper",
     KILL_SERVER: "web",
-    "restart-postgres": "postgres",
+    RESTART_POSTGRES: "postgres",
+    FAILOVER: "postgres",
     "restart-redis": "redis",
 }
-#: SIGQUIT is PostgreSQL's immediate shutdown; the next start recovers. All other processes get
+#: SIGQUIT is PostgreSQL's immediate shutdown; the next start recovers. All other faults send
 #: SIGKILL.
-SIGNALS = {"postgres": signal.SIGQUIT}
+SIGNALS = {RESTART_POSTGRES: signal.SIGQUIT}
 DEATH_SECONDS = 5.0
-#: Far more than the supervisor needs.
-RESTART_SECONDS = 15.0
+#: Far more than the supervisor needs. After a failover it copies the database.
+RESTART_SECONDS = 30.0
 #: How long to wait until the worker runs a job. RQ runs each job in a child, the "work horse".
 HORSE_SECONDS = 3.0
 POLL_SECONDS = 0.005
@@ -79,11 +82,12 @@ class Crashes:
         name = VICTIMS[fault]
         process = self._running(name)
         horses = _soon(lambda: _horses(process), HORSE_SECONDS) if fault == KILL_WORKER else []
+        backends = _children(process) if fault == FAILOVER else []
         # End the worker first: a living worker would notice the death of its work horse and requeue
-        # the job.
-        died, *horses_died = _end([process, *horses], SIGNALS.get(name, signal.SIGKILL))
+        # the job. A living postmaster would replace its children.
+        died, *children_died = _end([process, *horses, *backends], SIGNALS.get(fault, signal.SIGKILL))
         self._await_successor(name, process.pid)
-        return [fault] + ["kill-work-horse"] * sum(horses_died) if died else []
+        return [fault] + ["kill-work-horse"] * sum(children_died[: len(horses)]) if died else []
 
     def _running(self, name: str) -> psutil.Process:
         """Return the process; wait for it during a restart."""

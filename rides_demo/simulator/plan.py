@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from rides_demo.simulator.booking_clients import Booking
-from rides_demo.simulator.crashes import KILL_SERVER, KILL_WEB, KILL_WORKER, VICTIMS
+from rides_demo.simulator.crashes import FAILOVER, KILL_SERVER, KILL_WEB, KILL_WORKER, RESTART_POSTGRES, VICTIMS
 from rides_demo.simulator.suspensions import VANISH
 
 #: The kinds of booking of each client fault, with the percentage of bookings of each kind.
@@ -29,7 +29,7 @@ EVENTS = {
     "kill-completer": 2,
     "kill-reaper": 1,
     KILL_SERVER: 1,
-    "restart-postgres": 2,
+    RESTART_POSTGRES: 2,
     "restart-redis": 2,
 }
 FAULTS = (*CLIENT_FAULTS, STRIPE_FAULTS, *EVENTS)
@@ -57,7 +57,8 @@ SOAK_EVENTS = {
     "kill-completer": 12,
     "kill-reaper": 6,
     KILL_SERVER: 6,
-    "restart-postgres": 8,
+    RESTART_POSTGRES: 8,
+    FAILOVER: 4,
     "restart-redis": 8,
     STRIPE_DOWN: 6,
     VANISH: 8,
@@ -66,7 +67,7 @@ SOAK_EVENTS = {
 SOAK_STRIPE_FAULT_RATES = [*STRIPE_FAULT_RATES, {"fault": "500_begun", "probability": 0.003}]
 CUT_REPLIES, WRONG_CLOCK = "cut-replies", "wrong-clock"
 #: The faults that only a soak has.
-SOAK_FAULTS = (VANISH, CUT_REPLIES, WRONG_CLOCK)
+SOAK_FAULTS = (VANISH, CUT_REPLIES, WRONG_CLOCK, FAILOVER)
 SOAK_CHUNK = 500
 
 

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rides_demo.simulator.consistency import CheckResult
+from rides_demo.simulator.crashes import FAILOVER, RESTART_POSTGRES
 from rides_demo.simulator.plan import KINDS
 from rides_demo.simulator.simulation import Simulation
 
@@ -29,12 +30,13 @@ def unobserved_faults(simulation: Simulation) -> list[str]:
 
 
 def totals(simulation: Simulation) -> dict[str, int]:
-    """Return the numbers of requests, process kills, PostgreSQL crashes and Redis restarts."""
+    """Return the numbers of requests, process kills, PostgreSQL crashes, failovers and Redis restarts."""
     counts, faults = simulation.tally.counts, observed_faults(simulation)
     return {
         "requests": sum(count for name, count in counts.items() if name.startswith(("answer ", "no answer", "raw"))),
         "process kills": sum(count for name, count in faults.items() if name.startswith("kill-")),
-        "database crashes": faults.get("restart-postgres", 0),
+        "database crashes": faults.get(RESTART_POSTGRES, 0),
+        **({"failovers": faults[FAILOVER]} if FAILOVER in faults else {}),
         "Redis restarts": faults.get("restart-redis", 0),
     }
 

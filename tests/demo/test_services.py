@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import psycopg
@@ -11,6 +12,7 @@ import redis
 from rides_demo.processes import embedded
 from rides_demo.processes.embedded import EmbeddedServerError, Postgres, Redis
 from rides_demo.processes.ports import free_port
+from rides_demo.processes.replicated import PostgresPair
 from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.processes]
@@ -36,6 +38,25 @@ def test_committed_rows_survive_every_way_to_end(postgres):
         postgres.start()
     with psycopg.connect(postgres.url) as connection:
         assert connection.execute("SELECT array_agg(how) FROM kept").fetchone() == (["stop", "crash", "kill"],)
+
+
+def test_a_lost_primary_is_replaced_by_its_standby_at_the_same_address(short_folder):
+    with PostgresPair(short_folder / "postgres") as pair:
+        with psycopg.connect(pair.url) as connection:
+            connection.execute("CREATE TABLE kept (number int)")
+        for number, moves in ((signal.SIGQUIT, False), (signal.SIGKILL, True), (signal.SIGKILL, True)):
+            with psycopg.connect(pair.url) as connection:
+                connection.execute("INSERT INTO kept VALUES (%s)", [int(number)])
+            before = pair.primary.data
+            os.kill(pair.pid, number)
+            eventually(lambda: not pair.running)
+            pair.start()
+            assert (pair.primary.data != before, pair.running) == (moves, True)
+        with psycopg.connect(pair.url) as connection:
+            assert connection.execute("SELECT count(*) FROM kept").fetchone() == (3,)
+            names = connection.execute("SHOW synchronous_standby_names").fetchone()
+            standbys = connection.execute("SELECT sync_state FROM pg_stat_replication").fetchall()
+        assert (names, standbys) == (("*",), [("sync",)])
 
 
 def test_a_second_redis_on_the_same_data_is_refused(short_folder):

@@ -1,6 +1,5 @@
 """Two PostgreSQL nodes: a primary, and a hot standby that follows it through a link that can be slow, held or cut."""
 
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -76,13 +75,11 @@ class Pair:
     def rebuild(self) -> None:
         """Make a standby of the other node, from a new copy of the primary, and let commits wait for it if they should."""
         vanish(self.standby)
-        folder = self.standby.data
-        folder.mkdir(parents=True, exist_ok=True)
-        # Not the folder itself: PostgreSQL finds what a killed server left in shared memory by the identity of the folder.
-        for left in folder.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
         self.link.restore(self.primary.sockets)
-        self.standby = Standby(folder, self._link_folder)
+        standby = Standby(self.standby.data, self._link_folder)
+        standby.data.mkdir(parents=True, exist_ok=True)
+        standby.clear()
+        self.standby = standby
         self.standby.start()
         eventually(lambda: self._standbys() == [("streaming", "async")])
         self.link.delay_seconds = self.lag_seconds

@@ -1,10 +1,8 @@
 """What goes on outside a request, or after it, while the database is away or takes no writes."""
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -18,16 +16,16 @@ from idempotency._store.late_releases import release_later
 from idempotency.completer import complete_once
 from idempotency.enqueuer import enqueue_once
 from idempotency.inbox import process_once
-from idempotency.management.passes import Loop, explained
+from idempotency.management.passes import explained
 from idempotency.models import ForeignCall, IdempotencyKey
 from idempotency.reaper import reap_once
 from idempotency.testing import age
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.claims import claim
 from tests.kit.commands import FAILING, RECOVERED
+from tests.kit.loops import lines, looping
 from tests.kit.outages import allow_connections, make_read_only, writable_at_the_end
 from tests.kit.serving import Sender, problem
-from tests.kit.threads import background
 from tests.kit.views import Counted, create, texting, two_phases
 from tests.kit.waiting import eventually
 
@@ -57,26 +55,15 @@ def test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again(serve
 def test_a_loop_says_once_that_the_database_takes_no_writes(work: Any, caplog: pytest.LogCaptureFixture) -> None:
     age(IdempotencyKeyFactory(), seconds=3600)
     make_read_only(True)
-    passes, done = [], threading.Event()
-
-    def run_pass(**given: Any) -> Any:
-        passes.append(1)
-        return work(**given)
-
-    stop: Any = SimpleNamespace(requested=lambda wait_seconds=0: done.wait(wait_seconds))
-    loop = Loop("this_loop", run_pass, interval=0.01, stop=stop, say=lambda counts: None)
-    with caplog.at_level(logging.WARNING, logger="idempotency"), background(loop.run):
-        try:
-            eventually(lambda: len(passes) > 3)
-            lines = [(record.levelname, record.message.partition(",")[0], bool(record.exc_info)) for record in caplog.records]
-            with connection.cursor() as cursor:
-                cursor.execute("SET default_transaction_read_only = off")
-            IdempotencyKey.objects.all().delete()
-            make_read_only(False)
-            eventually(lambda: RECOVERED in caplog.text)
-        finally:
-            done.set()
-    assert lines == [("WARNING", f"this_loop: {FAILING}", False)]
+    with caplog.at_level(logging.WARNING, logger="idempotency"), looping(work) as passes:
+        eventually(lambda: len(passes) > 3)
+        before_recovery = lines(caplog)
+        with connection.cursor() as cursor:
+            cursor.execute("SET default_transaction_read_only = off")
+        IdempotencyKey.objects.all().delete()
+        make_read_only(False)
+        eventually(lambda: RECOVERED in caplog.text)
+    assert before_recovery == [("WARNING", f"this_loop: {FAILING}", False)]
 
 
 def test_a_command_says_in_one_line_that_the_database_takes_no_writes() -> None:

@@ -91,7 +91,7 @@ class Command(BaseCommand):
         return {}
 
 
-def within_reach(processes: Collection[str]) -> str:
-    """Return the faults that these processes allow: the demo does not crash external services."""
+def within_reach(processes: Collection[str], faults: Collection[str] = FAULTS) -> str:
+    """Return those of ``faults`` that these processes allow: the demo does not crash external services."""
     victims = VICTIMS | dict.fromkeys((STRIPE_FAULTS, STRIPE_DOWN), "sandbox")
-    return ",".join(fault for fault in FAULTS if victims.get(fault, "web") in processes)
+    return ",".join(fault for fault in faults if victims.get(fault, "web") in processes)

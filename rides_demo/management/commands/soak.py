@@ -11,11 +11,13 @@ from django.core.management.base import CommandParser
 
 from rides_demo.management.commands import demo
 from rides_demo.management.commands.simulate import minutes
-from rides_demo.processes.embedded import postgres_url, socket_folder
+from rides_demo.processes.embedded import Postgres, postgres_url, socket_folder
 from rides_demo.processes.ports import free_port
+from rides_demo.processes.replicated import PostgresPair
 from rides_demo.processes.supervisor import SHORT_LIMITS, Supervisor
+from rides_demo.simulator.crashes import FAILOVER
 from rides_demo.simulator.cutting_proxy import Proxies, Route
-from rides_demo.simulator.plan import SOAK_FAULTS, WRONG_CLOCK
+from rides_demo.simulator.plan import FAULTS, SOAK_FAULTS, WRONG_CLOCK
 
 #: The probability of a cut for each chunk of a reply. A booking causes one or two replies of the
 #: web server, about ten of PostgreSQL and dozens of Redis.
@@ -48,23 +50,27 @@ class Command(demo.Command):
 
     @contextmanager
     def service(self, folder: Path, say: Callable[[str], None], options: dict[str, object]) -> Iterator[Supervisor]:
-        """Run the processes behind proxies, with a wrong clock in one web worker."""
-        chosen = str(options["faults"]).split(",")
+        """Run the processes behind proxies, with a wrong clock in one web worker, and with a standby for failovers."""
+        chosen = {*str(options["faults"]).split(",")}
         environment = SHORT_LIMITS | {"SANDBOX_SEED": str(options["seed"]), "WEB_WORKERS": "3"} | os.environ
-        if {"all", WRONG_CLOCK} & {*chosen}:
+        if {"all", WRONG_CLOCK} & chosen:
             environment["GUNICORN_CMD_ARGS"] = "--config python:rides_demo.simulator.wrong_clock"
+        postgres: type[Postgres | PostgresPair] = Postgres
+        if {"all", FAILOVER} & chosen and not environment.get("DATABASE_URL"):
+            postgres, environment["CONFIRM_REPLICATED"] = PostgresPair, "1"
         port, proxy_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{proxy_port}"
         near = socket_folder(folder / "proxies")
         near.mkdir(mode=0o700, exist_ok=True)
         self.urls = {"DATABASE_URL": postgres_url(folder / "proxies"), "REDIS_URL": f"unix://{quote(str(near))}/redis.sock"}
-        postgres, redis = socket_folder(folder / "postgres") / ".s.PGSQL.5432", socket_folder(folder / "redis") / "redis.sock"
+        far_postgres = socket_folder(folder / "postgres") / ".s.PGSQL.5432"
+        far_redis = socket_folder(folder / "redis") / "redis.sock"
         routes = [
             Route("http", proxy_port, port, CUT_PROBABILITY["http"]),
-            Route("postgres", near / postgres.name, postgres, CUT_PROBABILITY["postgres"]),
-            Route("redis", near / redis.name, redis, CUT_PROBABILITY["redis"]),
+            Route("postgres", near / far_postgres.name, far_postgres, CUT_PROBABILITY["postgres"]),
+            Route("redis", near / far_redis.name, far_redis, CUT_PROBABILITY["redis"]),
         ]
-        supervisor = Supervisor(folder, port, say=say, environment=environment, through=self._through)
+        supervisor = Supervisor(folder, port, say=say, environment=environment, through=self._through, postgres=postgres)
         self._direct: dict[str, str] = {}
         with Proxies(folder, routes, int(str(options["seed"]))), supervisor:
             yield supervisor
@@ -77,7 +83,7 @@ class Command(demo.Command):
         """Return the arguments of the simulator."""
         faults = str(options["faults"])
         if faults == "all":
-            faults = ",".join((demo.within_reach(supervisor.processes), *SOAK_FAULTS))
+            faults = demo.within_reach(supervisor.processes, (*FAULTS, *SOAK_FAULTS))
         log = supervisor.folder / "clients.jsonl"
         return [
             "--base-url", self.url, "--faults", faults, "--minutes", str(options["minutes"]), "--log", str(log),

@@ -1,0 +1,37 @@
+"""A loop of the commands in a thread of the test."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from idempotency.management.passes import Loop
+from tests.kit.threads import background
+
+
+@contextmanager
+def looping(work: Callable[..., Any]) -> Iterator[list[int]]:
+    """Run the passes ``work`` one after another while the block runs, as ``this_loop``; yield a list with an item for each."""
+    passes: list[int] = []
+    done = threading.Event()
+
+    def run_pass(**given: Any) -> Any:
+        passes.append(1)
+        return work(**given)
+
+    stop: Any = SimpleNamespace(requested=lambda wait_seconds=0: done.wait(wait_seconds))
+    loop = Loop("this_loop", run_pass, interval=0.01, stop=stop, say=lambda counts: None)
+    with background(loop.run):
+        try:
+            yield passes
+        finally:
+            done.set()
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, bool]]:
+    """Return level and beginning of each line of the log so far, and whether it has a traceback."""
+    records = [record for record in caplog.records if record.name == "idempotency"]
+    return [(record.levelname, record.message.partition(",")[0], bool(record.exc_info)) for record in records]
