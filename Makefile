@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-processes test-all test-pools conformance screenshots fuzz citus proof failover coverage mutants docs bench bench-scale examples package matrix lint clean
+.PHONY: demo soak serve test test-processes test-all test-pools test-unmerged conformance screenshots fuzz citus proof failover coverage mutants docs bench bench-scale examples package matrix lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -54,10 +54,10 @@ test-all:
 	@$(steps); \
 	step $(PY) -m pytest -m "not processes" $(WORKERS) $(PYTEST_ARGS); \
 	step $(SQLITE) -m "not postgres and not processes" $(WORKERS) $(PYTEST_ARGS); \
-	for tier in test-processes proof fuzz test-pools; do step $(MAKE) $$tier; done; \
+	for tier in test-processes proof fuzz test-pools test-unmerged; do step $(MAKE) $$tier; done; \
 	$(call end,test-all)
 
-CORE := $(addprefix tests/,store/test_keys.py request/test_decorators.py request/test_signals.py request/test_lost_connections.py \
+CORE := $(addprefix tests/,store/test_keys.py store/test_round_trips.py request/test_decorators.py request/test_signals.py request/test_lost_connections.py \
 	store/test_replication.py request/test_in_test_cases.py request/test_phases.py request/test_after_commit.py request/test_foreign_calls.py \
 	request/test_calls_in_doubt.py request/test_http.py request/test_retries_in_process.py request/test_scopes.py \
 	request/test_async.py request/test_isolation.py processes/test_abandonment.py processes/test_completer.py \
@@ -71,6 +71,14 @@ test-pools:
 	step env RIDES_TEST_POOL=1 $(PY) -m pytest -m "$(IN_PROCESS)" $(CORE) $(WORKERS) $(PYTEST_ARGS); \
 	step env RIDES_TEST_PGBOUNCER=1 $(PY) -m pytest -m "$(IN_PROCESS)" $(CORE) $(WORKERS) $(PYTEST_ARGS); \
 	$(call end,test-pools)
+
+# The core with one round trip for each statement, as with MERGE_ROUND_TRIPS off; its round trips with psycopg's pure Python.
+test-unmerged:
+	$(call set-up,test-unmerged,test)
+	@$(steps); \
+	step env RIDES_TEST_UNMERGED=1 $(PY) -m pytest -m "$(IN_PROCESS)" $(CORE) $(WORKERS) $(PYTEST_ARGS); \
+	step env PSYCOPG_IMPL=python $(PY) -m pytest tests/store/test_round_trips.py -m "$(IN_PROCESS)" $(PYTEST_ARGS); \
+	$(call end,test-unmerged)
 
 # The core and a storm of two tenants on Citus: on the cluster of CITUS_URL, or on one that is built from the source CITUS_SOURCE.
 citus:

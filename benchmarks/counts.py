@@ -3,7 +3,8 @@
 What PostgreSQL counts for this process's own connection needs PostgreSQL 18.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from django.db import connection
@@ -20,7 +21,7 @@ _ROWS = "SELECT sum(n_tup_ins + n_tup_upd + n_tup_del), sum(n_tup_upd), sum(n_tu
 class Counts:
     """What one call cost."""
 
-    #: All that was sent, BEGIN and COMMIT and the work included, in its order.
+    #: All messages that were sent, BEGIN and COMMIT and the work included, in their order: a round trip each.
     statements: tuple[str, ...]
     wal_records: int
     wal_bytes: int
@@ -32,20 +33,21 @@ class Counts:
     def commits(self) -> int:
         """Return the commits that wait for the disk: those of transactions, and statements outside of one."""
         depth = commits = 0
-        for statement in self.statements:
-            if statement.startswith("BEGIN"):
+        for message in self.statements:
+            if message.startswith("BEGIN"):
                 depth = 1
-            elif statement.startswith(("COMMIT", "ROLLBACK")):
-                commits, depth = commits + statement.startswith("COMMIT"), 0
+            elif message.endswith(("COMMIT", "ROLLBACK")):
+                commits, depth = commits + message.endswith("COMMIT"), 0
             else:
                 commits += not depth
         return commits
 
     @property
     def besides_the_work(self) -> list[str]:
-        """Return the statements that are neither the work nor the ends of a transaction."""
-        ends = ("BEGIN", "COMMIT", "ROLLBACK")
-        return [text for text in self.statements if not text.startswith(ends) and "bench_row" not in text]
+        """Return the statements that are neither the work nor the ends of a transaction, alone or together with one."""
+        return [
+            text for text in self.statements if "bench_row" not in text and re.search("SELECT|INSERT|UPDATE|prepared", text)
+        ]
 
 
 def count(call: Callable[[], object]) -> Counts:
@@ -57,7 +59,16 @@ def count(call: Callable[[], object]) -> Counts:
         call()
     numbers = [*_growth(wal, _read(_WAL)), *_growth(rows, _read(_ROWS))]
     # Django does not know the text of every statement that was bound in the server; it is one all the same.
-    return Counts(tuple(query["sql"] or "(prepared)" for query in captured.captured_queries), *numbers)
+    return Counts(tuple(query["sql"] or "(prepared)" for query in sent(captured.captured_queries)), *numbers)
+
+
+def sent(queries: Iterable[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the queries without each COMMIT that Django has logged, but not sent: the message before it had one."""
+    found: list[dict[str, str]] = []
+    for query in queries:
+        if query["sql"] != "COMMIT" or not found or not (found[-1]["sql"] or "").endswith("; COMMIT"):
+            found.append(query)
+    return found
 
 
 def create_table() -> None:

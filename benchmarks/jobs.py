@@ -44,7 +44,7 @@ def set_up(queue: str, **changes: Any) -> Any:
     from django.conf import settings
 
     django.setup()
-    ours = {"ENQUEUERS": {"*": BACKENDS[queue]}, "JOB_MODULES": ["benchmarks"]}
+    ours = {"ENQUEUERS": {"*": BACKENDS[queue]}}
     settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, **ours, **changes}
     if queue == "rq":
         return None
@@ -220,7 +220,7 @@ def _services(folder: Path) -> Iterator[None]:
     os.environ |= {
         "DATABASE_URL": postgres_url(folder / "postgres"),
         "REDIS_URL": redis_url(folder / "redis"),
-        "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
+        "DJANGO_SETTINGS_MODULE": "benchmarks.job_settings",
         "RIDES_RUN_FOLDER": str(folder),
     }
     import redis

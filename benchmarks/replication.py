@@ -5,7 +5,6 @@
 
 import logging
 import os
-import subprocess
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -17,31 +16,11 @@ from typing import Any
 import psycopg
 
 from rides_demo.processes.embedded import Postgres, postgres_url
-from rides_demo.processes.process import Process
+from rides_demo.processes.replicated import Standby
 
 ROUNDS, QUICK_ROUNDS = 300, 30
 WARM_UP = 20
 READY_SECONDS = 30
-
-
-class Standby(Postgres):
-    """A hot standby of ``primary``, which it copies at its first start."""
-
-    def __init__(self, folder: Path, primary: Postgres) -> None:
-        super().__init__(folder)
-        self._primary = primary
-
-    def _initialise(self, binaries: Path) -> None:
-        source = f"host={self._primary.sockets} user=postgres"
-        command = [binaries / "pg_basebackup", "-D", self.data, "-d", source, "-c", "fast", "-X", "stream", "-R"]
-        owner = {"user": self.user, "group": self.user, "extra_groups": []} if self.user else {}
-        subprocess.run(command, cwd=self.data, stdin=subprocess.DEVNULL, capture_output=True, check=True, **owner)
-        for lock in self.data.glob(".s.PGSQL.*.lock"):
-            lock.unlink()  # The primary's: its socket is in its data folder.
-
-    def wait_ready(self, seconds: float) -> None:
-        """Wait until it answers queries. It makes no database of its own."""
-        Process.wait_ready(self, seconds)
 
 
 def measure(quick: bool) -> dict[str, Any]:
@@ -59,7 +38,7 @@ def measure_here(rounds: int) -> dict[str, Any]:
             "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
             "RIDES_RUN_FOLDER": name,
         }
-        with Postgres(folder / "postgres") as primary, Standby(folder / "standby", primary):
+        with Postgres(folder / "postgres") as primary, Standby(folder / "standby", primary.sockets):
             from benchmarks.ground import migrate
 
             migrate()

@@ -230,9 +230,11 @@ def _costs(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
             hot = "-" if cost["hot_share"] is None else f"{cost['hot_updates']:g} of {cost['updates']:g}"
             plain = [f"{cost[name]:g}" for name in ("statements", "redis_commands", "commits", "rows_written")]
             rows.append([f"{label}: {KINDS[kind]}" if view else label, *plain, f"{cost['wal_bytes']:,}", hot])
-    return "BEGIN and COMMIT count as statements; each statement is a round trip.\n\n" + table(
-        ["", "statements", "Redis commands", "commits", "rows written", "bytes of WAL", "HOT updates"], rows
+    text = (
+        "The statements are those of PostgreSQL's log, BEGIN, SET and COMMIT among them. Each is a round\n"
+        "trip, but our own go with the BEGIN before or the COMMIT after them. The round trips stand below.\n\n"
     )
+    return text + table(["", "statements", "Redis commands", "commits", "rows written", "bytes of WAL", "HOT updates"], rows)
 
 
 def _over_http(figures: dict[str, Any], in_process: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from idempotency._request.phased_run import Completion
 from idempotency._request.rerun import run_again
 from idempotency._request.stored_request import is_withheld
 from idempotency._store import claims, events, fence, rows, settlement
-from idempotency._store.transactions import connection_lost, takes_no_writes
+from idempotency._store.database_errors import connection_lost, takes_no_writes
 from idempotency._text import error_text, summary
 from idempotency.exceptions import KeyStuck, LockLost, NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey

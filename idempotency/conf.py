@@ -54,6 +54,9 @@ class Settings:
     #: recorded call wait for them first, and get 503 ``not_replicated`` if they do not confirm. "storage": the storage
     #: replicates the disk of the server, so that the server needs no standbys.
     CONFIRM_REPLICATED: Confirmation = False
+    #: True sends the first statement of a transaction together with BEGIN, and the last one together with COMMIT. False
+    #: sends each by itself.
+    MERGE_ROUND_TRIPS: bool = True
     #: True includes host and mount point in the fingerprint, if one deployment serves several sites.
     FINGERPRINT_HOST: bool = False
     #: The status for a key that was used with a different request: 422, 400 or 409.

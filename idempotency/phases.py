@@ -19,7 +19,8 @@ from idempotency._async import NeverEntered, either_context
 from idempotency._request import responses
 from idempotency._request.phased_run import PhasedRun, run_of
 from idempotency._store import events, fence, replication
-from idempotency._store.transactions import drop_connection, durable_transaction
+from idempotency._store.database_errors import drop_connection
+from idempotency._store.transactions import OwnTransaction, durable_transaction
 from idempotency.conf import ChosenIsolation
 from idempotency.exceptions import CallNotRecorded, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
@@ -71,8 +72,8 @@ class AtomicPhase:
             raise RuntimeError("The end of this phase was already set: call one of the three methods once.")
         self._to = to
 
-    def write(self) -> None:
-        """Write the end as the last statement before COMMIT.
+    def write(self, own: OwnTransaction) -> None:
+        """Write the end as the last statement before COMMIT, or together with it.
 
         Raises PhaseDidNotAdvance if no end was set.
         Raises LockLost if another claim has taken over the key.
@@ -84,11 +85,11 @@ class AtomicPhase:
         if self._response is not None:
             # Render here, in the transaction of the phase: a template may query the database.
             self._response = run.call.rendered(self._response)
-            fence.finish(run.key, *responses.stored_parts(self._response), using=run.using)
+            fence.finish(run.key, *responses.stored_parts(self._response), using=run.using, ends=own)
         elif self._to == run.key.recovery_point:
-            fence.renew(run.key, using=run.using)
+            fence.renew(run.key, using=run.using, ends=own)
         else:
-            fence.advance(run.key, self._to, using=run.using)
+            fence.advance(run.key, self._to, using=run.using, ends=own)
 
     def note(self) -> None:
         """Update the run and send the signals after COMMIT."""
@@ -124,11 +125,11 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
     run = run_of(key)
     with run.phase(isolation) as level:
         phase = AtomicPhase(run)
-        with durable_transaction(level, using=run.using, lock_timeout=True):
+        with durable_transaction(level, using=run.using, lock_timeout=True) as own:
             # Registered first: an exception in a hook of the view must not skip it.
             transaction.on_commit(phase.note, using=run.using)
             yield phase
-            phase.write()
+            phase.write(own)
     phase.note()  # in a TestCase, which never commits
 
 

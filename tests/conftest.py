@@ -20,6 +20,7 @@ from tests.kit.servers import HastyPostgres
 from tests.kit.serving import sender, serve  # noqa: F401 - fixtures
 
 POSTGRES = pytest.StashKey[Postgres]()
+UNMERGED = os.environ.get("RIDES_TEST_UNMERGED") == "1"
 PGBOUNCER = pytest.StashKey[pgbouncer.PgBouncer]()
 
 #: A seed that shuffles the tests: no test may depend on the one before it.
@@ -30,6 +31,9 @@ NOT_BEHIND_A_POOLER = {
     "test_a_result_is_kept_when_the_database_comes_back": "a pooler keeps its connections to the server",
     "test_threads_stop_between_keys_and_leave_no_connection": "a pooler keeps its connections to the server",
     "test_takeover_at_once_on_a_database_that_is_repeatable_read_by_default": "it sets what belongs to a session",
+    "test_completers_at_one_key_on_a_database_that_is_repeatable_read_by_default": "it sets what belongs to a session",
+    "test_a_first_request_that_a_twin_outran_takes_its_scope": "it sets what belongs to a session",
+    "test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can": "it sets what belongs to a session",
     "test_52_read_only_connection_is_not_used_again": "it sets what belongs to a session",
     "test_52_database_made_read_only_between_two_phases_is_a_503_and_the_retry_resumes": "it sets what belongs to a session",
     "test_52_request_to_a_read_only_database_is_a_503_and_the_view_does_not_run": "a pooler keeps its connections",
@@ -41,20 +45,35 @@ NOT_BEHIND_A_POOLER = {
     "test_the_key_of_a_run_that_the_outage_ended_is_free_once_the_database_is_back": "a pooler keeps its connections",
     "test_a_late_release_is_given_up_when_the_lock_has_expired": "a pooler keeps its connections",
     "test_a_barrier_that_would_pass_for_nothing_is_refused": "it sets what belongs to a session",
+    "test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more": "it sets what belongs to a session",
     "test_51_one_key_of_two_tenants_is_two_keys": "it sets what belongs to a session",
     "test_51_one_key_in_one_table_is_one_key": "it sets what belongs to a session",
     "test_51_views_of_two_kinds_of_two_tenants_do_not_meet": "it sets what belongs to a session",
     "test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next": "it sets what belongs to a session",
 }
 NOT_WITH_A_POOL = {
+    "test_a_claim_runs_on_the_connection_that_a_health_check_opens": "a pooler chooses the connection that follows a lost one",
     "test_phased_view_costs_a_claim_and_its_replay_one_statement": "statements prepared by an earlier test have no text",
     "test_18_database_that_is_not_reachable_is_a_503_and_the_view_does_not_run": "the pool has connections to the old address",
+    "test_a_connection_cut_around_commit_leaves_one_effect": "the pool has connections to the old address",
+}
+#: Of the tests of the core, those of what MERGE_ROUND_TRIPS does.
+ONLY_MERGED = {
+    "test_round_trips": "each statement is a round trip",
+    "test_a_wrapper_of_statements_sees_each_message": "each statement is a message",
+    "test_a_wrapper_that_repeats_a_commit_does_not_store_a_response_without_its_work": "each statement is a message",
+    "test_an_interrupt_after_commit_does_not_skip_the_next_one": "each statement is a message",
+    "test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more": "psycopg prepares the statements",
 }
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start PostgreSQL where the settings say it is; the workers of pytest-xdist find it running."""
     tables.install()
+    if UNMERGED:
+        from idempotency._store import round_trips
+
+        round_trips.can_be_merged = lambda connection: False
     config.pluginmanager.register(tiers, "tiers")
     behind_pgbouncer = os.environ.get("RIDES_TEST_PGBOUNCER") == "1"
     if behind_pgbouncer:
@@ -119,6 +138,8 @@ def _skip_behind_poolers(items: list[pytest.Item]) -> None:
     left_out = NOT_WITH_A_POOL if pool else {}
     if pool or os.environ.get("RIDES_TEST_PGBOUNCER") == "1":
         left_out = left_out | NOT_BEHIND_A_POOLER
+    if UNMERGED:
+        left_out = left_out | ONLY_MERGED
     for item in items:
         if reason := left_out.get(getattr(item, "originalname", item.name)):
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -15,8 +15,9 @@ from idempotency._request.view_call import Call
 from idempotency._request.wait import Patience
 from idempotency._store import claims, events, fence, rows
 from idempotency._store.claims import ClaimedRequest, Outcome
+from idempotency._store.database_errors import drop_connection
 from idempotency._store.late_releases import release_later
-from idempotency._store.transactions import drop_connection, refuse_outer_transaction
+from idempotency._store.transactions import refuse_outer_transaction
 from idempotency._text import error_text, first_line
 from idempotency.exceptions import KeyStuck, LockLost, NotReplicated, ResponseNotCommitted, StuckCode
 from idempotency.models import IdempotencyKey

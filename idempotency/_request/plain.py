@@ -79,8 +79,9 @@ class _PlainRun:
         call, using, before = self._call, self._using, self.before
         committed: list[str] = []
         try:
-            with durable_transaction(self._options.level(), using=using):
-                claim = claims.claim_plain(self._captured, using=using)
+            first = claims.first_of_plain(self._captured, using=using)
+            with durable_transaction(self._options.level(), using=using, first=first) as own:
+                claim = claims.claim_plain(self._captured, using=using, first=first)
                 if claim.outcome is not Outcome.CLAIMED:
                     return claim, None
                 # Registered first: an exception in a hook of the view must not skip it.
@@ -89,7 +90,9 @@ class _PlainRun:
                     with call.bound(claim.key):
                         response = respond()
                     if stored := responses.is_stored(response):
-                        fence.finish(claim.key, *responses.stored_parts(response), using=using)
+                        # Other databases commit before this one.
+                        ends = None if others else own
+                        fence.finish(claim.key, *responses.stored_parts(response), using=using, ends=ends)
                         if others:
                             prepare_commits(others, committed, last=using)
                     else:

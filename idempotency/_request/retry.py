@@ -1,6 +1,7 @@
 """Repeat a request in the process after a serialization failure, with its original state."""
 
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
@@ -17,8 +18,8 @@ from django.utils.functional import SimpleLazyObject, cached_property
 
 from idempotency import conf
 from idempotency._request.view_call import Call
+from idempotency._store.database_errors import retryable_failure
 from idempotency._store.events import about
-from idempotency._store.transactions import backoff_seconds, retryable_failure
 from idempotency.conf import Isolation
 
 logger = logging.getLogger("idempotency")
@@ -45,7 +46,7 @@ class Attempts:
     def __iter__(self) -> "Iterator[Attempts]":
         for count in range(conf.get().SERIALIZATION_RETRIES + 1):
             if count:
-                time.sleep(backoff_seconds(count))
+                time.sleep(_backoff_seconds(count))
                 if not self._before.restore():
                     return
             yield self
@@ -147,6 +148,11 @@ class RequestState:
         # Do not reload other rows: a middleware may have changed a field in memory.
         others = _with_their_rows([row for row in self._rows if id(row) not in users])
         return all(_is_as_stored(row) for row in others if id(row) not in users)
+
+
+def _backoff_seconds(attempt: int) -> float:
+    """Return the wait before attempt ``attempt`` (from 1), with full jitter."""
+    return random.uniform(0, min(0.002 * 2**attempt, 1.0))  # nosec B311  # spreads retries; no secret
 
 
 def _loaded(value: Any) -> Any:

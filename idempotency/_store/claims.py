@@ -16,10 +16,11 @@ from django.db import Error, connections
 
 from idempotency._store import statements
 from idempotency._store.advisory_locks import HOLDER, lock_parameters, way_of
+from idempotency._store.database_errors import connection_lost, refuse_second_wait, retryable_failure
 from idempotency._store.history import HistoryEvent
 from idempotency._store.late_releases import release_later
 from idempotency._store.rows import born, execute, fetch, fetch_key, key_of_row, statements_for, token_parameter, vendor
-from idempotency._store.transactions import connection_lost, refuse_second_wait, retryable_failure
+from idempotency._store.transactions import First
 from idempotency.exceptions import OPEN_TO_RETRIES
 from idempotency.models import IdempotencyKey, random_seed
 
@@ -115,17 +116,23 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
 
 
-def claim_plain(request: ClaimedRequest, *, using: str) -> Claim:
-    """Claim the key of a plain view inside its transaction. On CLAIMED the row is inserted, and visible only after COMMIT;
-    until then advisory locks refuse duplicates at once. On SQLite a duplicate waits for the writer. On other outcomes nothing
-    was written."""
-    postgresql = vendor(using) == "postgresql"
+def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
+    """Return the claim of a plain view, which may be sent with BEGIN."""
     text = statements_for(using)
-    token, parameters = _parameters(request, using)
-    for _ in range(_CLAIM_TRIES):
-        look = _look(text.claim_plain if postgresql else text.insert_plain, parameters, request, using)
+    return First(text.claim_plain if vendor(using) == "postgresql" else text.insert_plain, _parameters(request, using)[1])
+
+
+def claim_plain(request: ClaimedRequest, *, using: str, first: First | None = None) -> Claim:
+    """Claim the key of a plain view in its transaction, which may have begun with ``first``. On CLAIMED the row is inserted,
+    and visible after COMMIT; until then advisory locks refuse duplicates. On SQLite these wait. Else nothing is written."""
+    postgresql, text = vendor(using) == "postgresql", statements_for(using)
+    first = first or first_of_plain(request, using=using)
+    parameters = first.parameters
+    for attempt in range(_CLAIM_TRIES):
+        ran = first.ran and attempt == 0
+        look = _found(first.row, first.sent, request, using) if ran else _look(first.text, parameters, request, using)
         if look.claimed is not None:
-            key = _key_of_claim(look, request, token, using)
+            key = _key_of_claim(look, request, uuid.UUID(str(parameters["claim_token"])), using)
             key.born_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.
             return Claim(Outcome.CLAIMED, key)
         if look.verdict == "same":
@@ -185,6 +192,10 @@ def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using:
     except Error as error:
         refuse_second_wait(error)
         raise
+    return _found(values, sent, request, using)
+
+
+def _found(values: tuple[Any, ...] | None, sent: float, request: ClaimedRequest, using: str) -> _Look:
     if values is None:
         return _Look(sent)
     claimed, (*columns, expired, lock_seconds), verdict = statements.parts(values)

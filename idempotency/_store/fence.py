@@ -7,12 +7,14 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", 
 
 import json
 import logging
+from functools import lru_cache
 from typing import Any
 
 from idempotency._store import replication, statements
 from idempotency._store.events import about
 from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
+from idempotency._store.transactions import OwnTransaction
 from idempotency._text import storable, summary
 from idempotency.exceptions import KeyStuck, LockLost, StuckCode
 from idempotency.models import FINISHED, IdempotencyKey
@@ -22,12 +24,14 @@ logger = logging.getLogger("idempotency")
 _MAX_CODE_LENGTH = 50
 
 
-def advance(key: IdempotencyKey, recovery_point: str, *, using: str) -> None:
-    """Set the recovery point and renew the lock. Raises LockLost if another claim has taken over the key."""
+def advance(key: IdempotencyKey, recovery_point: str, *, using: str, ends: OwnTransaction | None = None) -> None:
+    """Set the recovery point and renew the lock. Raises LockLost if another claim has taken over the key. If the transaction
+    ``ends`` sends its last statement with COMMIT, this is its last statement, and LockLost is raised there."""
     _fenced(
         "advance",
         key,
         using,
+        ends=ends,
         reached=key.recovery_point,
         recovery_point=recovery_point,
         event=HistoryEvent.RECOVERY_POINT,
@@ -35,21 +39,28 @@ def advance(key: IdempotencyKey, recovery_point: str, *, using: str) -> None:
     )
 
 
-def renew(key: IdempotencyKey, *, using: str) -> None:
+def renew(key: IdempotencyKey, *, using: str, ends: OwnTransaction | None = None) -> None:
     """Renew the lock, and mark that the request has begun something. Raises LockLost if another claim has taken over the key,
     or the key is stuck."""
-    _fenced("renew", key, using, reached=key.recovery_point)
+    _fenced("renew", key, using, ends=ends, reached=key.recovery_point)
 
 
 def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = "") -> None:
     """Renew the lock before a call with a derived key, and write the call into the history. Raises LockLost if another claim
     has taken over the key, or it is stuck with another code than ``stuck_code``."""
-    called = {"event": HistoryEvent.CALL_BEGUN, "detail": summary(name)}
+    called: dict[str, Any] = {"event": HistoryEvent.CALL_BEGUN, "detail": summary(name)}
     _fenced("begin_call", key, using, reached=key.recovery_point, stuck_code=stuck_code, **called)
 
 
 def finish(
-    key: IdempotencyKey, code: int, headers: dict[str, str], body: bytes | None, *, using: str, untouched: bool = False
+    key: IdempotencyKey,
+    code: int,
+    headers: dict[str, str],
+    body: bytes | None,
+    *,
+    using: str,
+    untouched: bool = False,
+    ends: OwnTransaction | None = None,
 ) -> None:
     """Store the response; None as ``body`` means that it was not stored. Raises LockLost if another claim has taken over the
     key. With ``untouched``, raises LockLost also if something was begun: if the response to a COMMIT was lost, the run may
@@ -60,6 +71,7 @@ def finish(
         "finish_plain" if key.recovery_point == FINISHED else unfinished,
         key,
         using,
+        ends=ends,
         reached=key.recovery_point,
         code=code,
         headers=json.dumps(headers),
@@ -87,7 +99,7 @@ def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:
     If nothing was begun, only a retry of the client runs the key from now on.
     Raises LockLost if another claim has taken over the key, because its response may be another one.
     """
-    described = {"error": storable(error), "detail": summary(error)}
+    described: dict[str, Any] = {"error": storable(error), "detail": summary(error)}
     if key.untouched:
         _fenced("refuse", key, using, reached=key.recovery_point, event=HistoryEvent.REFUSED, **described)
     else:
@@ -96,14 +108,23 @@ def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:
 
 def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> None:
     """Mark a claimed key as stuck. Raises LockLost if another claim has taken it over."""
-    parameters = stuck_parameters(code, reason)
+    parameters: dict[str, Any] = stuck_parameters(code, reason)
     _fenced("mark_stuck", key, using, **parameters)
     key.stuck_code = parameters["code"]
 
 
-def _fenced(statement: str, key: IdempotencyKey, using: str, **parameters: Any) -> None:
+def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransaction | None = None, **parameters: Any) -> None:
     text: str = getattr(statements_for(using), statement)
     parameters |= {"id": key.pk, "token": token_parameter(key.fence, using), "place": key.place}
+    if ends is not None:
+        ends.refuse_if_over()
+    if ends is not None and key.place is not None:
+
+        def note(row: tuple[Any, ...]) -> None:
+            key.place = row[0]
+
+        if ends.end_with(_or_fail(text), parameters, note):
+            return
     if key.place is not None:
         # The row is at another place after a rollback or an update.
         row = fetch(text + statements.AT_PLACE, parameters, using) or fetch(text + statements.ANYWHERE, parameters, using)
@@ -112,6 +133,18 @@ def _fenced(statement: str, key: IdempotencyKey, using: str, **parameters: Any) 
         (key.place,) = row
     elif execute(text, parameters, using) != 1:
         raise LockLost
+
+
+@lru_cache(maxsize=64)
+def _or_fail(text: str) -> str:
+    """Return a fenced statement that divides by zero if it changes no row, so that a COMMIT behind it does nothing."""
+    # The texts are those of this app.
+    elsewhere = f"{text} AND NOT EXISTS (SELECT FROM here){statements.ANYWHERE}"  # nosec B608  # see above
+    return (
+        f"WITH here AS ({text}{statements.AT_PLACE}), elsewhere AS ({elsewhere}), "  # noqa: S608  # nosec B608  # see above
+        "changed AS (SELECT ctid FROM here UNION ALL SELECT ctid FROM elsewhere) "
+        "SELECT (SELECT ctid FROM changed), 1 / (SELECT count(*) FROM changed)"
+    )
 
 
 def stuck_parameters(code: str, reason: str) -> dict[str, Any]:

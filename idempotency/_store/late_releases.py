@@ -13,7 +13,7 @@ from django.db import Error, connections
 
 from idempotency import conf
 from idempotency._store import fence, replication
-from idempotency._store.transactions import drop_connection
+from idempotency._store.database_errors import drop_connection
 from idempotency.exceptions import NotReplicated
 from idempotency.models import IdempotencyKey
 

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from django.db import connections
+import psycopg
+from django.db import OperationalError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import DEFERRED
 
-from idempotency._store import statements
-from idempotency._store.transactions import own_cursor
+from idempotency._store import round_trips, statements
+from idempotency._store.round_trips import Result, StaleStatement
+from idempotency._store.transactions import open_connection, own_cursor, own_errors
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 
@@ -27,16 +30,41 @@ def statements_for(using: str) -> statements.Statements:
 
 
 def execute(text: str, parameters: dict[str, Any], using: str) -> int:
-    with own_cursor(using) as cursor:
-        cursor.execute(text, parameters)
-        return int(cursor.rowcount)
+    return _run(text, parameters, using).rows
 
 
 def fetch(text: str, parameters: dict[str, Any], using: str) -> tuple[Any, ...] | None:
-    with own_cursor(using) as cursor:
-        cursor.execute(text, parameters)
-        row: tuple[Any, ...] | None = cursor.fetchone()
-        return row
+    return _run(text, parameters, using).row
+
+
+def _run(text: str, parameters: dict[str, Any], using: str) -> Result:
+    connection = connections[using]
+    postgresql = connection.vendor == "postgresql"
+    if postgresql:
+        open_connection(connection)
+        if round_trips.can_send(connection):
+            with own_errors(connection):
+                return _sent(connection, text, parameters)
+    # psycopg parses a text of over 4,096 characters with named parameters at each use. Django's log of a cursor with
+    # server-side binding needs them.
+    numbered = postgresql and not connection.settings_dict["OPTIONS"].get("server_side_binding")
+    with own_cursor(using, psycopg.RawCursor if numbered else psycopg.Cursor) as cursor:
+        if numbered:
+            text, names = round_trips.numbered(text)
+            cursor.execute(text, [parameters[name] for name in names])
+        else:
+            cursor.execute(text, parameters)
+        return Result(cursor.fetchone() if cursor.description else None, cursor.rowcount)
+
+
+def _sent(connection: BaseDatabaseWrapper, text: str, parameters: dict[str, Any]) -> Result:
+    """Send a statement; in autocommit once more if the server has lost it."""
+    try:
+        return round_trips.run(connection, text, parameters)
+    except OperationalError as error:
+        if not isinstance(error.__cause__, StaleStatement) or not connection.connection.autocommit:
+            raise
+        return round_trips.run(connection, text, parameters)
 
 
 def read(pk: int, *, using: str) -> IdempotencyKey | None:

@@ -1,41 +1,114 @@
-"""Transactions: their isolation level, their time limits, and the classification of their errors."""
+"""Transactions: their isolation level, their time limits, and their first and last statement."""
 
-import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper, debug_transaction
-from django.db.utils import DatabaseError, Error, InterfaceError, InternalError, OperationalError
+from django.db.transaction import TransactionManagementError
+from django.db.utils import DatabaseError, Error, OperationalError
 from psycopg import IsolationLevel
 from psycopg.errors import error_from_result
-from psycopg.pq import DiagnosticField, ExecStatus
+from psycopg.pq import DiagnosticField, ExecStatus, TransactionStatus
 
 from idempotency import conf
-from idempotency._store import engine
+from idempotency._store import engine, round_trips
+from idempotency._store.database_errors import NOT_SUPPORTED, as_lost, drop_connection, refuse_second_wait, sqlstate_of
 from idempotency._store.replication import confirmed_commit
 from idempotency.conf import Isolation
 
-#: Serialization failure and deadlock: the transaction was rolled back and may succeed on a retry.
-_RETRYABLE_SQLSTATES = frozenset({"40001", "40P01"})
-_UNIQUE_VIOLATION = "23505"
 _LEVELS: dict[Isolation, IsolationLevel] = {
     "read committed": IsolationLevel.READ_COMMITTED,
     "repeatable read": IsolationLevel.REPEATABLE_READ,
     "serializable": IsolationLevel.SERIALIZABLE,
 }
-#: Classes of errors of an unavailable server or a connection that it ended, also by a time limit.
-_LOST_SQLSTATES = ("08", "53", "57P", "25P03", "25P04")
-#: A write in a read-only transaction. A standby refuses SERIALIZABLE with the second code.
-_READ_ONLY, _NOT_SUPPORTED = "25006", "0A000"
 
 
-class WriterBusy(OperationalError):
-    """The write lock of SQLite was not free within the connection's timeout. A retry would only wait again."""
+@dataclass(slots=True)
+class First:
+    """The first statement of a transaction. If it was sent with BEGIN, ``ran`` is true, and ``row`` is its result."""
+
+    text: str
+    parameters: dict[str, Any]
+    ran: bool = False
+    #: A time before the statement, on the monotonic clock.
+    sent: float = 0.0
+    row: tuple[Any, ...] | None = None
+
+
+class OwnTransaction:
+    """The transaction of ``durable_transaction``."""
+
+    def __init__(
+        self, connection: BaseDatabaseWrapper, isolation: Isolation | None, *, lock_timeout: bool, first: First | None
+    ) -> None:
+        self.workers = engine.WorkerErrors(connection)
+        self._connection, self._isolation, self._lock_timeout, self._first = connection, isolation, lock_timeout, first
+        self._merged = False
+        self._last: tuple[str, dict[str, Any], Callable[[Any], None]] | None = None
+
+    def begin(self) -> None:
+        """Begin with the level, the time limits and the first statement, in one round trip; on Citus in two or three. After an
+        error the connection is outside of a transaction, or closed."""
+        connection, first = self._connection, self._first
+        del vars(connection)[_BEGIN_HOOK]  # for this transaction only
+        engine.refuse_other_engines(connection)
+        self.workers.watch()
+        self._merged = round_trips.can_be_merged(connection)
+        own: psycopg.Connection[Any] = connection.connection
+        level = _LEVELS[self._isolation] if self._isolation is not None else own.isolation_level
+        milliseconds = conf.get().LOCK_TIMEOUT_SECONDS * 1000
+        begin = ["BEGIN" + (f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else "")]
+        begin += [f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"]
+        begin += engine.lock_timeout(connection, f"{milliseconds}ms") if self._lock_timeout else []
+        with connection.wrap_database_errors:
+            # Otherwise psycopg would send its own BEGIN before the first statement. It accepts one that was sent.
+            own.autocommit = False
+        if self._merged and first is not None:
+            first.ran, first.sent = True, time.monotonic()
+            try:
+                with own_errors(connection):
+                    first.row = round_trips.run(connection, first.text, first.parameters, before=begin).row
+            except BaseException as failure:
+                _leave(connection)
+                if isinstance(failure, Error) and sqlstate_of(failure) == NOT_SUPPORTED:
+                    drop_connection(connection)
+                    raise OperationalError(*failure.args) from None  # A standby refused BEGIN: treat it as a broken connection.
+                raise
+        else:
+            for text in ("; ".join(begin[:3]), *begin[3:]):
+                _send_beginning(connection, text)
+
+    def refuse_if_over(self) -> None:
+        """Raise TransactionManagementError if COMMIT or ROLLBACK has ended the transaction, whose writes may be gone."""
+        own = self._connection.connection
+        if own is None:
+            return  # A closed connection gets the error of the statement.
+        postgres = self._connection.vendor == "postgresql"
+        if own.info.transaction_status == TransactionStatus.IDLE if postgres else not own.in_transaction:
+            raise TransactionManagementError("The transaction has ended before its last statement, by COMMIT or ROLLBACK.")
+
+    def end_with(self, text: str, parameters: dict[str, Any], then: Callable[[Any], None]) -> bool:
+        """Send this statement with COMMIT at the end of the block, and call ``then`` with its row after that. It must fail with
+        a division by zero if it changes no row. Return False, and do nothing, if the transaction does not end that way."""
+        if self._merged:
+            self._connection.validate_no_broken_transaction()
+            self._last = text, parameters, then
+        return self._merged
+
+    def end(self) -> None:
+        """Send the last statement with COMMIT, if there is one. Django's own COMMIT then finds no transaction, and sends
+        nothing. Raises LockLost if the statement changed no row; nothing is committed then."""
+        if self._last is not None:
+            text, parameters, then = self._last
+            with own_errors(self._connection):
+                then(round_trips.run(self._connection, text, parameters, after=["COMMIT"]).row)
 
 
 def refuse_outer_transaction(using: str) -> None:
@@ -55,35 +128,39 @@ def refuse_outer_transaction(using: str) -> None:
 
 
 @contextmanager
-def durable_transaction(isolation: Isolation | None, *, using: str, lock_timeout: bool = False) -> Iterator[None]:
+def durable_transaction(
+    isolation: Isolation | None, *, using: str, lock_timeout: bool = False, first: First | None = None
+) -> Iterator[OwnTransaction]:
     """Run the block in its own transaction at the level ``isolation``; None is the connection's own level. On return it is
     committed; on an exception it is rolled back. The database ends it after the lock timeout of a key without a statement:
     otherwise the locks of a lost host would last until TCP gives up, perhaps hours. With ``lock_timeout``, each statement
-    waits at most that long for a lock. Inside ``TestCase`` the block is a savepoint.
+    waits at most that long for a lock. Inside ``TestCase`` the block is a savepoint. The statement ``first`` is sent with BEGIN
+    where that is possible; it must be the first of the block otherwise.
     Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if CONFIRM_REPLICATED is set."""
     if isolation not in (None, *_LEVELS):
         raise ValueError(f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not {isolation!r}.")
     refuse_outer_transaction(using)
     connection = connections[using]
-    workers = engine.WorkerErrors(connection)
+    own = OwnTransaction(connection, isolation, lock_timeout=lock_timeout, first=first)
     # Django keeps the error that once broke a transaction, and would name it as the cause of later errors.
     connection.rollback_exc = None  # type: ignore[attr-defined]
     if connection.vendor == "postgresql" and not connection.in_atomic_block:
         if connection.connection is not None and connection.connection.closed:
             connection.close()  # Django opens a new one.
-        vars(connection)[_BEGIN_HOOK] = partial(_begin, connection, isolation, lock_timeout, workers)
+        vars(connection)[_BEGIN_HOOK] = own.begin
     begun = False
     try:
         with confirmed_commit(connection), transaction.atomic(using=using, durable=True):
             begun = True
-            yield
+            yield own
+            own.end()
     except DatabaseError as error:
         if not begun:  # On SQLite with ``transaction_mode``, BEGIN takes the write lock.
             refuse_second_wait(error)
-        raise _as_lost(workers.told(error), connection, own=False)  # noqa: B904 - its cause is set
+        raise as_lost(own.workers.told(error), connection, own=False)  # noqa: B904 - its cause is set
     finally:
         vars(connection).pop(_BEGIN_HOOK, None)
-        workers.stop()
+        own.workers.stop()
 
 
 @contextmanager
@@ -124,36 +201,34 @@ def prepare_commits(aliases: list[str], committed: list[str], *, last: str) -> N
 _BEGIN_HOOK = "_start_transaction_under_autocommit"
 
 
-def _begin(
-    connection: BaseDatabaseWrapper, isolation: Isolation | None, lock_timeout: bool, workers: engine.WorkerErrors
-) -> None:
-    """Begin a transaction with its level and time limits in one round trip; on Citus in two if there is a lock timeout."""
-    del vars(connection)[_BEGIN_HOOK]  # for this transaction only
-    engine.refuse_other_engines(connection)
-    workers.watch()
+def _send_beginning(connection: BaseDatabaseWrapper, text: str) -> None:
     own: psycopg.Connection[Any] = connection.connection
-    level = _LEVELS[isolation] if isolation is not None else own.isolation_level
-    milliseconds = conf.get().LOCK_TIMEOUT_SECONDS * 1000
-    begin = "BEGIN" + (f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else "")
-    limits = [f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"]
-    limits += engine.lock_timeout(connection, f"{milliseconds}ms") if lock_timeout else []
-    with connection.wrap_database_errors:
-        # Otherwise psycopg would send its own BEGIN before the first statement. It accepts one that was sent.
-        own.autocommit = False
-    for text in ("; ".join([begin, *limits[:2]]), *limits[2:]):
-        with debug_transaction(connection, text), connection.wrap_database_errors:
-            result = own.pgconn.exec_(text.encode())
-            if result.status != ExecStatus.COMMAND_OK:
-                # As in psycopg's cursors, an error without SQLSTATE is a broken connection. Treat a standby alike.
-                told = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
-                known = told not in ("", _NOT_SUPPORTED)
-                error = error_from_result(result) if known else psycopg.OperationalError(own.pgconn.get_error_message())
-                drop_connection(connection)
-                raise error
+    with debug_transaction(connection, text), connection.wrap_database_errors:
+        result = own.pgconn.exec_(text.encode())
+        if result.status != ExecStatus.COMMAND_OK:
+            # As in psycopg's cursors, an error without SQLSTATE is a broken connection. Treat a standby alike.
+            told = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
+            known = told not in ("", NOT_SUPPORTED)
+            error = error_from_result(result) if known else psycopg.OperationalError(own.pgconn.get_error_message())
+            drop_connection(connection)
+            raise error
+
+
+def _leave(connection: BaseDatabaseWrapper) -> None:
+    """Roll back a transaction that Django does not know of, or close the connection."""
+    own: psycopg.Connection[Any] = connection.connection
+    try:
+        own.rollback()
+        own.autocommit = True
+    except psycopg.Error:
+        drop_connection(connection)
+    except BaseException:
+        drop_connection(connection)
+        raise
 
 
 @contextmanager
-def own_cursor(using: str) -> Iterator[CursorWrapper]:
+def own_cursor(using: str, factory: type[psycopg.Cursor[Any]] = psycopg.Cursor) -> Iterator[CursorWrapper]:
     """Yield a cursor for this app's statements, which PostgreSQL can prepare. Django binds parameters in the client by
     default, so that each text differs. These are bound in the server. With ``prepare_threshold`` in the OPTIONS of the
     database, they are parsed and planned once."""
@@ -162,109 +237,34 @@ def own_cursor(using: str) -> Iterator[CursorWrapper]:
         with connection.cursor() as cursor:
             yield cursor
         return
-    connection.ensure_connection()
-    engine.refuse_other_engines(connection)
+    open_connection(connection)  # A health check while the cursor opens would replace the connection, and the kind of cursor.
     psycopg_connection = connection.connection
     former = psycopg_connection.cursor_factory
-    psycopg_connection.cursor_factory = psycopg.Cursor
+    psycopg_connection.cursor_factory = factory
     try:
         cursor = connection.cursor()
     finally:
         psycopg_connection.cursor_factory = former
+    with own_errors(connection), cursor:
+        yield cursor
+
+
+def open_connection(connection: BaseDatabaseWrapper) -> None:
+    """Open a connection to PostgreSQL, or check that it is usable, as Django does before a cursor."""
+    connection.close_if_health_check_failed()
+    connection.ensure_connection()
+    engine.refuse_other_engines(connection)
+
+
+@contextmanager
+def own_errors(connection: BaseDatabaseWrapper) -> Iterator[None]:
+    """Classify the errors of this app's own statements on an open connection, and confirm their commits."""
     workers = engine.WorkerErrors(connection)
     workers.watch()
-    with confirmed_commit(connection), cursor:
+    with confirmed_commit(connection):
         try:
-            yield cursor
+            yield
         except DatabaseError as error:
-            raise _as_lost(workers.told(error), connection, own=True)  # noqa: B904 - its cause is set
+            raise as_lost(workers.told(error), connection, own=True)  # noqa: B904 - its cause is set
         finally:
             workers.stop()
-
-
-def retryable_failure(error: BaseException | None, isolation: Isolation | None) -> Literal["serialization", "unique"] | None:
-    """Return "serialization" or "unique" if a retry of the same work may succeed, else None. A unique violation above READ
-    COMMITTED is "unique". It may come from ``get_or_create``, which would have waited and found the row at that level; but it
-    may also be a bug of the view."""
-    while error is not None and not isinstance(error, WriterBusy):
-        if isinstance(error, Error):
-            sqlstate = _sqlstate(error)
-            if sqlstate in _RETRYABLE_SQLSTATES or _is_locked(error):
-                return "serialization"
-            if sqlstate == _UNIQUE_VIOLATION and isolation in ("repeatable read", "serializable"):
-                return "unique"
-        error = error.__cause__
-    return None
-
-
-def refuse_second_wait(error: Error) -> None:
-    """Raise WriterBusy if ``error``, of the first statement of a transaction, is a timeout of SQLite's write lock. A later
-    statement fails without a wait if its snapshot is outdated; a retry may succeed then."""
-    if _is_locked(error):
-        raise WriterBusy(*error.args) from error
-
-
-def _is_locked(error: Error) -> bool:
-    return _sqlstate(error) is None and "database is locked" in str(error)
-
-
-def connection_lost(error: BaseException, using: str) -> bool:
-    """Return whether ``error`` means that the database cannot be reached; if so, drop the connection."""
-    if not isinstance(error, Error):
-        return False
-    connection = connections[using]
-    if connection.vendor == "sqlite":
-        return any(word in str(error) for word in ("locked", "disk", "unable to open"))
-    # Decide by the error, because Django may have opened a new connection. A broken connection has no SQLSTATE.
-    error = _as_lost(error, connection, own=False)
-    sqlstate = _sqlstate(error)
-    # PgBouncer reports a lost server with an unexpected second result, an InternalError.
-    cut = sqlstate is None and isinstance(error, OperationalError | InterfaceError | InternalError)
-    read_only = sqlstate in (_READ_ONLY, _NOT_SUPPORTED) and isinstance(error, OperationalError)
-    lost = cut or read_only or (sqlstate or "").startswith(_LOST_SQLSTATES)
-    if lost:
-        drop_connection(connection)
-    return lost
-
-
-def is_read_only(error: BaseException) -> bool:
-    return isinstance(error, Error) and _sqlstate(error) == _READ_ONLY
-
-
-def takes_no_writes(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the server of an open connection is a standby or read-only by default."""
-    own = connection.connection
-    if connection.vendor != "postgresql" or own is None or own.closed:
-        return False
-    return any(own.info.parameter_status(name) == "on" for name in ("in_hot_standby", "default_transaction_read_only"))
-
-
-def drop_connection(connection: BaseDatabaseWrapper) -> None:
-    """Close the connection, also in the pool, unless it is in a transaction."""
-    if connection.in_atomic_block:
-        return
-    if connection.vendor == "postgresql" and connection.connection is not None:
-        connection.connection.close()  # Otherwise Django's pool would reuse it.
-    connection.close()
-
-
-def _as_lost(error: Error, connection: BaseDatabaseWrapper, *, own: bool) -> Error:
-    """Return an OperationalError for a write that a read-only server refuses, else the error itself. A statement of this app
-    (``own``) fails for no other reason. A view may choose a read-only transaction itself, so its statements need a check of
-    the server."""
-    sqlstate = _sqlstate(error)
-    if not (own and sqlstate == _READ_ONLY) and not (sqlstate in (_READ_ONLY, _NOT_SUPPORTED) and takes_no_writes(connection)):
-        return error
-    lost = OperationalError(*error.args)
-    lost.__cause__ = error.__cause__
-    return lost
-
-
-def _sqlstate(error: Error) -> str | None:
-    sqlstate: str | None = getattr(error.__cause__, "sqlstate", None)
-    return sqlstate
-
-
-def backoff_seconds(attempt: int) -> float:
-    """Return the wait before attempt ``attempt`` (from 1), with full jitter."""
-    return random.uniform(0, min(0.002 * 2**attempt, 1.0))  # nosec B311  # spreads retries; no secret

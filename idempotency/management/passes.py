@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, close_old_connections, connections
 
-from idempotency._store.transactions import drop_connection, is_read_only
+from idempotency._store.database_errors import drop_connection, is_read_only
 from idempotency.backends import BrokerUnavailable
 from idempotency.monitoring.heartbeats import WRITE_SECONDS, Heartbeat
 

@@ -166,12 +166,17 @@ def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
     commit, connect, open_cursor = connection._commit, connection.connect, connection._cursor  # type: ignore[attr-defined]
 
     def around_statement(execute: Callable[..., Any], sql: Any, *arguments: Any) -> Any:
-        run.reach("before", "statement", str(sql), connection=connection)
+        # The last statement of a transaction may be sent together with COMMIT.
+        what: tuple[What, str] = ("COMMIT", "") if str(sql).endswith("; COMMIT") else ("statement", str(sql))
+        run.reach("before", *what, connection=connection)
         result = execute(sql, *arguments)
-        run.reach("after", "statement", str(sql), connection=connection)
+        run.reach("after", *what, connection=connection)
         return result
 
     def around_commit() -> None:
+        if not _in_transaction(connection):
+            commit()
+            return
         run.reach("before", "COMMIT", connection=connection)
         commit()
         run.reach("after", "COMMIT", connection=connection)

@@ -14,6 +14,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
+from idempotency._store.round_trips import numbered
 from idempotency.admin import bulk, dashboard
 from idempotency.admin.actions import looked_at
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessHeartbeat, StagedJob, TrafficCount
@@ -233,7 +234,7 @@ def second_chunk(client: Client, page: str) -> list[str]:
 
 def plan_of(sql: str) -> str:
     with connection.cursor() as cursor:
-        cursor.execute(f"EXPLAIN (GENERIC_PLAN) {sql}")
+        cursor.execute(f"EXPLAIN (GENERIC_PLAN) {numbered(sql)[0]}")
         return "\n".join(row[0] for row in cursor.fetchall())
 
 

@@ -2,8 +2,8 @@
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from threading import Event
 from typing import Any
@@ -26,6 +26,7 @@ from idempotency.models import IdempotencyKey
 from idempotency.reaper import reap_once
 from tests.kit.ageing import abandon, expired_keys
 from tests.kit.chance import chance
+from tests.kit.database import session_setting
 from tests.kit.threads import all_at_once, in_background
 from tests.kit.views import phased, plain
 from tests.kit.waiting import eventually
@@ -37,16 +38,9 @@ Serve = Callable[..., None]
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-@contextmanager
-def schema(name: str) -> Iterator[None]:
+def schema(name: str) -> AbstractContextManager[None]:
     """Let the connection of this thread use the tables of a tenant."""
-    with connection.cursor() as cursor:
-        cursor.execute(f"SET search_path TO {name}, public")
-    try:
-        yield
-    finally:
-        with connection.cursor() as cursor:
-            cursor.execute("RESET search_path")
+    return session_setting("search_path", f"{name}, public")
 
 
 class TenantMiddleware:

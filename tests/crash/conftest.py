@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from django.db import DEFAULT_DB_ALIAS, connections
 
 from idempotency.testing import Downstream
 from idempotency.testing.plugin import survives  # noqa: F401 - a fixture
@@ -11,6 +12,14 @@ from tests.models import Account
 
 #: The property of a test report that is a line of the table: what was tried, and what came of it.
 LINE = "crash kit"
+
+
+@pytest.fixture(autouse=True)
+def _close_others() -> None:
+    """Close the connections that tests of other databases left open: the kit opens all again that a death has cut."""
+    for alias in connections:
+        if alias != DEFAULT_DB_ALIAS:
+            connections[alias].close()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What the sessions of the test's database do: their statements, their isolation, their waiting for each other."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
@@ -16,15 +16,20 @@ def statements() -> CaptureQueriesContext:
 
 
 @contextmanager
-def default_isolation(level: str) -> Iterator[None]:
-    """Let transactions of this thread have ``level`` by default; reset, since a pool lends the connection to others."""
+def session_setting(name: str, value: str) -> Iterator[None]:
+    """Set a setting of this thread's session; reset it at the end, since a pool lends the connection to others."""
     with connection.cursor() as cursor:
-        cursor.execute(f"SET default_transaction_isolation = '{level}'")
+        cursor.execute(f"SET {name} TO {value}")
     try:
         yield
     finally:
         with connection.cursor() as cursor:
-            cursor.execute("RESET default_transaction_isolation")
+            cursor.execute(f"RESET {name}")
+
+
+def default_isolation(level: str) -> AbstractContextManager[None]:
+    """Let transactions of this thread have ``level`` by default."""
+    return session_setting("default_transaction_isolation", f"'{level}'")
 
 
 def waits_for_a_lock() -> bool:

@@ -2,7 +2,8 @@
 
 #: All mutants of these, in the order in which they are tested.
 WHOLE = (
-    *("fence", "phases", "claims", "statements", "advisory_locks", "settlement", "phased_run", "phased", "plain", "retry"),
+    *("fence", "round_trips", "phases", "claims", "statements", "advisory_locks", "settlement"),
+    *("phased_run", "phased", "plain", "retry"),
     *("view_call", "responses", "stored_request", "inbox", "enqueuer", "completer"),
 )
 #: So many mutants of these, drawn with the seed.

@@ -302,7 +302,7 @@ def test_deployment_is_looked_at_when_asked(monkeypatch):
     vendor = connections["default"].vendor
     assert deployed() == ({"idempotency.W007"} if vendor == "sqlite" else set())
     del options["prepare_threshold"]
-    assert deployed() == {"idempotency.W007" if vendor == "sqlite" else "idempotency.I001"}
+    assert deployed() == {"idempotency.W007" if vendor == "sqlite" else "idempotency.W015"}
 
 
 def test_every_check_is_documented():

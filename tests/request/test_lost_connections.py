@@ -51,6 +51,22 @@ def _unavailable(answer: HttpResponse) -> bool:
 
 @both_kinds
 @pytest.mark.postgres
+def test_a_claim_runs_on_the_connection_that_a_health_check_opens(
+    kind: Kind, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_connection(request: HttpRequest) -> str:
+        cut_this_connection()
+        monkeypatch.setattr(connection, "health_check_enabled", True)
+        monkeypatch.setattr(connection, "health_check_done", False)
+        return "one"
+
+    serve(view=kind(create, scope=lose_connection))
+    sender.client.cookies.clear()  # To load the session would check the connection.
+    assert sender.send().status_code == 201
+
+
+@both_kinds
+@pytest.mark.postgres
 @pytest.mark.parametrize("cut", CUTS)
 def test_connection_lost_in_the_view_is_a_503(cut: Callable[[], None], kind: Kind, serve: Serve, sender: Sender) -> None:
     def work(request: HttpRequest) -> HttpResponse:

@@ -20,6 +20,7 @@ from idempotency.phases import atomic_phase, foreign_call
 from tests.kit.ageing import expire_lock, make_older
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, background, in_background
+from tests.kit.views import both_kinds
 from tests.models import Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -538,3 +539,17 @@ def test_a_response_that_no_phase_has_stored_is_asked_for_in_vain(serve: Any, se
     with pytest.raises(RuntimeError, match="before a phase stored a response"):
         sender.send()
     assert IdempotencyKey.objects.get().recovery_point == "started"
+
+
+@both_kinds
+def test_a_transaction_that_the_view_has_ended_stores_no_response(kind: Any, serve: Any, sender: Sender) -> None:
+    def respond(request: HttpRequest) -> HttpResponseBase:
+        Entry.objects.create(name="work")
+        with connection.cursor() as cursor:
+            cursor.execute("ROLLBACK")
+        return HttpResponse(status=201)
+
+    serve(view=kind(respond))
+    assert sender.send().status_code == 500
+    assert not Entry.objects.exists()
+    assert not IdempotencyKey.objects.finished().exists()

@@ -15,8 +15,9 @@ from django.db import DatabaseError, IntegrityError, InternalError, OperationalE
 from pytest_django import Settings
 
 from idempotency._store import engine
+from idempotency._store.database_errors import connection_lost, retryable_failure
 from idempotency._store.replication import confirm
-from idempotency._store.transactions import connection_lost, durable_transaction, own_cursor, retryable_failure
+from idempotency._store.transactions import durable_transaction, own_cursor
 from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey, ProcessedMessage

@@ -37,8 +37,9 @@ NAMES = sorted(name for name in dir(Statements) if not name.startswith("_") and 
 #: Locks that the SELECT parts of a claim take. The coordinator of Citus runs these parts.
 LOCKS = {"pg_try_advisory_xact_lock"}
 #: What the coordinator evaluates once, before the write: it stands for a constant.
+_EVENT = re.sub(r"%\\\(\w+\\\)s", lambda named: r"(?:%\(\w+\)s|\$\d+)", re.escape(POSTGRESQL.event))
 ONCE = re.compile(
-    re.escape(POSTGRESQL.event) + r"|\((?i:statement_timestamp)\(\) [-+] (?:[^()]|\([^()]*\))*\)|(?i:statement_timestamp)\(\)",
+    _EVENT + r"|\((?i:statement_timestamp)\(\) [-+] (?:[^()]|\([^()]*\))*\)|(?i:statement_timestamp)\(\)",
 )
 
 
@@ -117,7 +118,7 @@ def probed(expression: str) -> str:
     bare = re.sub(r"\bmax\([\w.]+\)", "NULL", re.sub(r'(?:\b(?:k|excluded)|"\w+")\.', "", expression))
     while (start := bare.find("(SELECT ")) >= 0:
         bare = f"{bare[:start]}NULL{bare[end_of(bare, start + 1) + 1 :]}"
-    return re.sub(r"%\(\w+\)s|%s", "NULL", re.sub(r"\bctid\b", "NULL::tid", bare)).strip()
+    return re.sub(r"%\(\w+\)s|%s|\$\d+", "NULL", re.sub(r"\bctid\b", "NULL::tid", bare)).strip()
 
 
 def refusals(texts: dict[str, str], table: str = TABLE) -> dict[str, str]:

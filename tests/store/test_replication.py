@@ -4,10 +4,8 @@
 """
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from uuid import uuid4
@@ -26,12 +24,12 @@ from idempotency.completer import complete_once
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once, took_effect
-from idempotency.management.passes import Loop
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.monitoring.doctor import diagnose
 from idempotency.testing import age
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.commands import FAILING
+from tests.kit.loops import lines, looping
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import Gate, background, elsewhere
 from tests.kit.views import Counted, both_kinds, plain, texting, two_phases
@@ -237,22 +235,9 @@ def test_no_job_of_a_batch_is_handed_over_unconfirmed(confirm: Any) -> None:
 def test_a_loop_logs_one_line_while_no_standby_confirms(confirm: Any, caplog: pytest.LogCaptureFixture) -> None:
     confirm(True)
     StagedJobFactory()
-    passes, done = [], threading.Event()
-
-    def run_pass(**given: Any) -> Any:
-        passes.append(1)
-        return enqueue_once(**given)
-
-    stop: Any = SimpleNamespace(requested=lambda wait_seconds=0: done.wait(wait_seconds))
-    loop = Loop("this_loop", run_pass, interval=0.01, stop=stop, say=lambda counts: None)
-    with caplog.at_level(logging.WARNING, logger="idempotency"), background(loop.run):
-        try:
-            eventually(lambda: len(passes) > 2)
-        finally:
-            done.set()
-    records = [record for record in caplog.records if record.name == "idempotency"]
-    lines = [(record.levelname, record.message.partition(",")[0], bool(record.exc_info)) for record in records]
-    assert lines == [("WARNING", f"this_loop: {FAILING}", False)]
+    with caplog.at_level(logging.WARNING, logger="idempotency"), looping(enqueue_once) as passes:
+        eventually(lambda: len(passes) > 2)
+    assert lines(caplog) == [("WARNING", f"this_loop: {FAILING}", False)]
 
 
 def test_the_completer_stops_its_pass_and_leaves_no_key_locked(serve: Serve, sender: Sender, confirm: Any) -> None:

@@ -68,7 +68,7 @@ def counts(view: views.View, body: str = views.BODY) -> list[Counts]:
 @pytest.mark.parametrize("name", VIEWS)
 def test_what_a_request_costs(name: str) -> None:
     found = counts(VIEWS[name])
-    assert len(found[0].statements) == documented("statements", name)
+    assert len(found[0].statements) == documented("round trips", name)
     assert found[0].commits == documented("commits", name)
     assert median(each.wal_bytes for each in found) == pytest.approx(documented("WAL", name), rel=0.1)
 
@@ -137,7 +137,7 @@ def test_what_a_staged_job_costs() -> None:
             stage_job("rides_demo.jobs.send_ride_receipt", {"ride_id": 1, "amount_cents": 2000, "label": "receipt"})
 
     found = [count(stage) for _ in range(30)][10:]
-    assert len(found[0].besides_the_work) == documented("statements", "staged job")
+    assert len(found[0].besides_the_work) == documented("round trips", "staged job")
     assert median(each.wal_bytes for each in found) == pytest.approx(documented("WAL", "staged job"), rel=0.15)
 
 
@@ -156,7 +156,7 @@ def test_the_round_trips_are_those_of_the_requests() -> None:
             view(views.request("again"))
         return len(count(lambda: view(views.request("again"))).statements)
 
-    expected = documented("statements", "plain view"), trips(views.plain), trips(views.ride)
+    expected = documented("round trips", "plain view"), trips(views.plain), trips(views.ride)
     (row,) = re.findall(r"^\| distance .*$", PAGE, re.M)
     assert ", ".join(map(str, expected)) in ", ".join(re.findall(r"\d+", row)), "a millisecond for each"
 

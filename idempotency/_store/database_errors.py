@@ -1,0 +1,104 @@
+"""The classification of database errors: what may be retried, and what means that the database is lost."""
+
+from typing import Literal
+
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import Error, InterfaceError, InternalError, OperationalError
+
+from idempotency.conf import Isolation
+
+#: Serialization failure and deadlock: the transaction was rolled back and may succeed on a retry.
+_RETRYABLE_SQLSTATES = frozenset({"40001", "40P01"})
+_UNIQUE_VIOLATION = "23505"
+#: Classes of errors of an unavailable server or a connection that it ended, also by a time limit.
+_LOST_SQLSTATES = ("08", "53", "57P", "25P03", "25P04")
+#: A write in a read-only transaction. A standby refuses SERIALIZABLE with the second code.
+_READ_ONLY, NOT_SUPPORTED = "25006", "0A000"
+
+
+class WriterBusy(OperationalError):
+    """The write lock of SQLite was not free within the connection's timeout. A retry would only wait again."""
+
+
+def retryable_failure(error: BaseException | None, isolation: Isolation | None) -> Literal["serialization", "unique"] | None:
+    """Return "serialization" or "unique" if a retry of the same work may succeed, else None. A unique violation above READ
+    COMMITTED is "unique". It may come from ``get_or_create``, which would have waited and found the row at that level; but it
+    may also be a bug of the view."""
+    while error is not None and not isinstance(error, WriterBusy):
+        if isinstance(error, Error):
+            sqlstate = sqlstate_of(error)
+            if sqlstate in _RETRYABLE_SQLSTATES or _is_locked(error):
+                return "serialization"
+            if sqlstate == _UNIQUE_VIOLATION and isolation in ("repeatable read", "serializable"):
+                return "unique"
+        error = error.__cause__
+    return None
+
+
+def refuse_second_wait(error: Error) -> None:
+    """Raise WriterBusy if ``error``, of the first statement of a transaction, is a timeout of SQLite's write lock. A later
+    statement fails without a wait if its snapshot is outdated; a retry may succeed then."""
+    if _is_locked(error):
+        raise WriterBusy(*error.args) from error
+
+
+def _is_locked(error: Error) -> bool:
+    return sqlstate_of(error) is None and "database is locked" in str(error)
+
+
+def connection_lost(error: BaseException, using: str) -> bool:
+    """Return whether ``error`` means that the database cannot be reached; if so, drop the connection."""
+    if not isinstance(error, Error):
+        return False
+    connection = connections[using]
+    if connection.vendor == "sqlite":
+        return any(word in str(error) for word in ("locked", "disk", "unable to open"))
+    # Decide by the error, because Django may have opened a new connection. A broken connection has no SQLSTATE.
+    error = as_lost(error, connection, own=False)
+    sqlstate = sqlstate_of(error)
+    # PgBouncer reports a lost server with an unexpected second result, an InternalError.
+    cut = sqlstate is None and isinstance(error, OperationalError | InterfaceError | InternalError)
+    read_only = sqlstate in (_READ_ONLY, NOT_SUPPORTED) and isinstance(error, OperationalError)
+    lost = cut or read_only or (sqlstate or "").startswith(_LOST_SQLSTATES)
+    if lost:
+        drop_connection(connection)
+    return lost
+
+
+def is_read_only(error: BaseException) -> bool:
+    return isinstance(error, Error) and sqlstate_of(error) == _READ_ONLY
+
+
+def takes_no_writes(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the server of an open connection is a standby or read-only by default."""
+    own = connection.connection
+    if connection.vendor != "postgresql" or own is None or own.closed:
+        return False
+    return any(own.info.parameter_status(name) == "on" for name in ("in_hot_standby", "default_transaction_read_only"))
+
+
+def drop_connection(connection: BaseDatabaseWrapper) -> None:
+    """Close the connection, also in the pool, unless it is in a transaction."""
+    if connection.in_atomic_block:
+        return
+    if connection.vendor == "postgresql" and connection.connection is not None:
+        connection.connection.close()  # Otherwise Django's pool would reuse it.
+    connection.close()
+
+
+def as_lost(error: Error, connection: BaseDatabaseWrapper, *, own: bool) -> Error:
+    """Return an OperationalError for a write that a read-only server refuses, else the error itself. A statement of this app
+    (``own``) fails for no other reason. A view may choose a read-only transaction itself, so its statements need a check of
+    the server."""
+    sqlstate = sqlstate_of(error)
+    if not (own and sqlstate == _READ_ONLY) and not (sqlstate in (_READ_ONLY, NOT_SUPPORTED) and takes_no_writes(connection)):
+        return error
+    lost = OperationalError(*error.args)
+    lost.__cause__ = error.__cause__
+    return lost
+
+
+def sqlstate_of(error: Error) -> str | None:
+    sqlstate: str | None = getattr(error.__cause__, "sqlstate", None)
+    return sqlstate

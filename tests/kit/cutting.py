@@ -1,0 +1,98 @@
+"""A proxy to the database of the test that counts round trips, and cuts the connection around a COMMIT."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from django.db import connection
+
+SOCKET = ".s.PGSQL.5432"
+CHUNK_BYTES = 65536
+LAST_WORD = b"COMMIT"
+
+
+class Cut:
+    """Where the next message that contains COMMIT is cut, once.
+
+    ``before``: it is not forwarded. Otherwise it is, and ``reply_bytes`` of the reply are passed on.
+    """
+
+    def __init__(self, *, before: bool = False, reply_bytes: int = 0) -> None:
+        self.before, self.reply_bytes = before, reply_bytes
+        #: The length of the whole reply; 0 before the cut.
+        self.length = 0
+
+
+class CuttingProxy:
+    """Forwards connections to the sockets in ``far``; listens in ``near``."""
+
+    def __init__(self, near: Path, far: Path) -> None:
+        self.cut: Cut | None = None
+        self._far = str(far / SOCKET)
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(str(near / SOCKET))
+        self._listening.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.socket(socket.AF_UNIX)
+                far.connect(self._far)
+                threading.Thread(target=self._serve, args=(near, far), daemon=True).start()
+
+    def _serve(self, near: socket.socket, far: socket.socket) -> None:
+        """Forward what the client sends, until the cut."""
+        struck: list[Cut] = []
+        answering = threading.Thread(target=self._answer, args=(far, near, struck), daemon=True)
+        answering.start()
+        with near, far, suppress(OSError):
+            while data := near.recv(CHUNK_BYTES):
+                if self.cut is not None and LAST_WORD in data:
+                    struck.append(self.cut)
+                    self.cut = None
+                    if struck[0].before:
+                        break
+                far.sendall(data)
+            _end(near, far)
+            answering.join()
+
+    def _answer(self, far: socket.socket, near: socket.socket, struck: list[Cut]) -> None:
+        with suppress(OSError):
+            while data := far.recv(CHUNK_BYTES):
+                if struck:
+                    struck[0].length = len(data)
+                    near.sendall(data[: struck[0].reply_bytes])
+                    break
+                near.sendall(data)
+        _end(near, far)
+
+
+def _end(*ends: socket.socket) -> None:
+    for end in ends:
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def cutting_proxy(folder: Path) -> Iterator[CuttingProxy]:
+    """Let the connection of this thread go through a proxy while the block runs."""
+    options: dict[str, Any] = connection.settings_dict["OPTIONS"]
+    host = options["host"]
+    proxy = CuttingProxy(folder, Path(host))
+    connection.close()
+    options["host"] = str(folder)
+    try:
+        yield proxy
+    finally:
+        connection.close()
+        options["host"] = host
+        proxy.close()

@@ -1,0 +1,427 @@
+"""BEGIN with the claim and the fence with COMMIT: as few round trips as a bare view, and the same results as one by one."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import pytest
+from django.db import Error, connection, transaction
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from pytest_django import Settings
+
+from benchmarks import views as bench
+from benchmarks.counts import create_table
+from idempotency._store import round_trips
+from idempotency.models import IdempotencyKey
+from tests.kit.cutting import CHUNK_BYTES, Cut, cutting_proxy
+from tests.kit.serving import Sender
+from tests.kit.tables import truncate
+from tests.kit.views import Counted, View, both_kinds, phased, plain, two_phases
+from tests.models import Entry
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+Kind = Callable[..., View]
+Serve = Callable[..., None]
+
+#: The connections of psycopg whose statements a test has dropped.
+LOST: list[Any] = []
+
+merged_or_not = pytest.mark.parametrize("merged", [True, False], ids=["merged", "one by one"])
+
+
+@pytest.fixture
+def merge(settings: Settings) -> Callable[[bool], None]:
+    """Return a function that sets MERGE_ROUND_TRIPS."""
+
+    def put(merged: bool) -> None:
+        settings.IDEMPOTENCY = {"MERGE_ROUND_TRIPS": merged}
+
+    return put
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """Forget what was prepared, because a pool lends the connection to other tests."""
+    yield
+    while LOST:
+        prepared = vars(LOST.pop()).get("_idempotency_prepared")
+        if prepared is not None:
+            prepared.names.clear()
+            prepared.losses = 0
+
+
+def messages(work: Callable[[], object]) -> int:
+    """Return how often libpq waited for the server during ``work``: after each simple query and each Sync."""
+    connection.ensure_connection()
+    server = connection.connection.pgconn
+    with TemporaryFile("w+") as lines:
+        server.trace(lines.fileno())
+        try:
+            work()
+        finally:
+            server.untrace()
+        lines.seek(0)
+        sent = [line.split("\t") for line in lines]
+    return sum(parts[1] == "F" and parts[3].strip() in ("Query", "Sync") for parts in sent)
+
+
+@pytest.fixture
+def bench_table() -> Iterator[None]:
+    truncate(connection, IdempotencyKey)
+    create_table()
+    yield
+    with connection.cursor() as cursor:
+        cursor.execute("DROP TABLE bench_row")
+
+
+@pytest.mark.parametrize(
+    ("view", "key", "trips"),
+    [(bench.bare, "", 3), (bench.plain, "", 3), (bench.plain, "again", 2), (bench.ride, "", 10), (bench.ride, "again", 1)],
+    ids=["bare", "plain, first", "plain, replay", "ride", "phased, replay"],
+)
+def test_round_trips(view: Any, key: str, trips: int, bench_table: None) -> None:
+    for _ in range(8):  # Statements are prepared after the fifth use, which takes no round trip.
+        view(bench.request(key))
+    assert messages(lambda: view(bench.request(key))) == trips
+
+
+def lose_statements() -> None:
+    """Let the server lose what this app has prepared on it. psycopg's own statements stay."""
+    connection.ensure_connection()
+    LOST.append(connection.connection)
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT name FROM pg_prepared_statements WHERE name LIKE 'idempotency%%'")
+        for (name,) in cursor.fetchall():
+            cursor.execute(f"DEALLOCATE {name}")
+
+
+def swallow(name: str) -> None:
+    """Go on after an error, in a savepoint of its own."""
+    Entry.objects.create(name=name)
+    with suppress(Error), transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SELECT 1 / 0")
+
+
+def roll_back(name: str) -> None:
+    """Ask for a rollback."""
+    Entry.objects.create(name=name)
+    transaction.set_rollback(True)
+
+
+def break_transaction(name: str) -> None:
+    """Go on after an error that broke the transaction."""
+    Entry.objects.create(name=name)
+    with suppress(Error), connection.cursor() as cursor:
+        cursor.execute("SELECT 1 / 0")
+
+
+def read_in_chunks(name: str) -> None:
+    """Use a server-side cursor that locks rows: one that outlives the transaction cannot."""
+    Entry.objects.create(name=name)
+    assert [entry.name for entry in Entry.objects.filter(name=name).select_for_update().iterator(chunk_size=1)] == [name]
+
+
+def copy(name: str) -> None:
+    """Use COPY."""
+    with connection.cursor() as cursor, cursor.copy("COPY tests_entry (name) FROM STDIN") as rows:
+        rows.write_row([name])
+
+
+def several_texts(name: str) -> None:
+    """Send several statements in one text."""
+    with connection.cursor() as cursor:
+        cursor.execute("INSERT INTO tests_entry (name) VALUES (%s); SELECT 7", [name])
+
+
+def forget_prepared(name: str) -> None:
+    """Lose the prepared statements before the last one."""
+    Entry.objects.create(name=name)
+    lose_statements()
+
+
+def write_nothing(name: str) -> None:
+    """Do nothing."""
+
+
+KEPT = [swallow, read_in_chunks, copy, several_texts, forget_prepared]
+
+
+@both_kinds
+@merged_or_not
+@pytest.mark.parametrize("work", [*KEPT, roll_back, break_transaction, write_nothing])
+def test_what_a_view_does_has_the_same_result(
+    work: Callable[[str], None], merged: bool, kind: Kind, serve: Serve, sender: Sender, merge: Callable[[bool], None]
+) -> None:
+    merge(merged)
+    names: list[str] = []
+
+    def respond(request: HttpRequest) -> HttpResponseBase:
+        work(names[-1])
+        return HttpResponse("done", status=201)
+
+    serve(view=kind(respond))
+    for number in range(8):
+        names.append(f"entry {number}")
+        answer = sender.send(key=f"key-{number}")
+        stored = work in (*KEPT, write_nothing)
+        assert (answer.status_code == 201) == stored
+        assert Entry.objects.filter(name=names[-1]).count() == (work in KEPT)
+        assert connection.get_autocommit()
+        assert connection.connection.info.transaction_status == 0
+        assert connection.connection.autocommit
+        if stored:
+            assert sender.send(key=f"key-{number}")["Idempotent-Replayed"] == "true"
+
+
+@both_kinds
+def test_statements_that_the_server_has_lost_are_prepared_again(kind: Kind, serve: Serve, sender: Sender) -> None:
+    counted = Counted()
+    serve(view=kind(counted))
+    for number in range(30):
+        if number % 10 == 9:
+            lose_statements()
+        assert sender.send(key=f"key-{number}").status_code == 201
+    assert Entry.objects.count() == 30
+
+
+def test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more(serve: Serve, sender: Sender) -> None:
+    serve(view=plain(Counted()))
+    for number in range(40):
+        sender.send(key=f"key-{number}")
+        lose_statements()
+    prepared = vars(connection.connection)["_idempotency_prepared"]
+    assert (prepared.names, prepared.losses) == ({}, 2)
+
+
+@merged_or_not
+@both_kinds
+def test_an_error_of_commit_is_not_taken_for_a_lost_lock(
+    kind: Kind, merged: bool, serve: Serve, sender: Sender, merge: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trigger fails at COMMIT with the SQLSTATE by which a fenced statement fails."""
+    merge(merged)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION divide() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN RAISE EXCEPTION 'by the trigger' USING ERRCODE = '22012'; END $$"
+        )
+        cursor.execute(
+            "CREATE CONSTRAINT TRIGGER divide AFTER INSERT ON tests_entry DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION divide()"
+        )
+    serve(view=kind(Counted()))
+    try:
+        assert sender.send().status_code == 500
+        assert "by the trigger" in caplog.text
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("DROP FUNCTION divide CASCADE")
+    assert Entry.objects.count() == 0
+    assert sender.send().status_code == 201
+
+
+@merged_or_not
+def test_a_run_that_lost_its_lock_commits_nothing(
+    merged: bool, serve: Serve, sender: Sender, merge: Callable[[bool], None]
+) -> None:
+    merge(merged)
+
+    def lose(request: HttpRequest) -> HttpResponseBase:
+        Entry.objects.create(name="late")
+        with connection.cursor() as cursor:  # As another session would have committed it.
+            cursor.execute("UPDATE idempotency_idempotencykey SET claim_token = gen_random_uuid()")
+        return HttpResponse(status=201)
+
+    serve(view=phased(lose))
+    assert sender.send().status_code == 409
+    assert not Entry.objects.exists()
+    assert not IdempotencyKey.objects.finished().exists()
+
+
+def _cuts(length: int, step: int) -> list[Cut]:
+    return [Cut(before=True), *(Cut(reply_bytes=number) for number in range(0, length + 1, step))]
+
+
+@merged_or_not
+@both_kinds
+@pytest.mark.parametrize("step", [40, pytest.param(1, marks=pytest.mark.full)])
+def test_a_connection_cut_around_commit_leaves_one_effect(
+    step: int, kind: Kind, merged: bool, serve: Serve, sender: Sender, merge: Callable[[bool], None], short_folder: Path
+) -> None:
+    merge(merged)
+    serve(view=kind(Counted()))
+    with cutting_proxy(short_folder) as proxy:
+        for number in range(8):
+            assert sender.send(key=f"before-{number}").status_code == 201
+        proxy.cut = whole = Cut(reply_bytes=CHUNK_BYTES)
+        sender.send(key="whole")
+        for number, cut in enumerate(_cuts(whole.length, step)):
+            proxy.cut = cut
+            answers = [sender.send(key=f"key-{number}") for _ in range(4)]
+            assert proxy.cut is None
+            assert answers[-1]["Idempotent-Replayed"] == "true"
+            assert {answer.content for answer in answers if answer.status_code == 201} == {answers[-1].content}
+            assert {answer.status_code for answer in answers} <= {201, 503, 409}
+            assert Entry.objects.filter(idempotency_key__idempotency_key=f"key-{number}").count() == 1
+
+
+def test_each_phase_of_a_run_whose_statements_are_lost_is_committed_once(serve: Serve, sender: Sender) -> None:
+    def forget(request: HttpRequest) -> HttpResponse:
+        Entry.objects.create(name="between")
+        lose_statements()
+        return HttpResponse(status=201)
+
+    serve(view=two_phases(forget, forget))
+    for number in range(20):
+        assert sender.send(key=f"key-{number}").status_code == 201
+    assert Entry.objects.count() == 40
+
+
+def test_a_wrapper_of_statements_sees_each_message(serve: Serve, sender: Sender) -> None:
+    seen: list[str] = []
+
+    def note(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
+        seen.append(sql)
+        return execute(sql, params, many, context)
+
+    serve(view=plain(lambda request: HttpResponse(status=201)))
+    with connection.execute_wrapper(note):
+        sender.send()
+    first, *_, last = [text for text in seen if "idempotency_idempotencykey" in text]
+    assert first.startswith("BEGIN; SET LOCAL")
+    assert last.endswith("; COMMIT")
+
+
+def test_an_interrupt_after_commit_does_not_skip_the_next_one(serve: Serve, sender: Sender) -> None:
+    run = round_trips.run
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        row = run(*args, **kwargs)
+        if kwargs.get("after"):
+            # As a signal that arrives before Django's COMMIT.
+            monkeypatch.setattr(connection, "commit", raising)
+        return row
+
+    def raising() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    serve(view=plain(Counted()))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(round_trips, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sender.send()
+    with transaction.atomic():
+        Entry.objects.create(name="next")
+    connection.close()
+    assert Entry.objects.count() == 2
+    assert sender.send()["Idempotent-Replayed"] == "true"
+
+
+def test_an_interrupted_exchange_closes_the_connection(transactional_db: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection.ensure_connection()
+    own = connection.connection
+
+    def interrupted(generator: Any, *args: Any) -> None:
+        next(generator)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(own, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        round_trips.run(connection, "SELECT %(one)s::int", {"one": 1})
+    assert own.closed
+    connection.close()
+
+
+@merged_or_not
+@both_kinds
+def test_a_hook_of_on_commit_has_transactions_of_its_own(
+    kind: Kind, merged: bool, serve: Serve, sender: Sender, merge: Callable[[bool], None]
+) -> None:
+    merge(merged)
+
+    def hook() -> None:
+        with transaction.atomic():
+            Entry.objects.create(name="of the hook")
+
+    def respond(request: HttpRequest) -> HttpResponseBase:
+        transaction.on_commit(hook)
+        return HttpResponse(status=201)
+
+    serve(view=kind(respond))
+    assert sender.send().status_code == 201
+    assert connection.connection.info.transaction_status == 0
+    connection.close()
+    assert Entry.objects.count() == 1
+
+
+def test_a_wrapper_that_repeats_a_commit_does_not_store_a_response_without_its_work(serve: Serve, sender: Sender) -> None:
+    failures = iter([True])
+
+    def repeat(execute: Any, *statement: Any) -> Any:
+        try:
+            return execute(*statement)
+        except Error:
+            return execute(*statement)
+
+    def respond(request: HttpRequest) -> HttpResponseBase:
+        Entry.objects.create(name="work")
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT set_config('test.fail', %s, true)", ["on" if next(failures, False) else "off"])
+        return HttpResponse(status=201)
+
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            "IF current_setting('test.fail') = 'on' THEN RAISE EXCEPTION 'once' USING ERRCODE = '40001'; END IF; "
+            "RETURN NULL; END $$"
+        )
+        cursor.execute(
+            "CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON tests_entry DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION refuse()"
+        )
+    serve(view=phased(respond))
+    try:
+        with connection.execute_wrapper(repeat):
+            first = sender.send()
+        assert first.status_code == 500
+        assert Entry.objects.count() == IdempotencyKey.objects.finished().count()
+        assert sender.send().status_code == 201
+        assert Entry.objects.count() == 1
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("DROP FUNCTION refuse CASCADE")
+
+
+@both_kinds
+def test_a_connection_that_the_view_closed_is_a_lost_one(kind: Kind, serve: Serve, sender: Sender) -> None:
+    def respond(request: HttpRequest) -> HttpResponseBase:
+        Entry.objects.create(name="work")
+        connection.connection.close()
+        return HttpResponse(status=201)
+
+    serve(view=kind(respond))
+    assert sender.send().status_code == 503
+    assert not Entry.objects.exists()
+
+
+def test_a_wrapper_need_not_return_the_result(serve: Serve, sender: Sender) -> None:
+    serve(view=plain(lambda request: HttpResponse(status=201)))
+
+    def silent(execute: Any, *statement: Any) -> None:
+        execute(*statement)
+
+    connection.ensure_connection()
+    sender.send(key="before")
+    with connection.execute_wrapper(silent):
+        assert sender.send().status_code == 201
+
+
+def test_a_statement_in_autocommit_that_the_server_has_lost_is_sent_again(serve: Serve, sender: Sender) -> None:
+    serve(view=phased(Counted()))
+    for number in range(8):
+        sender.send(key=f"key-{number}")
+    lose_statements()
+    assert sender.send(key="key-1")["Idempotent-Replayed"] == "true"
