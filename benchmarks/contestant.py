@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
+
+from benchmarks.ground import server_nanoseconds
 
 #: The modules in ``benchmarks.peers``.
 PEERS = ("idemkit", "django_idempotency_key", "djangorestframework_idempotency_key", "drf_idempotencykey", "dbos")
@@ -33,6 +35,16 @@ class Case:
     view: Callable[[Any], Any]
     make: Callable[[], Any]
     status: int
+
+
+class Taken(NamedTuple):
+    """What the requests of one kind took in a round."""
+
+    #: The time of each.
+    microseconds: list[float]
+    #: The processor time of one, in the process of the system and in those of PostgreSQL.
+    client_us: float
+    server_us: float
 
 
 class Contestant:
@@ -149,13 +161,17 @@ def _versions(system: ModuleType, kept: ExitStack) -> dict[str, str]:
     return {"distribution": system.DISTRIBUTION, "version": __version__ if ours else metadata.version(system.DISTRIBUTION)}
 
 
-def _round(system: ModuleType, kept: ExitStack, count: int) -> dict[str, list[float]]:
-    """Send ``count`` requests of each kind, kind by kind; return the microseconds of each."""
+def _round(system: ModuleType, kept: ExitStack, count: int) -> dict[str, Taken]:
+    """Send ``count`` requests of each kind, kind by kind; return what they took."""
     with cases(system) as known:
         taken = {}
         for name, case in known.items():
             requests = [case.make() for _ in range(count)]
-            taken[name] = [answered(case.view, request, case.status) for request in requests]
+            server, client = server_nanoseconds(), time.process_time_ns()
+            microseconds = [answered(case.view, request, case.status) for request in requests]
+            client = time.process_time_ns() - client
+            servers = sum(now - server.get(process, 0) for process, now in server_nanoseconds().items())
+            taken[name] = Taken(microseconds, client / 1000 / count, servers / 1000 / count)
     return taken
 
 

@@ -1,38 +1,30 @@
 """What does a request cost when the database is a network away? 1 ms of way there and back, and nothing else is slower.
 
 ``python -m benchmarks.distance [--quick] [--json FILE]`` starts a PostgreSQL of its own and puts a proxy before it that holds
-back what comes, 0.5 ms each way, however much it is. Each kind of request is made directly and through the proxy in turn.
-Prints a table of the medians, their ratio to the bare view at the same distance, and the round trips, which are the same on
-every machine: each statement is one, BEGIN and COMMIT too.
+back what comes, 0.5 ms each way, however much it is. Each kind of request is made directly, through the proxy, and directly
+without prepared statements in turn. Prints a table of the medians, their ratio to the bare view at the same distance, and the
+round trips, which are the same on every machine: each statement is one, BEGIN and COMMIT too.
 """
 
 import argparse
 import json
 import logging
 import os
-import queue
-import socket
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from benchmarks.proxy import proxy
 from rides_demo.processes.embedded import Postgres, postgres_url
 
-#: One way; the way back is as long.
-ONE_WAY_SECONDS = 0.0005
 ROUNDS, QUICK_ROUNDS = 40, 10
-#: Requests of one kind in a round, directly and through the proxy.
+#: Requests of one kind in a round, each way.
 IN_A_ROUND = 10
-PORT = 5432
-START_SECONDS = 30
-CHUNK_BYTES = 65536
 
 
 def main() -> None:
@@ -74,7 +66,7 @@ def measure_here(rounds: int) -> dict[str, Any]:
 
 
 def in_turn(far: Path, rounds: int) -> dict[str, Any]:
-    """Make each kind of request directly and through the proxy in turn; return the figures."""
+    """Make each kind of request each way in turn; return the figures."""
     from django.core.management import call_command
     from django.db import connections
     from django.test.utils import CaptureQueriesContext
@@ -83,9 +75,15 @@ def in_turn(far: Path, rounds: int) -> dict[str, Any]:
 
     call_command("migrate", verbosity=0)
     create_table()
-    # Two connections under the one alias that all the views use.
-    ways = {"direct": connections["default"], "far": connections.create_connection("default")}
-    ways["far"].settings_dict = {**ways["far"].settings_dict, "HOST": str(far), "PORT": str(PORT)}
+    # Three connections under the one alias that all the views use.
+    ways = {
+        "direct": connections["default"],
+        **{way: connections.create_connection("default") for way in ("far", "unprepared")},
+    }
+    ways["far"].settings_dict = {**ways["far"].settings_dict, "HOST": str(far)}
+    of_unprepared = ways["unprepared"].settings_dict
+    options = {name: value for name, value in of_unprepared["OPTIONS"].items() if name != "prepare_threshold"}
+    ways["unprepared"].settings_dict = {**of_unprepared, "OPTIONS": options}
     trips = {}
     taken: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds + 1):
@@ -122,6 +120,7 @@ def in_turn(far: Path, rounds: int) -> dict[str, Any]:
                 "ratio": round(middle[name, "far"] / middle["bare", "far"], 2),
                 "direct_us": round(middle[name, "direct"]),
                 "direct_ratio": round(middle[name, "direct"] / middle["bare", "direct"], 2),
+                "unprepared_us": round(middle[name, "unprepared"]),
                 "round_trips": count,
             }
         )
@@ -173,66 +172,6 @@ def print_table(found: dict[str, Any]) -> None:
             f"{row['case']:15} {row['median_us']:6} us {spread:15} ratio {row['ratio']:5.2f}  "
             f"round trips {row['round_trips']:3}  without distance {row['direct_us']:6} us, ratio {row['direct_ratio']:5.2f}"
         )
-
-
-@contextmanager
-def proxy(folder: Path, to: Path) -> Iterator[Path]:
-    """Run the proxy in a process of its own; yield the folder of its socket, which nobody else can reach."""
-    sockets = folder / "far"
-    sockets.mkdir(mode=0o700)
-    process = get_context("spawn").Process(target=serve, args=(sockets, to), daemon=True)
-    process.start()
-    deadline = time.monotonic() + START_SECONDS
-    try:
-        while not _socket(sockets).exists():
-            if not process.is_alive() or time.monotonic() > deadline:
-                raise RuntimeError("The proxy did not start.")
-            time.sleep(0.01)
-        yield sockets
-    finally:
-        process.terminate()
-        process.join()
-
-
-def serve(sockets: Path, to: Path) -> None:
-    """Pass each connection on, both ways late."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(_socket(sockets)))
-        listener.listen()
-        while True:
-            client, _ = listener.accept()
-            server = socket.socket(socket.AF_UNIX)
-            server.connect(str(_socket(to)))
-            for source, target in ((client, server), (server, client)):
-                late: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-                threading.Thread(target=_receive, args=(source, late), daemon=True).start()
-                threading.Thread(target=_send, args=(target, late), daemon=True).start()
-
-
-def _socket(folder: Path) -> Path:
-    return folder / f".s.PGSQL.{PORT}"
-
-
-def _receive(source: socket.socket, late: "queue.SimpleQueue[tuple[float, bytes]]") -> None:
-    data = b"x"
-    while data:
-        data = b""
-        with suppress(OSError):
-            data = source.recv(CHUNK_BYTES)
-        late.put((time.monotonic() + ONE_WAY_SECONDS, data))
-
-
-def _send(target: socket.socket, late: "queue.SimpleQueue[tuple[float, bytes]]") -> None:
-    with suppress(OSError):
-        while True:
-            due, data = late.get()
-            # Each chunk has a time of its own: what comes while another one is on its way does not wait for that.
-            while (left := due - time.monotonic()) > 0:
-                time.sleep(left)
-            if not data:
-                target.shutdown(socket.SHUT_WR)
-                return
-            target.sendall(data)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,17 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from redis import Redis as Client
 
+from benchmarks.proxy import REDIS, proxy
 from rides_demo.processes.embedded import Postgres, Redis, postgres_url, redis_url
+
+#: The variable with the process id of PostgreSQL.
+POSTMASTER = "BENCH_POSTMASTER"
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,7 @@ def ground() -> Iterator[Ground]:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         os.environ |= {
-            "DATABASE_URL": postgres_url(folder / "postgres"),
-            "REDIS_URL": redis_url(folder / "redis"),
+            **_urls(folder / "postgres", folder / "redis"),
             "DJANGO_SETTINGS_MODULE": "benchmarks.settings",
             "RIDES_RUN_FOLDER": name,
         }
@@ -38,7 +41,38 @@ def ground() -> Iterator[Ground]:
             with Client.from_url(redis.url) as connection:
                 # As most run it; with "always" each response that a peer keeps in Redis would wait for the disk.
                 connection.config_set("appendfsync", "everysec")
+            os.environ[POSTMASTER] = str(postgres.pid)
             yield Ground(folder, postgres, redis)
+
+
+@contextmanager
+def far_away(servers: Ground) -> Iterator[None]:
+    """Tell the environment of the same two servers behind proxies that delay each round trip."""
+    near = {name: os.environ[name] for name in _urls(servers.folder, servers.folder)}
+    with (
+        proxy(servers.folder, servers.postgres.sockets) as far,
+        proxy(servers.folder, servers.redis.sockets, REDIS),
+    ):
+        os.environ |= _urls(far, far)
+        try:
+            yield
+        finally:
+            os.environ |= near
+
+
+def server_nanoseconds() -> dict[int, int]:
+    """Return the processor time of each process of PostgreSQL so far, by its id. It is empty where the system is not Linux."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if parent == os.environ[POSTMASTER]:
+                found[int(folder.name)] = int((folder / "schedstat").read_text().split()[0])
+    return found
+
+
+def _urls(postgres: Path, redis: Path) -> dict[str, str]:
+    return {"DATABASE_URL": postgres_url(postgres), "REDIS_URL": redis_url(redis)}
 
 
 def stop_in_order() -> None:

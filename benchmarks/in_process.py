@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks.contestant import Contestant, Failed
+from benchmarks.contestant import Contestant, Failed, Taken
 
 ROUNDS, QUICK_ROUNDS = 60, 10
+#: At a distance, where a round takes longer and differs less.
+FAR_ROUNDS, QUICK_FAR_ROUNDS = 20, 3
 #: Requests of one kind in a round.
 IN_A_ROUND = 15
 
 
-def measure(names: Sequence[str], quick: bool) -> dict[str, Any]:
+def measure(names: Sequence[str], rounds: int) -> dict[str, Any]:
     """Return for each system its version and its kinds of request, or its error."""
     systems = {name: Contestant(name) for name in names}
     try:
-        return _compete(systems, QUICK_ROUNDS if quick else ROUNDS)
+        return _compete(systems, rounds)
     finally:
         for system in systems.values():
             system.stop()
@@ -27,7 +29,7 @@ def measure(names: Sequence[str], quick: bool) -> dict[str, Any]:
 
 def _compete(systems: dict[str, Contestant], rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    taken: dict[str, list[dict[str, list[float]]]] = {name: [] for name in systems}
+    taken: dict[str, list[dict[str, Taken]]] = {name: [] for name in systems}
     for number in range(-1, rounds):  # The first round warms up: connections, prepared statements.
         for name, system in systems.items():
             if "error" in found.get(name, {}):
@@ -64,12 +66,13 @@ def beside(found: dict[str, Any]) -> dict[str, float]:
     return said
 
 
-def summary(rounds: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    """Return for each kind of request its microseconds and its ratio to the bare view: medians, and quartiles."""
+def summary(rounds: list[dict[str, Taken]]) -> dict[str, dict[str, float]]:
+    """Return for each kind of request its microseconds and its ratio to the bare view: medians, and quartiles; and the medians
+    of its processor time."""
     found = {}
     for kind in rounds[0]:
-        lower, middle, upper = quantiles([each for of_round in rounds for each in of_round[kind]], n=4)
-        ratios = [median(of_round[kind]) / median(of_round["bare"]) for of_round in rounds]
+        lower, middle, upper = quantiles([each for of_round in rounds for each in of_round[kind].microseconds], n=4)
+        ratios = [median(of_round[kind].microseconds) / median(of_round["bare"].microseconds) for of_round in rounds]
         ratio_lower, ratio, ratio_upper = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         found[kind] = {
             "median_us": round(middle),
@@ -78,5 +81,7 @@ def summary(rounds: list[dict[str, list[float]]]) -> dict[str, dict[str, float]]
             "ratio": round(ratio, 2),
             "ratio_q1": round(ratio_lower, 2),
             "ratio_q3": round(ratio_upper, 2),
+            "client_us": round(median(of_round[kind].client_us for of_round in rounds)),
+            "server_us": round(median(of_round[kind].server_us for of_round in rounds)),
         }
     return found

@@ -176,8 +176,8 @@ def check_deployed_database(app_configs: Any, **kwargs: Any) -> list[CheckMessag
     if connections[alias].vendor == "postgresql" and "prepare_threshold" not in connections[alias].settings_dict["OPTIONS"]:
         return [
             Warning(
-                f"The option prepare_threshold is not set in DATABASES[{alias!r}]['OPTIONS']: PostgreSQL plans each claim and "
-                "each replay again, so that they take 1.4 to 2 times as long.",
+                f"The option prepare_threshold is not set in DATABASES[{alias!r}]['OPTIONS']: PostgreSQL plans each "
+                "statement of this app again, so that a protected request takes 1.5 to 2.7 times as long.",
                 hint="Set it to 5. Set it to None behind a pooler in transaction mode without prepared statements (PgBouncer "
                 "before 1.21).",
                 id="idempotency.W015",

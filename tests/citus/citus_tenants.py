@@ -16,10 +16,12 @@ from django.http import HttpRequest, JsonResponse
 from django.test import Client
 from pytest_django import DjangoDbBlocker, Settings
 
+from idempotency._store import replication
 from idempotency._store.engine import is_citus
 from idempotency._store.transactions import durable_transaction
 from idempotency.completer import complete_once
 from idempotency.enqueuer import backlog
+from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey
@@ -232,3 +234,9 @@ def test_a_commit_that_a_worker_refuses_has_its_error() -> None:
 
     with schema(TENANTS[0]), pytest.raises(IntegrityError):
         commit()
+
+
+def test_a_commit_of_the_coordinator_confirms_nothing(settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": True}
+    with pytest.raises(NotReplicated, match="its coordinator proves nothing"):
+        replication.confirm("default")

@@ -14,6 +14,8 @@ NOT_ON_CITUS = {
     "test_threads_stop_between_keys_and_leave_no_connection": "the cluster has connections of its own",
     "test_phased_view_costs_a_claim_and_its_replay_one_statement": "BEGIN and the lock timeout are two messages",
     "test_tenants.py": "it makes its schemas from tables in public; citus_tenants.py is its like",
+    "test_round_trips.py": "each statement is a round trip of its own",
+    "test_replication.py": "a commit of the coordinator proves nothing about the standbys of its workers",
     "test_read_only.py": "the coordinator cannot undo that its database is read-only",
 }
 _REASON = "on Citus: "

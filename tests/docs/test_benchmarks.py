@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks import clients, in_process, report
+from benchmarks.contestant import Taken
 from benchmarks.targets import TARGETS, Target, missed
 
 RESULTS: dict[str, Any] = json.loads(report.RESULTS.read_text())
@@ -121,7 +122,10 @@ def test_the_charts_are_xml() -> None:
 
 def test_a_ratio_is_taken_within_its_round() -> None:
     # The machine was twice as slow in the second round, for both.
-    rounds = [{"bare": [100.0, 100.0], "first": [150.0, 150.0]}, {"bare": [200.0, 200.0], "first": [300.0, 300.0]}]
+    def taken(microseconds: float) -> Taken:
+        return Taken([microseconds] * 2, client_us=1, server_us=1)
+
+    rounds = [{"bare": taken(100), "first": taken(150)}, {"bare": taken(200), "first": taken(300)}]
     assert in_process.summary(rounds)["first"]["ratio"] == 1.5
 
 

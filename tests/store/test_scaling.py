@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from django.db import connection, transaction
 
-from benchmarks import distance, size_cases, views
+from benchmarks import proxy, size_cases, views
 from benchmarks.counts import Counts, count, create_table
 from benchmarks.report import RESULTS
 from benchmarks.sizes import BYTES, SIZES
@@ -120,15 +120,15 @@ def test_what_is_measured_at_each_size_does_what_it_says(name: str) -> None:
 
 def test_the_proxy_adds_the_way_there_and_back(short_folder: Path) -> None:
     server = connection.settings_dict["HOST"] or connection.settings_dict["OPTIONS"].get("host", "")
-    if not Path(server, f".s.PGSQL.{distance.PORT}").exists():
+    if not Path(server, proxy.POSTGRES).exists():
         pytest.skip("the server has no unix socket here")
-    with distance.proxy(short_folder, Path(server)) as far:
+    with proxy.proxy(short_folder, Path(server)) as far:
         login = {"host": str(far), "dbname": connection.settings_dict["NAME"], "user": connection.settings_dict["USER"]}
         with psycopg.connect(**login, autocommit=True) as way:
             start = time.monotonic()
             for number in range(20):
                 assert way.execute("SELECT %s::int", [number]).fetchone() == (number,)
-            assert time.monotonic() - start > 20 * 2 * distance.ONE_WAY_SECONDS
+            assert time.monotonic() - start > 20 * 2 * proxy.ONE_WAY_SECONDS
 
 
 def test_what_a_staged_job_costs() -> None:
