@@ -166,9 +166,9 @@ def _targets(results: dict[str, Any]) -> str:
         table(["figure", "target", "wanted", "measured", "result"], rows)
         + "\n"
         + prose(
-            "Where another limit was wanted, it stands beside the target. On a unix socket processor time bounds a request, most of "
-            "it in Django and the driver: a protected request has the round trips of the bare view. At a distance the round "
-            "trips decide."
+            "Where another limit was wanted, it stands beside the target. On a unix socket processor time bounds a request, "
+            "most of it in Python: a protected request has the round trips of the bare view. At a distance the round trips "
+            "decide."
         )
     )
 
