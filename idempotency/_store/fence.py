@@ -10,7 +10,9 @@ import logging
 from functools import lru_cache
 from typing import Any
 
-from idempotency._store import replication, statements
+from django.db import connections
+
+from idempotency._store import replication, round_trips, statements
 from idempotency._store.events import about
 from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
@@ -117,7 +119,7 @@ def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransac
     text: str = getattr(statements_for(using), statement)
     parameters |= {"id": key.pk, "token": token_parameter(key.fence, using), "place": key.place}
     if ends is not None:
-        ends.refuse_if_over()
+        round_trips.refuse_if_over(connections[using])
     if ends is not None and key.place is not None:
 
         def note(row: tuple[Any, ...]) -> None:

@@ -78,6 +78,16 @@ def can_send(connection: BaseDatabaseWrapper) -> bool:
     return can_be_merged(connection) and (own.autocommit or own.info.transaction_status != TransactionStatus.IDLE)
 
 
+def refuse_if_over(connection: BaseDatabaseWrapper) -> None:
+    """Raise TransactionManagementError if COMMIT or ROLLBACK has ended the transaction, whose writes may be gone."""
+    own = connection.connection
+    if own is None:
+        return  # A closed connection gets the error of the statement.
+    postgres = connection.vendor == "postgresql"
+    if own.info.transaction_status == TransactionStatus.IDLE if postgres else not own.in_transaction:
+        raise TransactionManagementError("The transaction has ended before its last statement, by COMMIT or ROLLBACK.")
+
+
 def run(
     connection: BaseDatabaseWrapper,
     text: str,
@@ -98,9 +108,8 @@ def run(
     results: list[Result] = []
 
     def exchange(*statement: Any) -> Result:
-        # A wrapper may call this again, after an error of COMMIT.
-        if after and connection.connection.info.transaction_status == TransactionStatus.IDLE:
-            raise TransactionManagementError("The transaction has ended before its last statement, by COMMIT or ROLLBACK.")
+        if after:  # A wrapper may call this again, after an error of COMMIT.
+            refuse_if_over(connection)
         with debug_transaction(connection, said), connection.wrap_database_errors:
             results.append(_run(connection.connection, text, parameters, before, after))
         return results[-1]

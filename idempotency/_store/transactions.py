@@ -11,11 +11,10 @@ import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper, debug_transaction
-from django.db.transaction import TransactionManagementError
 from django.db.utils import DatabaseError, Error, OperationalError
 from psycopg import IsolationLevel
 from psycopg.errors import error_from_result
-from psycopg.pq import DiagnosticField, ExecStatus, TransactionStatus
+from psycopg.pq import DiagnosticField, ExecStatus
 
 from idempotency import conf
 from idempotency._store import engine, round_trips
@@ -84,15 +83,6 @@ class OwnTransaction:
         else:
             for text in ("; ".join(begin[:3]), *begin[3:]):
                 _send_beginning(connection, text)
-
-    def refuse_if_over(self) -> None:
-        """Raise TransactionManagementError if COMMIT or ROLLBACK has ended the transaction, whose writes may be gone."""
-        own = self._connection.connection
-        if own is None:
-            return  # A closed connection gets the error of the statement.
-        postgres = self._connection.vendor == "postgresql"
-        if own.info.transaction_status == TransactionStatus.IDLE if postgres else not own.in_transaction:
-            raise TransactionManagementError("The transaction has ended before its last statement, by COMMIT or ROLLBACK.")
 
     def end_with(self, text: str, parameters: dict[str, Any], then: Callable[[Any], None]) -> bool:
         """Send this statement with COMMIT at the end of the block, and call ``then`` with its row after that. It must fail with
