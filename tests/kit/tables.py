@@ -9,8 +9,6 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Model
 from django.test import TransactionTestCase
 
-from idempotency._store import late_releases
-
 #: Written by the migrations, and kept.
 WRITTEN_ONCE = ("auth_permission", "django_content_type", "django_migrations")
 #: A test that leaves one of these changed fails, since every later test would see the change.
@@ -26,6 +24,8 @@ def install() -> None:
 
 
 def _teardown(case: TransactionTestCase) -> None:
+    from idempotency._store import late_releases  # needs Django's settings, which the tool of the mutants has not
+
     # The thread would look for rows that are gone, perhaps in a test that may not use a database.
     late_releases._waiting.clear()
     changed = [alias for alias in case._databases_names(include_mirrors=False) if not empty(connections[alias])]
