@@ -46,6 +46,7 @@ NOT_BEHIND_A_POOLER = {
     "test_a_late_release_is_given_up_when_the_lock_has_expired": "a pooler keeps its connections",
     "test_a_barrier_that_would_pass_for_nothing_is_refused": "it sets what belongs to a session",
     "test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more": "it sets what belongs to a session",
+    "test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more": "it sets what belongs to a session",
     "test_51_one_key_of_two_tenants_is_two_keys": "it sets what belongs to a session",
     "test_51_one_key_in_one_table_is_one_key": "it sets what belongs to a session",
     "test_51_views_of_two_kinds_of_two_tenants_do_not_meet": "it sets what belongs to a session",
@@ -64,6 +65,7 @@ ONLY_MERGED = {
     "test_a_wrapper_that_repeats_a_commit_does_not_store_a_response_without_its_work": "each statement is a message",
     "test_an_interrupt_after_commit_does_not_skip_the_next_one": "each statement is a message",
     "test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more": "psycopg prepares the statements",
+    "test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more": "psycopg prepares the statements",
 }
 
 

@@ -7,7 +7,7 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", 
 
 import json
 import logging
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from django.db import connections
@@ -137,7 +137,7 @@ def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransac
         raise LockLost
 
 
-@lru_cache(maxsize=64)
+@cache
 def _or_fail(text: str) -> str:
     """Return a fenced statement that divides by zero if it changes no row, so that a COMMIT behind it does nothing."""
     # The texts are those of this app.

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import psycopg
@@ -217,7 +217,7 @@ def _exchanging(server: PGconn, sends: list[Callable[[], None]]) -> PQGen[list[P
     return results
 
 
-@lru_cache(maxsize=256)
+@cache
 def numbered(text: str) -> tuple[str, tuple[str, ...]]:
     """Return a statement with numbered parameters, and their names in order."""
     numbers: dict[str, int] = {}

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import psycopg
@@ -20,7 +20,7 @@ from idempotency.models import IdempotencyKey
 _ATTRIBUTES = [field.attname for field in IdempotencyKey._meta.concrete_fields]
 
 
-@lru_cache(maxsize=64)
+@cache
 def vendor(using: str) -> str:
     return connections[using].vendor
 
@@ -117,7 +117,7 @@ def token_parameter(token: uuid.UUID | None, using: str) -> Any:
     return token if token is None or vendor(using) == "postgresql" else token.hex
 
 
-@lru_cache(maxsize=64)
+@cache
 def _converters(names: tuple[str, ...], using: str) -> list[tuple[int, list[Any], Any]]:
     compiler = IdempotencyKey.objects.using(using).all().query.get_compiler(using)
     fields = {field.attname: field for field in IdempotencyKey._meta.concrete_fields}

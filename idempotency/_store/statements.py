@@ -5,7 +5,7 @@ seconds; times are those of the database.
 """
 # ruff: noqa: S608 - see above
 
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 from idempotency import conf
@@ -290,7 +290,7 @@ PARAMETERS = (
 )
 
 
-@lru_cache(maxsize=16)
+@cache
 def _statements(vendor: str, lock_timeout_seconds: int, retention_seconds: int) -> Statements:
     return Statements(vendor, lock_timeout_seconds, retention_seconds)
 

@@ -19,7 +19,7 @@ from pytest_django import Settings
 
 from idempotency import interventions
 from idempotency._request.wait import Patience
-from idempotency._store import replication
+from idempotency._store import fence, replication
 from idempotency.completer import complete_once
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import NotReplicated
@@ -28,6 +28,7 @@ from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, St
 from idempotency.monitoring.doctor import diagnose
 from idempotency.testing import age
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
+from tests.kit.claims import claim
 from tests.kit.commands import FAILING
 from tests.kit.loops import lines, looping
 from tests.kit.serving import Sender, View, another_client, problem
@@ -128,6 +129,17 @@ def test_a_run_that_lost_its_lock_is_a_503(serve: Serve, sender: Sender, confirm
     serve(view=two_phases(lambda request: None, lambda request: HttpResponse(status=201), call=lambda: calls(None)))
     assert is_unconfirmed(sender.send())
     assert calls.runs == 2
+
+
+def test_a_release_that_finds_another_claim_is_confirmed(confirm: Any) -> None:
+    key = claim().key
+    IdempotencyKey.objects.update(claim_token=uuid4())
+    confirm(True)
+    with pytest.raises(NotReplicated):
+        fence.release(key, "on purpose", using="default")
+    confirm(False)
+    fence.release(key, "on purpose", using="default")
+    assert IdempotencyKey.objects.get().locked_at is not None
 
 
 def test_a_recorded_call_is_used_again_only_when_it_is_confirmed(serve: Serve, sender: Sender, confirm: Any) -> None:

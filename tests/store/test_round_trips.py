@@ -195,6 +195,21 @@ def test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more
     assert (prepared.names, prepared.losses) == ({}, 2)
 
 
+def test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more(serve: Serve, sender: Sender) -> None:
+    """As behind a pooler that has changed the server: the names exist there."""
+    serve(view=plain(Counted()))
+    for number in range(8):
+        sender.send(key=f"before-{number}")
+    LOST.append(connection.connection)
+    prepared = vars(connection.connection)["_idempotency_prepared"]
+    assert prepared.names
+    prepared.names.clear()
+    for number in range(4):
+        assert sender.send(key=f"key-{number}").status_code == 201
+    assert (prepared.names, prepared.losses) == ({}, 2)
+    assert Entry.objects.count() == 12
+
+
 @merged_or_not
 @both_kinds
 def test_an_error_of_commit_is_not_taken_for_a_lost_lock(
@@ -284,6 +299,7 @@ def test_a_wrapper_of_statements_sees_each_message(serve: Serve, sender: Sender)
 
     def note(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
         seen.append(sql)
+        assert not many
         return execute(sql, params, many, context)
 
     serve(view=plain(lambda request: HttpResponse(status=201)))
