@@ -14,8 +14,8 @@ from idempotency._async import either_context
 from idempotency.exceptions import DownstreamKeyExpired
 
 _NOT_PHASED = (
-    "No phased request works on this key: it was only read from the database, or its view is a plain one, whose row each "
-    "attempt makes anew. Use request.idempotency_key inside a view decorated with @idempotent(recovery_points=[...])."
+    "This key belongs to no phased request. It was only read from the database, or its view is a plain view, in which each "
+    "attempt creates a new row. Use request.idempotency_key inside a view decorated with @idempotent(recovery_points=[...])."
 )
 
 
@@ -28,16 +28,16 @@ class BoundRun(Protocol):
 
 
 class ClaimedKey(models.Model):
-    """The base of ``IdempotencyKey`` that holds the claim for which an instance stands. It has no column."""
+    """The base class of ``IdempotencyKey``, with the claim that an instance represents. It has no column."""
 
     #: The column of ``IdempotencyKey``.
     seed: Any
 
     #: The run of this instance; None on an instance that was only read.
     run: BoundRun | None = None
-    #: Commits that a call under a derived key begins; None where no such call may be made.
+    #: A function that commits the start of a call with a derived key; None where no such call may be made.
     begin_call: Callable[[str], None] | None = None
-    #: The token of the claim that this instance stands for. Not a field: refresh_from_db() must not adopt another claim's.
+    #: The token of the claim that this instance represents. Not a field: refresh_from_db() must not adopt another claim's.
     fence: uuid.UUID | None = None
     #: The last known place of the row, on PostgreSQL (``ctid``).
     place: str | None = None
@@ -79,7 +79,7 @@ class ClaimedKey(models.Model):
 
     @either_context(holds_transaction=False)
     def call(self, name: str, valid_seconds: int | None = None) -> Iterator[str]:
-        """Open a block for the call ``name`` to a downstream service, and yield the key to pass to it, that of ``derive()``.
+        """Open a block for the call ``name`` to a downstream service, and yield the key that ``derive()`` returns for the call.
 
         When the block begins, one fenced statement has committed that the request has begun a call, and has renewed the lock.
         The end of the block writes nothing. If the process is suspended inside the block for longer than the lock timeout, it
@@ -101,7 +101,7 @@ class ClaimedKey(models.Model):
         return self._bound().phases()
 
     async def aphases(self) -> AsyncIterator[str]:
-        """Yield what ``phases()`` does, to an async view."""
+        """Yield the same recovery points as ``phases()``, to an async view."""
         for recovery_point in self.phases():
             yield recovery_point
 

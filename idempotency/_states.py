@@ -28,7 +28,7 @@ class KeyState(models.TextChoices):
     FINISHED = "finished", _("finished")
 
 
-#: The condition of the partial index. It is part of each state but these two.
+#: The condition of the partial index. It is part of each state except FINISHED and REFUSED.
 UNFINISHED = Q(finished_at__isnull=True, refused=False)
 _OVER = {KeyState.FINISHED: Q(finished_at__isnull=False), KeyState.REFUSED: Q(finished_at__isnull=True, refused=True)}
 #: The completer may run the key. A key that is stuck because of a deploy is among them: new code may know its recovery point.
@@ -123,7 +123,10 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         return self.unlocked().filter(NOT_GIVEN_UP, _due())
 
     def expired(self, retention: timedelta | None = None) -> "IdempotencyKeyQuerySet":
-        """Keys past their retention, counted from ``finished_at`` or ``refused_at``. Finished ones are new again on read."""
+        """Keys past their retention, counted from ``finished_at`` or ``refused_at``.
+
+        A request that finds an expired finished key handles it as a new key.
+        """
         cutoff = Now() - (timedelta(hours=conf.get().RETENTION_HOURS) if retention is None else retention)
         refused = Q(finished_at__isnull=True, refused=True, refused_at__lt=cutoff)
         # A key is created before it is finished or refused: the first condition is implied, and has an index.

@@ -64,8 +64,8 @@ class Backend(Protocol):
     A class with ``runs_functions = True`` declares that its workers call ``call_job``. Then ``stage_job`` and the enqueuer
     refuse functions outside JOB_MODULES.
 
-    A class with a method ``refuse_name(name)``, which raises for a job that it would refuse by its name, lets
-    ``manage.py check`` report the names that are written in the code.
+    A class may have a method ``refuse_name(name)``, which raises for a name that the backend would refuse. With this method,
+    ``manage.py check`` reports such names in the code.
     """
 
     def hand_over(

@@ -63,7 +63,7 @@ def complete_once(
 
     - ``batch_size``: the number of keys read at a time, at most ten of each scope.
     - ``concurrency``: the number of threads, each with its own connections. With 1 the keys run in the thread of the caller.
-    - ``dry_run``: only count the keys that would be run, as ``failed``.
+    - ``dry_run``: run no key. The count ``failed`` of the result is the number of keys that would be run.
     - ``stop``: called before each key; True ends the pass.
 
     Raises OperationalError or InterfaceError if the database cannot be reached.

@@ -50,14 +50,14 @@ class Settings:
     PHASE_ISOLATION: Isolation | None = "serializable"
     #: Isolation of plain views; None is the connection's own level, as under ATOMIC_REQUESTS.
     PLAIN_ISOLATION: Isolation | None = None
-    #: True answers only from what the synchronous standbys have: a replay, a repeated message, a batch of jobs and a
-    #: recorded call wait for them first, and get 503 ``not_replicated`` if they do not confirm. "storage": the storage
-    #: replicates the disk of the server, so that the server needs no standbys.
+    #: With True, a replay, a repeated message, a batch of jobs and a recorded call first wait until the synchronous
+    #: standbys have all earlier commits. A request that is not confirmed gets 503 ``not_replicated``. "storage": the
+    #: storage replicates the disk of the server, so that the server needs no standbys.
     CONFIRM_REPLICATED: Confirmation = False
     #: True sends the first statement of a transaction together with BEGIN, and the last one together with COMMIT. False
     #: sends each by itself.
     MERGE_ROUND_TRIPS: bool = True
-    #: True includes host and mount point in the fingerprint, if one deployment serves several sites.
+    #: True includes host and mount point in the fingerprint. Use it if one deployment serves several sites.
     FINGERPRINT_HOST: bool = False
     #: The status for a key that was used with a different request: 422, 400 or 409.
     MISMATCH_STATUS: int = 422
@@ -86,11 +86,11 @@ class Settings:
     JOB_MODULES: tuple[str, ...] | None = None
     #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that staged them.
     HAND_OVER_AFTER_COMMIT: bool = False
-    #: True counts requests, replays, conflicts and errors per minute for the dashboard: in memory, and every 10 seconds
-    #: one transaction of each process, after the end of a request.
+    #: True counts requests, replays, conflicts and errors per minute for the dashboard. Each process counts in memory.
+    #: Every 10 seconds it writes the counts in one transaction, after the end of a request.
     COUNT_REQUESTS: bool = True
-    #: A callable or its dotted path, called with the request and the key. It adds the attributes to a rebuilt request
-    #: that a middleware would add.
+    #: A callable or its dotted path, called with the request and the key. On a rebuilt request, it sets the attributes
+    #: that a middleware would set.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
 
 

@@ -62,7 +62,8 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     next request with the key continues from there.
 
     - ``required``: False lets a request without a key run unprotected.
-    - ``applies(request)``: False lets the request run unprotected. It is not called for safe methods and by the completer.
+    - ``applies(request)``: False lets the request run unprotected. It is called neither for safe methods nor for a request
+      that the completer runs.
     - ``validate(request)``: may return a response that refuses the request; no key is claimed then.
     - ``scope(request)``: the owner of the key, at most 200 characters. The default is the user, or else the session; see
       ``idempotency.scopes``.

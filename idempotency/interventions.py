@@ -4,8 +4,8 @@ Each function changes a key with one conditional UPDATE in autocommit, which als
 at once, one succeeds. Common arguments:
 
 - ``seen``: the ``claim_token`` that the operator saw. If a run has claimed the key since, nothing changes.
-- ``at``: the recovery point that the operator saw. If a run has moved the key since, nothing changes; None does not compare
-  it.
+- ``at``: the recovery point that the operator saw. If a run has moved the key since, nothing changes. With None, the recovery
+  point is not compared.
 - ``by``: the name of the operator, for the history.
 - ``note``: the finding of the operator, or the number of a ticket, for the history, which keeps the first line. A name and a
   note together have at most 300 characters.
@@ -50,8 +50,8 @@ def hand_back(
     """Hand a key back to the completer with all its attempts; return whether this call did it.
 
     On return the key is due and neither locked nor stuck, and its retention counts anew. Nothing changes if a run holds the
-    key, if it is finished or refused, or if its ``on_abandon`` was begun. Such a key can only be answered, because
-    ``on_abandon`` may have undone its work.
+    key, if it is finished or refused, or if its ``on_abandon`` was begun. A key whose ``on_abandon`` was begun can only be
+    answered, because ``on_abandon`` may have undone its work.
     """
     return settlement.hand_back(Decision(pk, seen, at, by, note, _alias(using)))
 

@@ -113,7 +113,8 @@ def function_of(name: str) -> Callable[..., Any]:
         job = import_string(name)
     except Exception as error:  # A module may raise anything on import.
         raise JobNotAllowed(f"The job {name} cannot be imported: {type(error).__name__}: {error}") from error
-    # A module may contain imported names. A task or a partial is an object of another module than its function.
+    # A module may contain imported names. The ``__module__`` of a task or of a partial is not that of its function, so use the
+    # function.
     refuse_module(name, getattr(getattr(job, "func", job), "__module__", None))
     call: Callable[..., Any] = getattr(job, "call", job)
     if not callable(call):

@@ -46,7 +46,8 @@ def time_ordered_uuid() -> uuid.UUID:
 class IdempotencyKey(ClaimedKey):
     """A request that runs once: its parameters, its lock, its recovery point, its stored response.
 
-    All times are the database's clock. Rows are written by ``claims``, ``keys`` and ``interventions`` alone.
+    All times come from the clock of the database. Only the modules of ``idempotency._store`` insert and update rows, and the
+    reaper deletes them.
     """
 
     scope = models.CharField(
@@ -58,7 +59,8 @@ class IdempotencyKey(ClaimedKey):
     user = models.ForeignKey(
         settings.AUTH_USER_MODEL,
         verbose_name=_("user"),
-        # A real constraint makes each claim wait for whoever holds the user's row FOR UPDATE, and blocks erasing the user.
+        # A constraint would make each claim wait for a transaction that locks the user's row FOR UPDATE. It would also prevent
+        # the deletion of the user.
         db_constraint=False,
         db_index=False,
         null=True,
@@ -93,8 +95,9 @@ class IdempotencyKey(ClaimedKey):
     attempts = models.PositiveIntegerField(
         _("attempts"), default=0, help_text=_("Number of claims, by clients and by the completer.")
     )
-    # Equal to ``attempts``, not a mark of its own: code from before this column raises ``attempts`` alone, and what it has
-    # begun is unknown. Such a key counts as touched, and as not refused.
+    # The key is untouched while this number equals ``attempts``. A flag would not work, because code without this column
+    # increases only ``attempts``, and may have begun a phase or a call. A key that such code ran counts as touched, and as not
+    # refused.
     untouched_attempts = models.PositiveIntegerField(
         _("untouched attempts"),
         default=0,
@@ -193,7 +196,7 @@ class IdempotencyKey(ClaimedKey):
 
     @property
     def key_hash(self) -> str:
-        """What log lines say instead of the key, which may be a secret of the client."""
+        """The hash that log lines contain instead of the key, which may be a secret of the client."""
         return hashlib.sha256(f"{len(self.scope)}:{self.scope}{self.idempotency_key}".encode()).hexdigest()[:12]
 
     @property
@@ -220,7 +223,8 @@ class IdempotencyKey(ClaimedKey):
 class StagedJob(models.Model):
     """A job that was inserted together with the work, and waits for the enqueuer to hand it to the broker.
 
-    Its id is given at staging and becomes the broker's id of the job, so that a job handed over twice is known.
+    Its id is set when it is staged, and becomes the broker's id of the job. The receiver can thus detect a job that is handed
+    over twice.
     """
 
     id = models.UUIDField(_("id"), primary_key=True, default=time_ordered_uuid, editable=False)
@@ -241,8 +245,8 @@ class StagedJob(models.Model):
         _("failed at"), null=True, blank=True, help_text=_("Time at which the job failed for good. It needs manual review.")
     )
     last_error = models.TextField(_("last error"), blank=True, default="")
-    # Django keeps it true; the database does not look. Under SERIALIZABLE that look would set phases of different keys, which
-    # stage a job and finish, against each other.
+    # Django's SET_NULL keeps this reference valid, without a constraint in the database. Under SERIALIZABLE the check of a
+    # constraint would cause conflicts between phases of different keys that stage a job and finish.
     idempotency_key = models.ForeignKey(
         IdempotencyKey,
         verbose_name=_("idempotency key"),

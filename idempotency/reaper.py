@@ -110,7 +110,7 @@ def _rest(seconds: float, stop: Callable[[], bool]) -> None:
 
 
 def _expired(alias: str, retention: timedelta) -> IdempotencyKeyQuerySet:
-    # A finished key is not locked. If one is, its request is running, whatever the clocks say.
+    # An expired key normally has no lock. If it has one, its request is running, even if its times are old.
     return IdempotencyKey.objects.using(alias).expired(retention).exclude(held())
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
 #: How long a line of prose may be there.
-LINE = 130
+LINE = 100
 
 #: The unit of a setting, by how its name ends; of those that have none, what kind of value it is.
 UNITS = {
@@ -47,24 +47,31 @@ KINDS = {
 }
 #: Fields whose name does not say all, and that say nothing else in the code.
 NOTES = {
-    "IdempotencyKey.user": "Who sent it; null without a signed-in user. No constraint in the database.",
-    "IdempotencyKey.created_at": "The first claim.",
-    "IdempotencyKey.finished_at": "When its response was stored; the retention counts from here.",
-    "IdempotencyKey.stuck_at": "When the machine gave it up.",
-    "IdempotencyKey.completer_attempts": "Runs by the completer since it was begun or handed back.",
-    "IdempotencyKey.request_headers": "Those that a second run needs, and the values of `keep=`; no credentials, no cookies.",
+    "IdempotencyKey.user": (
+        "The user who sent the request; null without a signed-in user. The database has no constraint for this column."
+    ),
+    "IdempotencyKey.created_at": "Time of the first claim.",
+    "IdempotencyKey.finished_at": "Time at which the response was stored; the retention counts from here.",
+    "IdempotencyKey.stuck_at": "Time at which the key was marked as stuck.",
+    "IdempotencyKey.completer_attempts": (
+        "Number of runs by the completer since the key was created, handed back, or marked as stuck with "
+        "`unknown_recovery_point`."
+    ),
+    "IdempotencyKey.request_headers": (
+        "The headers that a second run needs, and the values of `keep=`. No credentials and no cookies."
+    ),
     "IdempotencyKey.request_fingerprint": "Its version and a hash of method, path, query and body.",
     "IdempotencyKey.seed": "Random bytes, from which `derive()` makes keys for other systems.",
     "IdempotencyKey.recovery_point": "The last committed phase: `started` first, `finished` last.",
-    "IdempotencyKey.last_error": "Of the last run that failed.",
+    "IdempotencyKey.last_error": "The error of the last run that failed.",
     "StagedJob.id": "Ordered by time; the id that the broker knows the job by.",
-    "StagedJob.last_error": "Of the last hand-over that was refused.",
+    "StagedJob.last_error": "The error of the last hand-over that was refused.",
     "StagedJob.idempotency_key": "The request that staged it.",
     "ForeignCall.key": "The request that made it.",
-    "ForeignCall.name": "What the view calls it.",
-    "ForeignCall.result": "What `record()` was given.",
-    "ProcessedMessage.source": "Who numbers the messages.",
-    "ProcessedMessage.message_id": "Their number there.",
+    "ForeignCall.name": "The name of the call, which the view chooses.",
+    "ForeignCall.result": "The value that was passed to `record()`.",
+    "ProcessedMessage.source": "The sender of the message, such as `stripe`; `staged-job` for a staged job.",
+    "ProcessedMessage.message_id": "The id that the sender gave to the message.",
 }
 #: What Django gives every command.
 COMMON_OPTIONS = {
@@ -87,8 +94,9 @@ def settings_table() -> str:
 
 def unit_of(field: Any) -> str:
     """Return the unit of a setting, or what kind of value it is. Raises KeyError for one that nobody has thought of."""
-    by_name = next((unit for end, unit in UNITS.items() if field.name.endswith(end)), None)
-    return by_name or KINDS.get(field.type) or KINDS[field.name]  # type: ignore[call-overload]
+    if field.type is bool:  # Such a name may end like that of a number: COUNT_REQUESTS.
+        return KINDS[bool]
+    return next((unit for end, unit in UNITS.items() if field.name.endswith(end)), None) or KINDS[field.name]
 
 
 def written(value: object) -> str:
@@ -200,7 +208,7 @@ def errors_table() -> str:
         if issubclass(kind, exceptions.IdempotencyError) and kind is not exceptions.IdempotencyError
     ]
     found.sort(key=lambda kind: inspect.getsourcelines(kind)[1])
-    return _table(("exception", "what it says"), [(f"`{kind.__name__}`", _first(kind.__doc__)) for kind in found])
+    return _table(("exception", "meaning"), [(f"`{kind.__name__}`", _first(kind.__doc__)) for kind in found])
 
 
 def metrics_table() -> str:

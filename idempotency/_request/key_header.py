@@ -81,20 +81,20 @@ def refuse_key_from(key_from: object) -> None:
 def _elsewhere(request: HttpRequest, seen_request: Any, key_from: KeyFrom) -> set[str]:
     if callable(key_from):
         value = key_from(seen_request)
-        return _checked([value], "key_from=") if value is not None else set()
+        return _checked([value], "The key") if value is not None else set()
     place, _, name = key_from.partition(":")
     if place == "form":
-        return _checked([value for value in request.POST.getlist(name) if value], name)
+        return _checked([value for value in request.POST.getlist(name) if value], f"The key in {name}")
     try:
         body = json.loads(request.body)
     except (ValueError, RecursionError):
         return set()  # The view handles an invalid body.
     value = body.get(name) if isinstance(body, dict) else None
-    return _checked([value], name) if value is not None else set()
+    return _checked([value], f"The key in {name}") if value is not None else set()
 
 
-def _checked(values: list[Any], name: str) -> set[str]:
+def _checked(values: list[Any], called: str) -> set[str]:
     for value in values:
         if not isinstance(value, str) or not value or not (value.isascii() and value.isprintable()):
-            raise problems.key_invalid(f"The key in {name} must be a string of printable ASCII characters.")
+            raise problems.key_invalid(f"{called} must be a string of printable ASCII characters.")
     return set(values)

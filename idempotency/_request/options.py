@@ -51,7 +51,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if isinstance(self.redact, str):
-            raise ValueError(f"The option redact must be a list of dotted paths: [{self.redact!r}].")
+            raise ValueError(f"The option redact must be a list of dotted paths, such as [{self.redact!r}].")
         if self.key_from is not None:
             refuse_key_from(self.key_from)
         if self.isolation not in (None, "from settings", *get_args(Isolation)):
@@ -74,7 +74,7 @@ class Options:
     def _refuse_points(self) -> None:
         points = self.recovery_points
         if isinstance(points, str):
-            raise ValueError(f"The option recovery_points must be a list of names: [{points!r}].")
+            raise ValueError(f"The option recovery_points must be a list of names, such as [{points!r}].")
         if points is None:
             return
         if not all(0 < len(point) <= 50 for point in points) or len({STARTED, FINISHED, *points}) != len(points) + 2:

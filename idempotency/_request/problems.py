@@ -116,7 +116,7 @@ def conflict() -> Problem:
     return Problem(
         409,
         "conflict",
-        "Retry with the same key. The request continues from its last recovery point.",
+        "Retry with the same key. Work that was committed is not repeated.",
         retryable=True,
         retry_after=1,
     )

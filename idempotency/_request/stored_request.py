@@ -115,7 +115,10 @@ def _body(request: HttpRequest) -> tuple[bytes | None, str]:
         _refuse_cut_body(request, len(request.body))
         return request.body, content_type
     if request._read_started and not (hasattr(request, "_post") or hasattr(request, "_body")):  # type: ignore[attr-defined]
-        raise RawPostDataException("The body was read before @idempotent could compare it. Read request.body, or request.POST.")
+        raise RawPostDataException(
+            "The body was read as a stream before @idempotent could compare it. Code outside @idempotent must read "
+            "request.body or request.POST instead."
+        )
     # Parse before reading the bytes, because reading applies a lower size limit to uploads.
     fields = readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode())
     whole = getattr(request, "_body", None)

@@ -54,7 +54,8 @@ class Call:
             if hasattr(seen, "parser_context") and isinstance(inner := getattr(seen, "_request", None), HttpRequest):
                 return cls(view, args, kwargs, inner, seen, seen.parser_context["view"])
         raise TypeError(
-            "The decorator @idempotent protects views: the request is the first argument of a function, the second of a method."
+            "The decorator @idempotent found no request in the arguments. The request must be the first argument of a "
+            "function, or the second argument of a method."
         )
 
     @property

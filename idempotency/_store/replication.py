@@ -112,7 +112,7 @@ def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
         raise NotReplicated(f"No standby has confirmed within {DEADLINE_SECONDS:g} s.")
     if result.status != ExecStatus.TUPLES_OK:
         told = (result.error_field(DiagnosticField.MESSAGE_PRIMARY) or b"").decode(errors="replace")
-        raise NotReplicated(f"The server refused the barrier: {told}.")
+        raise NotReplicated(f"The server refused the commit that confirms replication: {told}.")
     settings = [(result.get_value(0, column) or b"").decode() for column in range(3)]
     if why := obstacle(*settings):
         raise NotReplicated(f"The server confirms nothing: {why}.")

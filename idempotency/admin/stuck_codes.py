@@ -30,8 +30,8 @@ STUCK_CODES = {
         _("A call to a service without idempotency keys was begun, and its result is unknown."),
         _(
             "Check that service. If the call took effect, answer the key with the result. If it did not, answer the key with "
-            "an error such as 409; the client may then send a new request. If this page shows a late result of the call, "
-            "complete the key."
+            "an error such as 409; the client may then send a new request. If the page of the key shows a recorded result of "
+            "the call, complete the key."
         ),
         "answer",
     ),
@@ -46,7 +46,10 @@ STUCK_CODES = {
         "complete",
     ),
     "retention_passed": Explanation(
-        _("The request was not finished within the retention, and its view has no on_abandon."),
+        _(
+            "The request was not finished within the retention, and its view has no on_abandon (a function that settles "
+            "overdue requests)."
+        ),
         _(
             "The client no longer retries. If the work is still wanted, complete the key. If not, undo what the request did at "
             "other services, and answer the key with 410."
@@ -68,18 +71,18 @@ STUCK_CODES = {
     ),
     "refused_when_rebuilt": Explanation(
         _(
-            "The view refused the request that the completer rebuilt, each time before it began any work. The client may get "
-            "another answer."
+            "The view refused the request that the completer rebuilt, each time before it began any work. A retry of the "
+            "client may get another answer than the rebuilt request."
         ),
         _(
-            "A retry of the client runs the request. If the rebuilt request lacks data that a middleware adds, set "
-            "PREPARE_REQUEST and complete the key. Otherwise answer it."
+            "A retry of the client runs the request. If the rebuilt request lacks data that a middleware adds, let the "
+            "function in the setting PREPARE_REQUEST add the data, and complete the key. Otherwise answer the key."
         ),
         "complete",
     ),
     "view_missing": Explanation(
         _("No view that is protected with @idempotent answers the path of the request any more."),
-        _("Deploy a view that answers it, then complete the key. Or answer it."),
+        _("Deploy a view that answers this path, then complete the key. Or answer the key."),
         "complete",
     ),
     "user_missing": Explanation(

@@ -1,4 +1,4 @@
-"""System check of the jobs that the code stages under a name which is written there."""
+"""System check of the jobs that the code stages under a literal name."""
 
 import ast
 import sys

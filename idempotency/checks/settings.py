@@ -262,7 +262,7 @@ def _no_backend(named: Any) -> str:
     return "" if right else "it is neither a class with a method hand_over() nor a function"
 
 
-#: What is wrong with the value of a setting that is called, besides that it cannot be.
+#: The functions that find the problem of a setting whose value must be more than callable.
 _PROBLEMS = {"KEY_VALIDATOR": _no_validator, "ERROR_RENDERER": _no_renderer}
 
 

@@ -1,7 +1,7 @@
 """System checks of protected views that do not work as they seem to.
 
-A check reports only certain mistakes: an opaque decorator or middleware silences it. The decorator itself raises at import if
-it can.
+A check reports a mistake only if it is sure: an opaque decorator or middleware silences the check. The decorator itself raises
+at import if it can.
 """
 
 from collections.abc import Iterable, Iterator
@@ -97,8 +97,8 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
         yield Warning(
             f"The scope of the view {view.path} reads request.{', request.'.join(reads)}, which the completer's request does "
             "not have. The key of a sender that is not a Django user becomes stuck (user_missing).",
-            hint="Name it in keep=, or set IDEMPOTENCY['PREPARE_REQUEST'] to a function that sets it, request.user or "
-            "request.auth, from the key.",
+            hint="Name the attribute in keep=, or set IDEMPOTENCY['PREPARE_REQUEST'] to a function that sets this attribute, "
+            "request.user or request.auth from the key.",
             id="idempotency.W009",
         )
 
@@ -108,8 +108,8 @@ def _refusals(view: Protected) -> Iterator[CheckMessage]:
     if view.methods and (found := foreign_dispatches(view.callback)):
         yield Warning(
             f"The view {view.path} has @idempotent on {', '.join(view.methods)}, and {', '.join(found)} runs before it. If it "
-            "refuses by state that the view changes, such as an empty basket, a retry is refused too.",
-            hint="Decorate dispatch() of the class instead, or judge such state inside the method. If dispatch() judges only "
+            "refuses requests because of data that the view changes, such as an empty basket, it refuses the retry too.",
+            hint="Decorate dispatch() of the class instead, or check such data inside the method. If dispatch() checks only "
             "the request and its sender, silence this check.",
             id="idempotency.W012",
         )

@@ -33,7 +33,7 @@ _OF_REQUESTS = ("IdempotentAdapter", "make_session")
 
 
 def __dir__() -> list[str]:
-    """Name those too that are imported when they are used."""
+    """List also the names that are imported at their first use."""
     return __all__
 
 

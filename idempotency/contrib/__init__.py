@@ -1,1 +1,1 @@
-"""One module for each framework; imported only by who uses it."""
+"""One module for each framework. A project imports only the modules that it uses."""

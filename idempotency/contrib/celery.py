@@ -35,7 +35,7 @@ SHARD_HEADER = "idempotency_shard"
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
 
-#: The time limits of calls to the broker. It does not retry; the next pass does.
+#: The time limits of calls to the broker. A failed call is not retried at once, but by the next pass.
 _BOUNDS = {
     "redis": {"max_retries": 0, "socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS},
     # With confirm_publish, RabbitMQ confirms the message before the staged row is deleted.
@@ -78,16 +78,16 @@ class OnceTask(Task):  # type: ignore[misc]
     It runs in one transaction with its row in the inbox; the function may be ``async def``. If it raises, the transaction is
     rolled back, and the task is retried ``max_retries`` times, after waits that double up to an hour. While the database is
     unavailable, it is retried without limit. The method ``self.retry()`` works as in any task; ``autoretry_for`` works unless
-    the task is async. A delivery during another one of the same task returns to the broker. Tasks that it calls directly are
-    part of its run.
+    the task is async. A delivery during another one of the same task returns to the broker. Tasks that this task calls
+    directly are part of its run.
 
     The broker keeps the message until the task has run (``acks_late``). The message returns if the worker process dies
     (``reject_on_worker_lost``) or is killed at its ``time_limit``. Both settings must stay on; otherwise a crash loses the
     job.
 
     A second delivery returns None, because the result of the first is unknown. With a ``link``, chain or chord it raises
-    RuntimeError instead, without ``link_error``: the first delivery sent the next task, unless it died right after COMMIT. If
-    the next task must not be lost, stage it in the task with ``stage_job``.
+    RuntimeError instead, and ``link_error`` is not called. The first delivery has sent the next task, unless its worker died
+    right after COMMIT. If the next task must not be lost, stage it in the task with ``stage_job``.
     """
 
     abstract = True
@@ -147,7 +147,8 @@ class CeleryBackend(OneByOne):
 
     #: False also permits tasks without the base OnceTask, which a second delivery runs again.
     protected = True
-    #: With Redis as the broker, a worker that is killed right after it took a message loses it. Ten times, over a week.
+    #: With Redis as the broker, a worker that is killed right after it took a message loses it. The job is then handed over
+    #: again, after waits that double. Its ten hand-overs and the waits after them take a week.
     follow_up_seconds: float | None = 600
     uses_database = False
 

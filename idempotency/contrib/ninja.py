@@ -1,8 +1,8 @@
 """Django Ninja: ``@decorate_view(idempotent(...))`` below ``@api.post(...)``.
 
-Although ``decorate_view`` wraps an operation with its authentication, only the function of the operation is protected: after
-authentication, throttling and parsing, and with its rendered response. After an exception its writes are rolled back, and the
-exception handlers of the API respond.
+``decorate_view`` wraps an operation with its authentication, but only the function of the operation is protected. It runs after
+authentication, throttling and parsing, and its rendered response is stored. After an exception its writes are rolled back, and
+the exception handlers of the API respond.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,8 @@ def idempotent(run: Run | None = None, **options: Any) -> Any:
     """Run an operation once per idempotency key: ``@decorate_view(idempotent)`` or ``@decorate_view(idempotent(...))``.
 
     The options are those of ``idempotency.decorators.idempotent``. If the authentication returns a Django user, that user
-    becomes ``request.user`` and the scope of the key. A request that Ninja refuses before the operation claims no key.
+    becomes ``request.user`` and the scope of the key. If Ninja refuses a request before the operation runs, the request claims
+    no key.
 
     The completer runs a request as its first sender; ``request.auth`` is that user unless PREPARE_REQUEST sets another.
     Authenticators that read only ``request.user``, such as ``django_auth_is_staff``, are called again. Others need

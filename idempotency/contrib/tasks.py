@@ -79,7 +79,7 @@ class StagedBackend(BaseTaskBackend):
         return alias
 
     def validate_task(self, task: Task[Any, Any]) -> None:
-        """Raise InvalidTask for a task that takes a context, and as every backend does."""
+        """Raise InvalidTask for a task that takes a context, and for a task that every backend rejects."""
         super().validate_task(task)
         if task.takes_context:
             raise InvalidTask("A staged task cannot take a context, because it may run on any queue.")

@@ -106,7 +106,8 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
         yield Finding(
             "reaper_late",
             f"Keys that should have been deleted {duration(REAPER_LATE_SECONDS)} ago: {_at_least(to_reap)}.",
-            "Start manage.py reap_keys --loop. If it counts them as 'protected', rows of yours hold them: on_delete=PROTECT.",
+            "Start manage.py reap_keys --loop. If it counts them as 'protected', your own rows refer to them, for example with "
+            "on_delete=PROTECT.",
         )
 
 
@@ -219,7 +220,7 @@ def _durability(found: Diagnosis) -> Iterator[Finding]:
         yield Finding(
             "not_durable",
             f"fsync is {fsync}, synchronous_commit {synchronous_commit}: a crash of the database loses committed transactions.",
-            "Turn both on: the request of a lost key runs again, with its foreign calls.",
+            "Turn both on. Otherwise the request of a lost key runs again, with its foreign calls.",
         )
     if conf.get().CONFIRM_REPLICATED and (why := replication.obstacle(*settings)):
         yield Finding(
@@ -233,7 +234,7 @@ def _durability(found: Diagnosis) -> Iterator[Finding]:
             "not_replicated",
             f"synchronous_commit is {synchronous_commit}: a commit {_WEAK_WAITS[synchronous_commit]}, so a failover may lose "
             "it.",
-            "Set synchronous_commit to on: the request of a lost key runs again, with its foreign calls.",
+            "Set synchronous_commit to on. Otherwise the request of a lost key runs again, with its foreign calls.",
         )
 
 

@@ -1,4 +1,4 @@
-"""The crash kit: prove of your own views that they survive the death of their process at every place.
+"""The crash kit tests that your views survive the death of their process at every place.
 
 ::
 

@@ -18,13 +18,13 @@ Effects = Callable[[], Any] | list[Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """One course of events: a death at one place and what follows, or two attempts that get mixed up."""
+    """One course of events: a death at one place and the recovery from it, or two attempts that are interleaved."""
 
     title: str
     find: Callable[[], Failure | None]
 
     def check(self) -> None:
-        """Run it. Raises DoesNotSurvive when its end is not that of an undisturbed request."""
+        """Run the course. Raises DoesNotSurvive if its result differs from that of an undisturbed request."""
         if failure := self.find():
             raise DoesNotSurvive([failure])
 
@@ -38,22 +38,23 @@ def assert_survives(
     ignore: Iterable[str] = (),
     races: bool = True,
 ) -> Report:
-    """Run a request in every course of events, and hold the end of each against that of an undisturbed request.
+    """Run a request in each course of events, and compare each result with that of an undisturbed request.
 
     ``send(key)`` sends the request with that idempotency key through Django's test client, or another, and returns the
     response. The process dies before and after each statement, COMMIT and foreign call, and before the response leaves; then
-    the client retries, or the completer takes over. With ``races`` two attempts are mixed up at each pair of boundaries too:
-    with the lock in force, and with an expired one and a late first attempt.
+    the client retries, or the completer takes over. With ``races``, two attempts are also interleaved at each pair of
+    boundaries: once with a valid lock, and once with an expired lock and a first attempt that resumes late.
 
-    Compared are the changed rows of all installed apps (or what ``state()`` returns instead), staged jobs, effects elsewhere,
-    and the answer; ``ignore`` names models ("shop.Visit") or columns ("shop.Order.token") that do not matter. ``effects``: the
-    list that your own fake of another system fills, or a function that returns what took effect there; a ``Downstream`` is
-    found by itself. ``reset()`` is called before each course: empty your caches and fakes there.
+    The kit compares the changed rows of all installed apps (or the result of ``state()`` instead), staged jobs, effects in
+    other systems, and the answer. ``ignore`` names models ("shop.Visit") or columns ("shop.Order.token") that are not compared.
+    ``effects``: the list that your own fake of another system fills, or a function that returns the effects in that system.
+    The kit finds each ``Downstream`` without it. ``reset()`` is called before each course: empty your caches and fakes there.
 
-    The logger ``idempotency.testing`` gets lines of level INFO: how long it will take, and how far it is.
+    The logger ``idempotency.testing`` reports the expected duration and the progress of the test at level INFO.
 
-    On return the database is as it was before. Raises DoesNotSurvive with each place, cause and cure; CannotProve when the
-    undisturbed request fails, is not protected, or is not the same twice.
+    On return the database is as it was before.
+    Raises DoesNotSurvive with each place, cause and cure.
+    Raises CannotProve if the undisturbed request fails, is not protected, or has different results in two runs.
     """
     with Proof(send, effects=effects, reset=reset, state=state, ignore=ignore) as proof:
         failures = [failure for course in _courses(proof, races=races) if (failure := course.find())]
@@ -73,7 +74,7 @@ def courses(
 ) -> Iterator[Course]:
     """Yield each course of events, to be checked one by one: ``with self.subTest(course.title): course.check()``.
 
-    The arguments are those of ``assert_survives``. Use it up, or close it: then the database is as it was before.
+    The arguments are those of ``assert_survives``. Exhaust or close the iterator; the database is then as it was before.
     """
     with Proof(send, effects=effects, reset=reset, state=state, ignore=ignore) as proof:
         yield from _courses(proof, races=races)

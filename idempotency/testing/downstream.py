@@ -14,7 +14,7 @@ from idempotency.testing.places import users_line
 def downstream_call(name: str) -> Iterator[None]:
     """Tell the kit that the block is a call to another system: the process may die before it, and after it.
 
-    Put it around the effect of a fake of your own. Calls over Python's sockets are noticed without it.
+    Wrap the effect of your own fake in this block. The kit detects calls over Python's sockets without it.
     """
     reach("before", "foreign call", name)
     yield
@@ -24,9 +24,9 @@ def downstream_call(name: str) -> Iterator[None]:
 class Downstream:
     """A fake of another system: call it in place of the function that makes the call; it remembers each effect.
 
-    ``answer`` is what a call returns, or a function of the call's arguments that makes it. ``key`` names the argument that
-    carries the idempotency key, for a system that honours one: a second call with the same key has no effect and gets the
-    first answer. Without it each call takes effect. The kit finds it by itself.
+    ``answer`` is the return value of a call, or a function that computes it from the arguments of the call. ``key`` names the
+    argument that carries the idempotency key, for a system that honours one: a second call with the same key has no effect and
+    gets the first answer. Without ``key`` each call takes effect. The kit finds the instances of this class itself.
     """
 
     _all: "WeakSet[Downstream]" = WeakSet()

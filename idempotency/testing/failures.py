@@ -16,13 +16,13 @@ _WRITES = ("INSERT", "UPDATE", "DELETE")
 _SHOWN = 4
 
 OUTSIDE = (
-    "Move it into the atomic_phase that ends with the next recovery point (in a plain view: drop what commits it early): "
-    "then both are committed, or neither is."
+    "Move this write into the atomic_phase that ends with the next recovery point, so that both commit together. In a plain "
+    "view, remove the code that commits the write early."
 )
 NO_RECOVERY_POINT = "End that phase with phase.set_recovery_point(NAME), declared in @idempotent(recovery_points=[...])."
 WRITTEN_AGAIN = (
-    "Let the phase that writes it end with phase.set_recovery_point(NAME), and let a run that begins at a later point pass "
-    "it over."
+    "End the phase that writes it with phase.set_recovery_point(NAME). A run that begins at a later recovery point must skip "
+    "this phase."
 )
 UNSAFE_CALL = (
     "If that system honours idempotency keys, pass it the key of request.idempotency_key.call(NAME); else make the call in "
@@ -33,23 +33,23 @@ RANDOM_KEY = (
     "Pass the key of request.idempotency_key.call(NAME): it is the same in each run of this request, and nobody else's."
 )
 LOST = (
-    "What is done after the last COMMIT, or in on_commit, is lost with the process. Do it before the phase that stores the "
-    "response, or stage_job() it inside that phase."
+    "Work after the last COMMIT, or in on_commit, is lost if the process dies. Do it before the phase that stores the "
+    "response, or stage a job for it in that phase with stage_job()."
 )
 GONE_WITH_THE_RUN = (
-    "Variables of an earlier run are gone. Let each recovery point read what it needs from the database, where the phase "
-    "before it left it: Model.objects.get(idempotency_key=key)."
+    "Variables of an earlier run are gone. At each recovery point, read the data from the rows that earlier phases committed: "
+    "Model.objects.get(idempotency_key=key)."
 )
 OTHER_ANSWER = (
     "Build the response from rows that the phases committed, read at the last recovery point; not from variables, counts or "
     "random values of the run that happens to answer."
 )
-FOR_A_PERSON = "Make the view come to its end, or to the same refusal, in each run that follows."
+FOR_A_PERSON = "The view must store a response, or refuse the request in the same way, in each later run."
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A course of events after which something is not as it should be."""
+    """A course of events whose result differs from that of an undisturbed request, with its cause and cure."""
 
     course: str
     cause: str
@@ -81,7 +81,7 @@ def _of_effects(differences: Sequence[Difference], derived: set[str], effects: S
     if not here:
         return None
     if not any(difference.expected == GONE for difference in here):
-        return f"What should have taken effect elsewhere is missing or changed: {_joined(effects)}.", LOST
+        return f"An effect in another system is missing or changed: {_joined(effects)}.", LOST
     for fake in living():
         keys = [key for key, _ in fake.origins]
         if len(keys) < 2 or not any(difference.path[1] == fake.name for difference in here):
@@ -111,15 +111,14 @@ def _of_rows(differences: Sequence[Difference], answer: Answer, undisturbed: Run
         begin = max((p.number for p in undisturbed.places[: begin - 1] if p.what == "COMMIT"), default=0)
         for place in writes:
             if begin < place.number <= end and not _is_own(place):
-                return f"{place.line} writes in a phase that moves nothing, so each run writes it again: {place.detail}", (
-                    NO_RECOVERY_POINT
-                )
+                cause = f"{place.line} writes in a phase that keeps the recovery point, so each run repeats the write"
+                return f"{cause}: {place.detail}", NO_RECOVERY_POINT
     if answer.error is not None and not again:
         return None
     lines = _joined(sorted({place.line for place in writes if not _is_own(place)}))
     if rows and all(difference.found == GONE for difference in rows):
-        return f"What should have been written is missing: {lines}.", LOST
-    return f"It was written by more than one run, or by each in its own way: {lines}.", WRITTEN_AGAIN
+        return f"Rows that the undisturbed request writes are missing: {lines}.", LOST
+    return f"More than one run wrote these rows, or the runs wrote different values: {lines}.", WRITTEN_AGAIN
 
 
 def _of_failure(answer: Answer, differences: Sequence[Difference]) -> tuple[str, str] | None:

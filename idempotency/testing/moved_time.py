@@ -13,9 +13,9 @@ MOMENTS = tuple(field.name for field in IdempotencyKey._meta.concrete_fields if 
 def age(keys: IdempotencyKey | QuerySet[IdempotencyKey], seconds: float) -> None:
     """Make a key, or each key of a queryset, older by so many seconds, as if that time had passed for it.
 
-    On return all its moments lie ``seconds`` further back in the database, and an instance is read anew: locks expire, the
-    completer takes what is abandoned, retention ends, ``derive(valid_seconds=...)`` runs out. Nothing else moves: the clock,
-    your own rows and other keys stay.
+    On return all times of the key are ``seconds`` earlier in the database, and an instance is read again. Locks, the retention
+    and ``derive(valid_seconds=...)`` expire accordingly, and the completer runs keys that are now abandoned. Nothing else
+    moves: the clock, your own rows and other keys stay.
     """
     chosen = IdempotencyKey.objects.using(keys._state.db).filter(pk=keys.pk) if isinstance(keys, IdempotencyKey) else keys
     chosen.update(**{moment: F(moment) - timedelta(seconds=seconds) for moment in MOMENTS})

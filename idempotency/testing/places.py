@@ -43,12 +43,13 @@ class Place:
     #: File, line and function of the user's code.
     line: str
     in_transaction: bool
-    #: Whether it is a statement on the keys: outside of a transaction, the claim.
+    #: Whether it is a statement on the table of keys. Outside a transaction, such a statement is the claim.
     of_key: bool
 
     @property
     def boundary(self) -> bool:
-        """Whether a phase begins or ends here, a foreign call does, or the key was claimed: where two runs can get mixed up."""
+        """Whether a phase or a foreign call begins or ends here, or the key was claimed. Two runs can be interleaved at these
+        places."""
         claim = self.when == "after" and self.what == "statement" and self.of_key and not self.in_transaction
         return self.number == 1 or self.what != "statement" or claim
 

@@ -73,12 +73,12 @@ class Proof(Stage):
                 yield title, partial(self._crash, place, title, recover)
 
     def races(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
-        """Yield each way in which two attempts under the same key get mixed up; with an expired lock the first one is late."""
+        """Yield each way in which two attempts with one key are interleaved; with an expired lock the first one is late."""
         if not self._in_transactions:
             self.report.skipped.append(
-                "two at once: not with SQLite in memory, which is one connection's"
+                "two attempts at once: not tested, because SQLite in memory has only one connection"
                 if _one_connection()
-                else "two at once inside a transaction: SQLite has one writer"
+                else "two attempts at once inside a transaction: not tested, because SQLite has one writer"
             )
         for expired in (False, True):
             for first, place in enumerate(self._held()):
@@ -86,7 +86,7 @@ class Proof(Stage):
                 stopped = [True]
                 while stopped.pop():
                     stopped.append(False)  # until its check has shown that the second attempt came so far
-                    how = "its lock expires, a second attempt gets ahead" if expired else "a second attempt comes"
+                    how = "its lock expires, and a second attempt overtakes it" if expired else "a second attempt comes"
                     title = f"An attempt is held up {place}\n   {how}, and is held up at its boundary {second + 1}."
                     yield title, partial(self._race, first, second, expired, title, stopped)
                     second += 1
@@ -125,11 +125,13 @@ class Proof(Stage):
             found.append(self._left(answer))
             self._answer, again = answer, self._ask(key)
             if self._keys().exists() and again.content != answer.content:
-                raise CannotProve(f"The replay is not the answer: {answer.content[:200]!r}, then {again.content[:200]!r}.")
+                raise CannotProve(
+                    f"The replay differs from the first response: {answer.content[:200]!r}, then {again.content[:200]!r}."
+                )
         if missing := found[0].keys() ^ found[1].keys():
             raise CannotProve(
-                f"Two undisturbed requests leave different things: {' / '.join(min(missing))}. Take it out with "
-                "ignore=[...], or pass state=, a function that returns what matters."
+                f"Two undisturbed requests leave different data: {' / '.join(min(missing))}. Exclude it with ignore=[...], or "
+                "pass state=, a function that returns the data to compare."
             )
         self._expected, self._random = found[0], random_paths(*found)
         foreign = [place.line for place in run.places if place.what == "foreign call" and place.when == "before"]
@@ -152,7 +154,9 @@ class Proof(Stage):
         except Died:
             pass
         if not run.dead:
-            raise CannotProve(f"This time the request did not come here: {place}. Does it take another way each time?")
+            raise CannotProve(
+                f"In this run the request did not reach this place: {place}. Does the view run different statements each time?"
+            )
         if isinstance(self._effects, list):
             self._effects[:] = done  # A dead process does nothing more, whatever ``finally`` and ``except`` say.
         if recover == self._completed and not self._keys().unfinished().exists():

@@ -7,7 +7,8 @@ from idempotency.testing.places import Place
 
 
 class DoesNotSurvive(AssertionError):
-    """After some course of events something is not as after an undisturbed request; ``failures`` say what, where and why."""
+    """The result of a course of events differs from that of an undisturbed request. ``failures`` contains the differences,
+    their places and causes."""
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = failures
@@ -27,7 +28,8 @@ class CannotProve(AssertionError):
 
 @dataclass
 class Report:
-    """What was tried: the places of the undisturbed request, the courses of events, and what was left out, with the reason."""
+    """The places of the undisturbed request, the number of courses of events, how many of them ended with a key for manual
+    review, and the skipped ones with the reason."""
 
     places: list[Place] = field(default_factory=list)
     courses: int = 0

@@ -103,5 +103,5 @@ EVENTS = (
     Event("standby away, waits cancelled, primary killed", _cancel_waits, (CONFIRMED,), (SYNCHRONOUS, CONFIRMED)),
     Event("standby away, primary restarted, then killed", _restart_alone, (CONFIRMED,), (SYNCHRONOUS, CONFIRMED)),
     Event("standby away, session crashed, primary killed", _crash_alone, (CONFIRMED,), (SYNCHRONOUS, CONFIRMED)),
-    Event("address shows the standby", _show_the_standby, kept_in=CONFIGURATIONS),
+    Event("address points to the standby", _show_the_standby, kept_in=CONFIGURATIONS),
 )

@@ -68,7 +68,7 @@ def test_a_class_may_keep_a_request_of_its_own(serve: Serve, sender: Sender) -> 
 
 
 def test_what_is_no_view_is_an_error() -> None:
-    with pytest.raises(TypeError, match="protects views"):
+    with pytest.raises(TypeError, match="found no request"):
         idempotent(lambda first: first)("not a request")
 
 

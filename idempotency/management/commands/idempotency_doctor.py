@@ -28,8 +28,8 @@ class Command(BaseCommand):
             nargs="+",
             choices=tuple(LOOPS),
             metavar="LOOP",
-            help=f"Exit with 1 if one of these loops ({', '.join(LOOPS)}) has no heartbeat of this host in the database "
-            f"that is younger than {SILENT_SECONDS:g} seconds.",
+            help=f"Exit with 1 if the database has no heartbeat of one of these loops ({', '.join(LOOPS)}) on this host from "
+            f"the last {SILENT_SECONDS:g} seconds.",
         )
         add_database_argument(parser)
 
