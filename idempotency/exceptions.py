@@ -131,6 +131,11 @@ class KeyStuck(IdempotencyError):
         return str(self)
 
 
+class TransactionEnded(KeyStuck):
+    """The view has ended the transaction of a phase with COMMIT or ROLLBACK. Its writes may be committed, and another run
+    could repeat them. Check them, then answer the key in the admin. In the view, use transaction.atomic() instead."""
+
+
 class DownstreamKeyExpired(KeyStuck):
     """The key for the downstream service has expired there, so another call could repeat the work. Check that service for the
     result, then answer the key in the admin."""

@@ -18,7 +18,7 @@ from idempotency import conf
 from idempotency._async import either_context
 from idempotency._store import replication
 from idempotency._store.engine import is_citus, lock_timeout
-from idempotency._store.transactions import own_cursor
+from idempotency._store.transactions import MARKER, own_cursor
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
 
@@ -31,10 +31,8 @@ STAGED_JOBS = "staged-job"
 _LOCK_NOT_AVAILABLE = "55P03"  # PostgreSQL: lock_timeout ran out
 _BUSY_OR_LOCKED = (5, 6)  # SQLite: another connection writes
 
-#: A setting that lasts as long as the transaction. The id of the transaction is no marker on Citus, where the workers write.
-_MARKER = "current_setting('idempotency.transaction', true)"
 #: Blocks in one transaction share its marker.
-_SET_MARKER = f"set_config('idempotency.transaction', COALESCE(NULLIF({_MARKER}, ''), %s), true)"
+_SET_MARKER = f"set_config('idempotency.transaction', COALESCE(NULLIF({MARKER}, ''), %s), true)"
 
 _INSERT = "INSERT INTO {} (source, message_id) VALUES (%s, %s) ON CONFLICT (source, message_id) DO NOTHING"
 
@@ -94,7 +92,7 @@ def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> 
     """Raise if the transaction is broken or another one. Otherwise its rollback would pass silently."""
     try:
         with connection.cursor() as cursor:
-            cursor.execute(f"SELECT {_MARKER}" if connection.vendor == "postgresql" else "SELECT ''")
+            cursor.execute(f"SELECT {MARKER}" if connection.vendor == "postgresql" else "SELECT ''")
             (still,) = cursor.fetchone()
     except (OperationalError, InterfaceError):
         raise

@@ -73,7 +73,7 @@ class AtomicPhase:
         self._to = to
 
     def write(self, own: OwnTransaction) -> None:
-        """Write the end as the last statement before COMMIT, or together with it.
+        """Write the recovery point or the response with the last statement: before COMMIT, or in one round trip with it.
 
         Raises PhaseDidNotAdvance if no end was set.
         Raises LockLost if another claim has taken over the key.
@@ -108,7 +108,8 @@ class AtomicPhase:
 
 @either_context(holds_transaction=True)
 def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from settings") -> Iterator[AtomicPhase]:
-    """Run the block in one transaction on the key's database, which commits with its new recovery point or response.
+    """Run the block in one transaction on the key's database. The transaction also commits the new recovery point or the
+    response.
 
     On return the writes of the block are committed, the key has moved, and its lock is renewed. On an exception the
     transaction is rolled back. Do not call another service inside, because the call would keep the transaction open.
@@ -123,13 +124,12 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
     Raises RuntimeError inside a phase, a foreign call or a transaction.
     """
     run = run_of(key)
-    with run.phase(isolation) as level:
-        phase = AtomicPhase(run)
-        with durable_transaction(level, using=run.using, lock_timeout=True) as own:
-            # Registered first: an exception in a hook of the view must not skip it.
-            transaction.on_commit(phase.note, using=run.using)
-            yield phase
-            phase.write(own)
+    phase = AtomicPhase(run)
+    with durable_transaction(run.begin_phase(isolation), using=run.using, of_phase=True) as own:
+        # Registered first: an exception in a hook of the view must not skip it.
+        transaction.on_commit(phase.note, using=run.using)
+        yield phase
+        phase.write(own)
     phase.note()  # in a TestCase, which never commits
 
 

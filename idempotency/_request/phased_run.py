@@ -70,7 +70,6 @@ class PhasedRun:
 
     def _take(self, key: IdempotencyKey) -> None:
         self.key = key
-        self.in_phase = False
         self.level = conf.get().PHASE_ISOLATION
         self._called: set[str] = set()
         self._open_calls: set[str] = set()
@@ -122,19 +121,14 @@ class PhasedRun:
     def has_stored(self, response: HttpResponseBase) -> bool:
         return response is self._response
 
-    @contextmanager
-    def phase(self, isolation: ChosenIsolation) -> Iterator[Isolation | None]:
-        """Enter a phase; yield the isolation of its transaction. Raises RuntimeError inside a foreign call."""
+    def begin_phase(self, isolation: ChosenIsolation) -> Isolation | None:
+        """Return the isolation of the transaction of a phase. Raises RuntimeError inside a foreign call."""
         if self._open_calls:
             raise RuntimeError(
                 "A phase cannot begin inside a foreign_call block: end the block first, so that its result is stored."
             )
-        self.in_phase = True
         self.level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation
-        try:
-            yield self.level
-        finally:
-            self.in_phase = False
+        return self.level
 
     def has_begun(self) -> None:
         """Record a commit that outlives this attempt: the key is not untouched any more."""
@@ -210,12 +204,10 @@ def call_in_doubt(name: str) -> str:
 
 
 def run_of(key: IdempotencyKey) -> PhasedRun:
-    """Return the run of the key. Raises RuntimeError if there is none, in a phase, and if the key is finished."""
+    """Return the run of the key. Raises RuntimeError if there is none, and if the key is finished."""
     run = key.run
     if not isinstance(run, PhasedRun):
         raise RuntimeError("This function needs the request.idempotency_key of a view with @idempotent(recovery_points=[...]).")
-    if run.in_phase:
-        raise RuntimeError("Phases and foreign calls cannot be nested in an atomic_phase. End its block first.")
     if run.finished:
         raise RuntimeError("This key is finished: no phase or call can follow the stored response.")
     return run

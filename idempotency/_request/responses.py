@@ -182,8 +182,8 @@ def unknown_point(key: IdempotencyKey) -> str:
 def _replayed(key: IdempotencyKey) -> HttpResponse:
     if key.response_code is None:
         logger.error(
-            "key %s was committed without a response: its view ended the transaction with COMMIT. The writes before it are "
-            "committed. The client gets 409.",
+            "key %s was committed without a response, probably because its view ended the transaction with COMMIT. The writes "
+            "before it are committed. The client gets 409.",
             key.key_hash,
         )
         raise problems.key_stuck("")

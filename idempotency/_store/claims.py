@@ -124,13 +124,13 @@ def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
 
 def claim_plain(request: ClaimedRequest, *, using: str, first: First | None = None) -> Claim:
     """Claim the key of a plain view in its transaction, which may have begun with ``first``. On CLAIMED the row is inserted,
-    and visible after COMMIT; until then advisory locks refuse duplicates. On SQLite these wait. Else nothing is written."""
+    and visible after COMMIT; until then advisory locks refuse duplicates, which wait on SQLite. Else only expired rows change."""
     postgresql, text = vendor(using) == "postgresql", statements_for(using)
     first = first or first_of_plain(request, using=using)
     parameters = first.parameters
     for attempt in range(_CLAIM_TRIES):
         ran = first.ran and attempt == 0
-        look = _found(first.row, first.sent, request, using) if ran else _look(first.text, parameters, request, using)
+        look = _found(first.row, 0.0, request, using) if ran else _look(first.text, parameters, request, using)
         if look.claimed is not None:
             key = _key_of_claim(look, request, uuid.UUID(str(parameters["claim_token"])), using)
             key.born_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.

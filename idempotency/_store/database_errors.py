@@ -1,10 +1,11 @@
-"""The classification of database errors: what may be retried, and what means that the database is lost."""
+"""The classification of database errors: what may be retried, what means that the database is lost, and what has ended."""
 
 from typing import Literal
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error, InterfaceError, InternalError, OperationalError
+from psycopg.pq import TransactionStatus
 
 from idempotency.conf import Isolation
 
@@ -102,3 +103,13 @@ def as_lost(error: Error, connection: BaseDatabaseWrapper, *, own: bool) -> Erro
 def sqlstate_of(error: Error) -> str | None:
     sqlstate: str | None = getattr(error.__cause__, "sqlstate", None)
     return sqlstate
+
+
+def has_ended(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether there is no open transaction. A closed connection gets the error of its next statement."""
+    own = connection.connection
+    if own is None or connection.closed_in_transaction:
+        return False
+    if connection.vendor == "postgresql":
+        return bool(own.info.transaction_status == TransactionStatus.IDLE)
+    return not own.in_transaction

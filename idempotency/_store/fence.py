@@ -10,9 +10,7 @@ import logging
 from functools import cache
 from typing import Any
 
-from django.db import connections
-
-from idempotency._store import replication, round_trips, statements
+from idempotency._store import replication, statements
 from idempotency._store.events import about
 from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
@@ -118,8 +116,6 @@ def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> No
 def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransaction | None = None, **parameters: Any) -> None:
     text: str = getattr(statements_for(using), statement)
     parameters |= {"id": key.pk, "token": token_parameter(key.fence, using), "place": key.place}
-    if ends is not None:
-        round_trips.refuse_if_over(connections[using])
     if ends is not None and key.place is not None:
 
         def note(row: tuple[Any, ...]) -> None:
@@ -127,6 +123,8 @@ def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransac
 
         if ends.end_with(_or_fail(text), parameters, note):
             return
+    if ends is not None:
+        ends.refuse_if_ended()
     if key.place is not None:
         # The row is at another place after a rollback or an update.
         row = fetch(text + statements.AT_PLACE, parameters, using) or fetch(text + statements.ANYWHERE, parameters, using)

@@ -27,7 +27,7 @@ from psycopg.waiting import Ready, Wait
 
 from idempotency import conf
 from idempotency._store.engine import is_citus
-from idempotency.exceptions import LockLost
+from idempotency.exceptions import LockLost, TransactionEnded
 
 _PARAMETER = re.compile(r"%\((\w+)\)s")
 _GOOD = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
@@ -78,16 +78,6 @@ def can_send(connection: BaseDatabaseWrapper) -> bool:
     return can_be_merged(connection) and (own.autocommit or own.info.transaction_status != TransactionStatus.IDLE)
 
 
-def refuse_if_over(connection: BaseDatabaseWrapper) -> None:
-    """Raise TransactionManagementError if COMMIT or ROLLBACK has ended the transaction, whose writes may be gone."""
-    own = connection.connection
-    if own is None:
-        return  # A closed connection gets the error of the statement.
-    postgres = connection.vendor == "postgresql"
-    if own.info.transaction_status == TransactionStatus.IDLE if postgres else not own.in_transaction:
-        raise TransactionManagementError("The transaction has ended before its last statement, by COMMIT or ROLLBACK.")
-
-
 def run(
     connection: BaseDatabaseWrapper,
     text: str,
@@ -98,18 +88,21 @@ def run(
 ) -> Result:
     """Send a statement with those before and after it; return its result.
 
-    Raises TransactionManagementError if ``after`` would end a transaction that is broken, or has ended.
+    Raises TransactionManagementError if ``after`` would end a broken transaction, or if a wrapper repeats it.
     Raises LockLost for a division by zero in the statement itself, by which a fence fails.
+    Raises TransactionEnded for a square root of a negative number in it, by which the marker of a transaction fails.
     Raises the first other error.
     """
     connection.validate_thread_sharing()
     connection.validate_no_broken_transaction()
-    connection.ensure_connection()
     results: list[Result] = []
+    was_sent = False
 
     def exchange(*statement: Any) -> Result:
-        if after:  # A wrapper may call this again, after an error of COMMIT.
-            refuse_if_over(connection)
+        nonlocal was_sent
+        if after and was_sent:  # An error of COMMIT has rolled the rest back.
+            raise TransactionManagementError("A wrapper of execute_wrapper() has repeated the last statement of a transaction.")
+        was_sent = True
         with debug_transaction(connection, said), connection.wrap_database_errors:
             results.append(_run(connection.connection, text, parameters, before, after))
         return results[-1]
@@ -158,6 +151,8 @@ def _error(own: "psycopg.Connection[Any]", result: PGresult, failed: _Key | None
         return psycopg.OperationalError(own.pgconn.get_error_message())
     if failed is not None and isinstance(error, psycopg.errors.DivisionByZero):
         return LockLost()
+    if failed is not None and isinstance(error, psycopg.errors.InvalidArgumentForPowerFunction):
+        return TransactionEnded()
     if name is not None and isinstance(error, psycopg.errors.DuplicatePreparedStatement):
         prepared.losses += 1
         return StaleStatement(*error.args)

@@ -1,6 +1,6 @@
 """Transactions: their isolation level, their time limits, and their first and last statement."""
 
-import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper, debug_transaction
+from django.db.transaction import TransactionManagementError
 from django.db.utils import DatabaseError, Error, OperationalError
 from psycopg import IsolationLevel
 from psycopg.errors import error_from_result
@@ -18,9 +19,17 @@ from psycopg.pq import DiagnosticField, ExecStatus
 
 from idempotency import conf
 from idempotency._store import engine, round_trips
-from idempotency._store.database_errors import NOT_SUPPORTED, as_lost, drop_connection, refuse_second_wait, sqlstate_of
+from idempotency._store.database_errors import (
+    NOT_SUPPORTED,
+    as_lost,
+    drop_connection,
+    has_ended,
+    refuse_second_wait,
+    sqlstate_of,
+)
 from idempotency._store.replication import confirmed_commit
 from idempotency.conf import Isolation
+from idempotency.exceptions import TransactionEnded
 
 _LEVELS: dict[Isolation, IsolationLevel] = {
     "read committed": IsolationLevel.READ_COMMITTED,
@@ -36,8 +45,6 @@ class First:
     text: str
     parameters: dict[str, Any]
     ran: bool = False
-    #: A time before the statement, on the monotonic clock.
-    sent: float = 0.0
     row: tuple[Any, ...] | None = None
 
 
@@ -45,56 +52,81 @@ class OwnTransaction:
     """The transaction of ``durable_transaction``."""
 
     def __init__(
-        self, connection: BaseDatabaseWrapper, isolation: Isolation | None, *, lock_timeout: bool, first: First | None
+        self, connection: BaseDatabaseWrapper, isolation: Isolation | None, *, of_phase: bool, first: First | None
     ) -> None:
         self.workers = engine.WorkerErrors(connection)
-        self._connection, self._isolation, self._lock_timeout, self._first = connection, isolation, lock_timeout, first
+        self._connection, self._isolation, self._of_phase, self._first = connection, isolation, of_phase, first
         self._merged = False
+        #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
+        self._marker = ""
         self._last: tuple[str, dict[str, Any], Callable[[Any], None]] | None = None
 
     def begin(self) -> None:
-        """Begin with the level, the time limits and the first statement, in one round trip; on Citus in two or three. After an
+        """Begin with the level, the time limits and the first statement, in one round trip if round trips are merged. After an
         error the connection is outside of a transaction, or closed."""
         connection, first = self._connection, self._first
         del vars(connection)[_BEGIN_HOOK]  # for this transaction only
-        engine.refuse_other_engines(connection)
         self.workers.watch()
         self._merged = round_trips.can_be_merged(connection)
-        own: psycopg.Connection[Any] = connection.connection
+        begin = self._statements_of_begin()
+        try:
+            with connection.wrap_database_errors:
+                # Otherwise psycopg would send its own BEGIN before the first statement. It accepts one that was sent.
+                connection.connection.autocommit = False
+            if self._merged and first is not None:
+                first.ran = True
+                with own_errors(connection):
+                    first.row = round_trips.run(connection, first.text, first.parameters, before=begin).row
+            else:
+                # The lock timeout of Citus is a message of its own.
+                for text in ("; ".join(begin[:-1]), begin[-1]) if engine.is_citus(connection) else ("; ".join(begin),):
+                    _send_beginning(connection, text)
+        except BaseException as failure:
+            _leave(connection)
+            if isinstance(failure, Error) and sqlstate_of(failure) == NOT_SUPPORTED:
+                drop_connection(connection)
+                raise OperationalError(*failure.args) from None  # A standby refused BEGIN: treat it as a broken connection.
+            raise
+
+    def _statements_of_begin(self) -> list[str]:
+        own: psycopg.Connection[Any] = self._connection.connection
         level = _LEVELS[self._isolation] if self._isolation is not None else own.isolation_level
         milliseconds = conf.get().LOCK_TIMEOUT_SECONDS * 1000
         begin = ["BEGIN" + (f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else "")]
         begin += [f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"]
-        begin += engine.lock_timeout(connection, f"{milliseconds}ms") if self._lock_timeout else []
-        with connection.wrap_database_errors:
-            # Otherwise psycopg would send its own BEGIN before the first statement. It accepts one that was sent.
-            own.autocommit = False
-        if self._merged and first is not None:
-            first.ran, first.sent = True, time.monotonic()
-            try:
-                with own_errors(connection):
-                    first.row = round_trips.run(connection, first.text, first.parameters, before=begin).row
-            except BaseException as failure:
-                _leave(connection)
-                if isinstance(failure, Error) and sqlstate_of(failure) == NOT_SUPPORTED:
-                    drop_connection(connection)
-                    raise OperationalError(*failure.args) from None  # A standby refused BEGIN: treat it as a broken connection.
-                raise
-        else:
-            for text in ("; ".join(begin[:3]), *begin[3:]):
-                _send_beginning(connection, text)
+        if self._of_phase:
+            self._marker = uuid.uuid4().hex
+            begin += [f"SET LOCAL idempotency.transaction = '{self._marker}'"]
+            begin += engine.lock_timeout(self._connection, f"{milliseconds}ms")
+        return begin
 
     def end_with(self, text: str, parameters: dict[str, Any], then: Callable[[Any], None]) -> bool:
         """Send this statement with COMMIT at the end of the block, and call ``then`` with its row after that. It must fail with
-        a division by zero if it changes no row. Return False, and do nothing, if the transaction does not end that way."""
+        a division by zero if it changes no row, and end with its list of columns. Return False, and do nothing, if the
+        transaction does not end that way."""
         if self._merged:
             self._connection.validate_no_broken_transaction()
+            if self._marker:
+                text, parameters = text + _OR_ENDED, {**parameters, "marker": self._marker}
             self._last = text, parameters, then
         return self._merged
 
+    def refuse_if_ended(self) -> None:
+        """Raise TransactionEnded if the view has ended the transaction of a phase. The merged end asks by itself."""
+        connection = self._connection
+        if self._marker:
+            with connection.cursor() as cursor:
+                cursor.execute(f"SELECT {MARKER}")
+                if cursor.fetchone() != (self._marker,):
+                    raise TransactionEnded
+        elif self._of_phase and has_ended(connection):
+            raise TransactionEnded
+
     def end(self) -> None:
         """Send the last statement with COMMIT, if there is one. Django's own COMMIT then finds no transaction, and sends
-        nothing. Raises LockLost if the statement changed no row; nothing is committed then."""
+        nothing. Nothing is committed on an error.
+        Raises LockLost if the statement changed no row.
+        Raises TransactionEnded if the view has ended the transaction of a phase."""
         if self._last is not None:
             text, parameters, then = self._last
             with own_errors(self._connection):
@@ -112,34 +144,35 @@ def refuse_outer_transaction(using: str) -> None:
         )
     if blocks and not getattr(blocks[-1], "_from_testcase", False):
         raise RuntimeError(
-            "An @idempotent view or an atomic_phase was entered inside a transaction, whose rollback would undo its commits. "
-            "Leave the outer transaction.atomic() first. A phase cannot be nested in another phase either."
+            "An @idempotent view, a phase or a call was entered inside a transaction, whose rollback would undo its commits. "
+            "Leave the outer transaction.atomic() first. Phases and calls cannot be nested in a phase either."
         )
 
 
 @contextmanager
 def durable_transaction(
-    isolation: Isolation | None, *, using: str, lock_timeout: bool = False, first: First | None = None
+    isolation: Isolation | None, *, using: str, of_phase: bool = False, first: First | None = None
 ) -> Iterator[OwnTransaction]:
     """Run the block in its own transaction at the level ``isolation``; None is the connection's own level. On return it is
     committed; on an exception it is rolled back. The database ends it after the lock timeout of a key without a statement:
-    otherwise the locks of a lost host would last until TCP gives up, perhaps hours. With ``lock_timeout``, each statement
-    waits at most that long for a lock. Inside ``TestCase`` the block is a savepoint. The statement ``first`` is sent with BEGIN
-    where that is possible; it must be the first of the block otherwise.
+    otherwise the locks of a lost host would last until TCP gives up, perhaps hours. With ``of_phase``, each statement
+    waits at most that long for a lock, and the end refuses a transaction that the view has ended. The statement ``first`` is
+    sent with BEGIN where that is possible, else it must be the first of the block. In ``TestCase`` the block is a savepoint.
     Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if CONFIRM_REPLICATED is set."""
     if isolation not in (None, *_LEVELS):
         raise ValueError(f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not {isolation!r}.")
     refuse_outer_transaction(using)
     connection = connections[using]
-    own = OwnTransaction(connection, isolation, lock_timeout=lock_timeout, first=first)
+    own = OwnTransaction(connection, isolation, of_phase=of_phase, first=first)
     # Django keeps the error that once broke a transaction, and would name it as the cause of later errors.
     connection.rollback_exc = None  # type: ignore[attr-defined]
-    if connection.vendor == "postgresql" and not connection.in_atomic_block:
-        if connection.connection is not None and connection.connection.closed:
-            connection.close()  # Django opens a new one.
-        vars(connection)[_BEGIN_HOOK] = own.begin
     begun = False
     try:
+        if connection.vendor == "postgresql" and not connection.in_atomic_block:
+            if connection.connection is not None and connection.connection.closed:
+                connection.close()  # Django opens a new one.
+            open_connection(connection)  # Receivers of ``connection_created`` may begin transactions of theirs.
+            vars(connection)[_BEGIN_HOOK] = own.begin
         with confirmed_commit(connection), transaction.atomic(using=using, durable=True):
             begun = True
             yield own
@@ -172,9 +205,12 @@ def prepare_commits(aliases: list[str], committed: list[str], *, last: str) -> N
     After its COMMIT, each alias is added to ``committed``. Its on_commit hooks are moved to the COMMIT of ``last``. A
     serialization failure or a lost connection can still make a COMMIT fail.
     Raises IntegrityError for a deferred constraint.
-    Raises TransactionManagementError for a broken transaction, whose COMMIT would be a silent rollback.
+    Raises TransactionManagementError for a transaction that is broken or that the view has ended, whose COMMIT would be a
+    silent rollback.
     """
     for alias in (last, *aliases):
+        if has_ended(connections[alias]):
+            raise TransactionManagementError(f"The view has ended its transaction on {alias!r} by COMMIT or ROLLBACK.")
         connections[alias].validate_no_broken_transaction()
         if connections[alias].features.can_defer_constraint_checks:
             connections[alias].check_constraints()
@@ -187,6 +223,10 @@ def prepare_commits(aliases: list[str], committed: list[str], *, last: str) -> N
             transaction.on_commit(partial(committed.append, alias), using=alias)
 
 
+#: A setting that lasts as long as the transaction. Its id is no marker on Citus, where the workers write.
+MARKER = "current_setting('idempotency.transaction', true)"
+_OR_ENDED = f", sqrt(CASE WHEN {MARKER} = %(marker)s THEN 1 ELSE -1 END)"
+
 #: A hook of Django that ``atomic()`` calls, if the connection has it, to begin a transaction.
 _BEGIN_HOOK = "_start_transaction_under_autocommit"
 
@@ -196,17 +236,16 @@ def _send_beginning(connection: BaseDatabaseWrapper, text: str) -> None:
     with debug_transaction(connection, text), connection.wrap_database_errors:
         result = own.pgconn.exec_(text.encode())
         if result.status != ExecStatus.COMMAND_OK:
-            # As in psycopg's cursors, an error without SQLSTATE is a broken connection. Treat a standby alike.
+            # As in psycopg's cursors, an error without SQLSTATE is a broken connection.
             told = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
-            known = told not in ("", NOT_SUPPORTED)
-            error = error_from_result(result) if known else psycopg.OperationalError(own.pgconn.get_error_message())
-            drop_connection(connection)
-            raise error
+            raise error_from_result(result) if told else psycopg.OperationalError(own.pgconn.get_error_message())
 
 
 def _leave(connection: BaseDatabaseWrapper) -> None:
     """Roll back a transaction that Django does not know of, or close the connection."""
-    own: psycopg.Connection[Any] = connection.connection
+    own: psycopg.Connection[Any] | None = connection.connection
+    if own is None:
+        return
     try:
         own.rollback()
         own.autocommit = True

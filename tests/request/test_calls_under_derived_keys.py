@@ -190,6 +190,20 @@ def test_in_a_phase_it_is_refused(serve: Any, sender: Sender) -> None:
     assert IdempotencyKey.objects.get().last_error.startswith("RuntimeError")
 
 
+def test_after_the_stored_response_it_is_refused(serve: Any, sender: Sender) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=201))
+        with pytest.raises(RuntimeError, match="finished"), key.call("charge"):
+            raise AssertionError
+        return key.response()
+
+    serve(view=view)
+    assert sender.send().status_code == 201
+
+
 def test_without_a_phased_request_it_is_refused(serve: Any, sender: Sender) -> None:
     read = IdempotencyKeyFactory()
     with pytest.raises(RuntimeError), read.call("charge"):

@@ -20,7 +20,7 @@ from idempotency.phases import atomic_phase, foreign_call
 from tests.kit.ageing import expire_lock, make_older
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, background, in_background
-from tests.kit.views import both_kinds
+from tests.kit.views import phased, plain
 from tests.models import Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -108,19 +108,24 @@ def test_a_phase_that_forgets_to_move_is_rolled_back(serve: Any, sender: Sender)
     assert IdempotencyKey.objects.get().locked_at is None
 
 
-def test_a_pass_that_moves_nothing_does_not_spin(serve: Any, sender: Sender) -> None:
+@pytest.mark.parametrize("moves", [0, 1])
+def test_a_pass_that_moves_nothing_does_not_spin(moves: int, serve: Any, sender: Sender) -> None:
     passes = []
 
     def no_op(key: IdempotencyKey) -> None:
         passes.append(1)
+        assert len(passes) <= 5
         with atomic_phase(key) as phase:
             Entry.objects.create(name="repeated")
-            phase.no_op()
+            if len(passes) <= moves:
+                phase.set_recovery_point("one")
+            else:
+                phase.no_op()
 
     serve(view=one_phase(no_op))
     assert sender.send().status_code == 500
-    assert len(passes) == 1
-    assert Entry.objects.count() == 1
+    assert len(passes) == moves + 1
+    assert Entry.objects.count() == moves + 1
     assert "committed no progress" in IdempotencyKey.objects.get().last_error
 
 
@@ -514,7 +519,7 @@ def test_a_key_left_by_another_deploy_waits_for_code_that_knows_its_point(serve:
 def test_a_plain_view_cannot_derive_a_key_that_its_next_attempt_would_not_get(serve: Any, sender: Sender) -> None:
     @idempotent
     def view(request: HttpRequest) -> HttpResponse:
-        with pytest.raises(RuntimeError, match="a plain one, whose row each attempt makes anew"):
+        with pytest.raises(RuntimeError, match="is a plain view, in which each attempt"):
             request.idempotency_key.derive("charge")
         return HttpResponse(status=201)
 
@@ -541,15 +546,40 @@ def test_a_response_that_no_phase_has_stored_is_asked_for_in_vain(serve: Any, se
     assert IdempotencyKey.objects.get().recovery_point == "started"
 
 
-@both_kinds
-def test_a_transaction_that_the_view_has_ended_stores_no_response(kind: Any, serve: Any, sender: Sender) -> None:
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("end", ["ROLLBACK", "COMMIT", pytest.param("ROLLBACK AND CHAIN", marks=pytest.mark.postgres)])
+def test_a_phase_whose_transaction_the_view_has_ended_is_not_run_again(
+    end: str, later: bool, serve: Any, sender: Sender
+) -> None:
+    runs = []
+
+    def respond(request: HttpRequest) -> HttpResponseBase:
+        runs.append(1)
+        Entry.objects.create(name="work")
+        with connection.cursor() as cursor:
+            cursor.execute(end)
+        if later:  # psycopg begins another transaction with it.
+            Entry.objects.exists()
+        return HttpResponse(status=201)
+
+    serve(view=phased(respond))
+    for _ in range(2):
+        answer = sender.send()
+        assert (answer.status_code, problem(answer)["code"]) == (409, "key_stuck")
+    key = IdempotencyKey.objects.get()
+    assert (key.finished_at, key.stuck_code) == (None, "view_gave_up")
+    assert "ended the transaction of a phase" in key.stuck_reason
+    assert (len(runs), Entry.objects.count()) == (1, int(end == "COMMIT"))
+
+
+def test_a_plain_view_that_has_rolled_back_stores_no_response(serve: Any, sender: Sender) -> None:
     def respond(request: HttpRequest) -> HttpResponseBase:
         Entry.objects.create(name="work")
         with connection.cursor() as cursor:
             cursor.execute("ROLLBACK")
         return HttpResponse(status=201)
 
-    serve(view=kind(respond))
+    serve(view=plain(respond))
     assert sender.send().status_code == 500
     assert not Entry.objects.exists()
-    assert not IdempotencyKey.objects.finished().exists()
+    assert not IdempotencyKey.objects.exists()

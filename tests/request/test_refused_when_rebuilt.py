@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from django.core.exceptions import PermissionDenied
+from django.db.utils import OperationalError
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from psycopg.errors import SerializationFailure
 from pytest_django import Settings
 
 from idempotency import completer
@@ -200,4 +202,28 @@ def test_a_client_that_came_back_meanwhile_keeps_its_key(serve: Any, sender: Sen
     shop.bank_is_down = True
     send(sender, 503)
     assert not completer._leave_to_client(key, "default")
+    assert not IdempotencyKey.objects.stuck().exists()
+
+
+@pytest.mark.postgres
+def test_it_is_not_left_to_the_client_after_a_second_attempt_of_the_same_run_has_begun_it(serve: Any, sender: Sender) -> None:
+    failures: list[bool] = []
+
+    @idempotent(recovery_points=["ordered"])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        if not failures:
+            return HttpResponse(status=503)
+        if failures.pop():
+            raise OperationalError from SerializationFailure()
+        with atomic_phase(key) as phase:
+            phase.set_recovery_point("ordered")
+        raise Http404
+
+    serve(view=view)
+    assert sender.send().status_code == 503
+    IdempotencyKey.objects.update(completer_attempts=completer._RUNS_BEFORE_REFUSED)
+    abandon()
+    failures += [False, True]
+    assert complete_once() == CompletePass(failed=1)
     assert not IdempotencyKey.objects.stuck().exists()

@@ -459,3 +459,32 @@ def test_upload_that_the_view_closed(kind: Any, serve: Serve, sender: Sender) ->
     # It cannot be read again inside the process: the client is sent round.
     send = partial(sender.send, body=body, content_type="multipart/form-data; boundary=x")
     assert [send().status_code for _ in range(2)] == [409, 201]
+
+
+@both_kinds
+def test_lists_in_the_session_are_as_they_came(kind: Kind, serve: Serve, sender: Sender) -> None:
+    """The cart is not filled twice."""
+    sender.client.force_login(sender.user)
+    session = sender.client.session
+    session["cart"] = ["chair"]
+    session.save()
+
+    def fill(request: HttpRequest) -> list[str]:
+        request.session["cart"].append("table")
+        request.session.modified = True
+        return list(request.session["cart"])
+
+    serve(view=kind(work := Twice(fill)))
+    assert sender.send().status_code == 201
+    assert work.found == [["chair", "table"]] * 2
+    assert sender.client.session["cart"] == ["chair", "table"]
+
+
+@both_kinds
+def test_a_row_that_is_not_stored_is_no_conflict(kind: Kind, serve: Serve, sender: Sender) -> None:
+    def draft(request: HttpRequest) -> None:
+        request.draft = Account(name="draft")  # type: ignore[attr-defined]
+
+    serve(view=under(draft, kind(work := Twice(lambda request: request.draft.name))))
+    assert sender.send().status_code == 201
+    assert work.found == ["draft"] * 2

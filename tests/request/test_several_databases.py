@@ -108,7 +108,7 @@ def test_a_deferred_constraint_of_either_database_leaves_nothing_in_both(alias: 
     assert entries() == (1, 1)
 
 
-@pytest.mark.parametrize("how", ["lost", "broken", "marked"])
+@pytest.mark.parametrize("how", ["lost", "broken", "marked", "ended"])
 def test_a_transaction_there_that_cannot_commit_leaves_nothing_in_both(how: str, serve: Serve, sender: Sender) -> None:
     def end() -> None:
         match how:
@@ -120,6 +120,8 @@ def test_a_transaction_there_that_cannot_commit_leaves_nothing_in_both(how: str,
             case "marked":
                 with suppress(IntegrityError), transaction.atomic(using="shard_b", savepoint=False):
                     raise IntegrityError
+            case "ended":
+                connections["shard_b"].cursor().execute("ROLLBACK")
 
     serve(view=idempotent(work := Booking(end)))
     assert sender.send().status_code == (503 if how == "lost" else 500)

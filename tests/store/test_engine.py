@@ -192,7 +192,7 @@ class TestOnPostgresql:
 
         with another_engine(*citus_with("n", "s")):
             claim()
-            with durable_transaction(None, using="default", lock_timeout=True):
+            with durable_transaction(None, using="default", of_phase=True):
                 assert limits() == ("90s", "local")
                 with process_once("stripe", "evt_1") as first:
                     assert first

@@ -1,19 +1,21 @@
 """BEGIN with the claim and the fence with COMMIT: as few round trips as a bare view, and the same results as one by one."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
 from django.db import Error, connection, transaction
+from django.db.backends.signals import connection_created
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from pytest_django import Settings
 
 from benchmarks import views as bench
 from benchmarks.counts import create_table
-from idempotency._store import round_trips
+from idempotency._store import round_trips, transactions
+from idempotency._store.transactions import durable_transaction
 from idempotency.models import IdempotencyKey
 from tests.kit.cutting import CHUNK_BYTES, Cut, cutting_proxy
 from tests.kit.serving import Sender
@@ -308,6 +310,45 @@ def test_a_wrapper_of_statements_sees_each_message(serve: Serve, sender: Sender)
     first, *_, last = [text for text in seen if "idempotency_idempotencykey" in text]
     assert first.startswith("BEGIN; SET LOCAL")
     assert last.endswith("; COMMIT")
+
+
+@pytest.mark.parametrize("of_phase", [False, True])
+def test_an_interrupt_after_begin_leaves_no_open_transaction(of_phase: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal during the round trip is handled after it."""
+
+    @contextmanager
+    def interrupted(*args: object) -> Iterator[None]:
+        yield
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transactions, "debug_transaction", interrupted)
+        with pytest.raises(KeyboardInterrupt), durable_transaction(None, using="default", of_phase=of_phase):
+            raise AssertionError
+    Entry.objects.create(name="reported as committed")
+    connection.close()
+    assert Entry.objects.count() == 1
+
+
+def test_a_receiver_of_a_new_connection_has_a_transaction_of_its_own(serve: Serve, sender: Sender) -> None:
+    statuses = iter([503, 201])
+
+    def receive(**kwargs: object) -> None:
+        with transaction.atomic():
+            Entry.objects.create(name="of the receiver")
+
+    def lose(request: HttpRequest) -> str:
+        connection.close()
+        return "everybody"
+
+    serve(view=plain(lambda request: HttpResponse(status=next(statuses)), scope=lose))
+    connection.ensure_connection()
+    connection_created.connect(receive)
+    try:
+        assert [sender.send().status_code for _ in range(2)] == [503, 201]
+    finally:
+        connection_created.disconnect(receive)
+    assert Entry.objects.exists()
 
 
 def test_an_interrupt_after_commit_does_not_skip_the_next_one(serve: Serve, sender: Sender) -> None:
