@@ -124,7 +124,7 @@ def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
 
 def claim_plain(request: ClaimedRequest, *, using: str, first: First | None = None) -> Claim:
     """Claim the key of a plain view in its transaction, which may have begun with ``first``. On CLAIMED the row is inserted,
-    and visible after COMMIT; until then advisory locks refuse duplicates, which wait on SQLite. Else only expired rows change."""
+    and visible after COMMIT; until then locks refuse duplicates; on SQLite they wait. Else only an expired row changes."""
     postgresql, text = vendor(using) == "postgresql", statements_for(using)
     first = first or first_of_plain(request, using=using)
     parameters = first.parameters
