@@ -54,7 +54,8 @@ class ClaimedKey(models.Model):
         super().save(*args, **kwargs)
 
     def refresh_from_db(self, using: str | None = None, fields: Any = None, from_queryset: Any = None) -> None:
-        """Read the row from the database of the key. A replica may lag; in another shard the id is another row's."""
+        """Read the row from the database of the key. A replica may lag, and another shard may have a different row with this
+        id."""
         super().refresh_from_db(using or self._state.db, fields, from_queryset)
 
     def derive(self, name: str, valid_seconds: int | None = None) -> str:

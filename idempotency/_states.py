@@ -1,4 +1,4 @@
-"""The states of a key: each is defined here, once, by the clock of the database."""
+"""The states of a key. Only this module defines them; it compares times with the clock of the database."""
 
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class KeyState(models.TextChoices):
-    """The state of a key, in the order of lists: states that need manual review come first. Pages show the label."""
+    """The states of a key, in the order in which pages list them: states that need manual review come first. Pages show the
+    label of a state."""
 
     STUCK = "stuck", _("stuck")
     ACKNOWLEDGED = "acknowledged", _("acknowledged")
@@ -31,7 +32,8 @@ class KeyState(models.TextChoices):
 #: The condition of the partial index. It is part of each state except FINISHED and REFUSED.
 UNFINISHED = Q(finished_at__isnull=True, refused=False)
 _OVER = {KeyState.FINISHED: Q(finished_at__isnull=False), KeyState.REFUSED: Q(finished_at__isnull=True, refused=True)}
-#: The completer may run the key. A key that is stuck because of a deploy is among them: new code may know its recovery point.
+#: The condition of keys that the completer may run. It includes keys that are stuck because of a deploy: new code may declare
+#: their recovery point.
 NOT_GIVEN_UP = Q(stuck_at__isnull=True) | Q(stuck_code=StuckCode.UNKNOWN_RECOVERY_POINT)
 
 
@@ -46,7 +48,8 @@ def held() -> Q:
 
 
 def due_at() -> Greatest:
-    """Return when the completer takes an unlocked key: old enough, idle for long enough, and its delay is over."""
+    """Return the time from which the completer takes an unlocked key. At this time the key is old enough and idle for long
+    enough, and its delay is over."""
     limits = conf.get()
     return Greatest(
         F("created_at") + timedelta(seconds=limits.COMPLETER_MIN_AGE_SECONDS),

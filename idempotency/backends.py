@@ -19,7 +19,7 @@ from idempotency.models import StagedJob
 
 #: A job has failed after this number of refusals, or of hand-overs without an effect.
 MAX_ATTEMPTS = 10
-#: The limit for a job refused with JobNotAllowed: three days, so that a Monday deploy can add its function.
+#: The limit for a job refused with JobNotAllowed. These refusals take three days, so that a Monday deploy can add the function.
 NAME_MAX_ATTEMPTS = 81
 #: A batch hands over no job after this time, so that its transaction does not stay open.
 BATCH_SECONDS = 30
@@ -79,11 +79,12 @@ class Backend(Protocol):
         - ``BrokerUnavailable``: the broker did not process the job. No refusal is counted.
         - Any other exception: the job is refused.
 
-        A returned value of another kind refuses all jobs. The method may be ``async def``. Raises BrokerUnavailable when the
-        broker takes nothing. After any other exception, the enqueuer hands the jobs over one by one.
+        If the method returns a value of another kind, all jobs count as refused. The method may be ``async def``. Raises
+        BrokerUnavailable when the broker takes nothing. After any other exception, the enqueuer hands the jobs over one by
+        one.
 
-        The method must return within the timeouts of the database: each call needs a timeout of at most
-        BROKER_TIMEOUT_SECONDS, and no call may begin after BATCH_SECONDS. It must send at once: a callback of
+        The method must return before the enqueuer's transaction times out. Each call to the broker needs a timeout of at most
+        BROKER_TIMEOUT_SECONDS; none may begin after BATCH_SECONDS. The method must send at once: a callback of
         ``transaction.on_commit`` makes the hand-over fail with HandOverOnCommit.
         """
         ...
@@ -99,7 +100,8 @@ class OneByOne:
     uses_database = True
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
-        """Hand the jobs over one after the other, for BATCH_SECONDS at most. An exception refuses its job."""
+        """Hand the jobs over one after the other, for BATCH_SECONDS at most. If ``hand_over_one()`` raises an exception other
+        than BrokerUnavailable, that job counts as refused."""
         results = self._effects(jobs)
         waiting = [job for job in jobs if job.pk not in results]
         deadline = time.monotonic() + BATCH_SECONDS

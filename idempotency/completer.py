@@ -55,7 +55,7 @@ def complete_once(
     using: str | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> CompletePass:
-    """Run each abandoned key from its recovery point, as its own user. Several completers may run concurrently.
+    """Run the request of each abandoned key from its recovery point, as its sender. Several completers may run concurrently.
 
     On return each key that was claimed is finished, stuck, or released. A released key is due again after a wait that doubles
     with each run. Exceptions of views are logged and stored on the key. Scopes take turns, so that failing keys of one scope
@@ -165,7 +165,7 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
         ended = error_text(error)
         logger.exception("the completer could not finish key %s", key.key_hash, extra=events.about(key))
     if completion.outcome is None:
-        # The run did not reach @idempotent, which leaves no key locked.
+        # The run did not reach @idempotent, which would have unlocked the key.
         fence.release(key, ended, using=alias)
     if completion.outcome in ("finished", "stuck"):
         return completion.outcome

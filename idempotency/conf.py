@@ -33,8 +33,8 @@ class Settings:
     KEY_MAX_LENGTH: int = 255
     #: A Django validator or its dotted path; a key that it rejects gets 400. None accepts every key.
     KEY_VALIDATOR: str | Callable[..., Any] | None = None
-    #: Lock timeout: the next request may claim the key after it. Set it above the client timeout multiplied by its
-    #: attempts.
+    #: Lock timeout: after this time the next request may claim the key. Set it above the client timeout multiplied by the
+    #: number of attempts of the client.
     LOCK_TIMEOUT_SECONDS: int = 90
     #: The time for which a finished key is replayed. It starts when the response is stored.
     RETENTION_HOURS: int = 72

@@ -74,13 +74,13 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     - ``redact``: dotted paths of JSON, form and query parameters that are not stored.
     - ``store_body``: False stores no request body. If a part was not stored, the completer cannot run the request, and its
       key becomes stuck.
-    - ``keep``: names of session values ("session.basket") and of attributes that a middleware sets ("tenant", "basket.pk"), of
-      a phased view. They are stored as JSON with the request, for the request that the completer rebuilds.
+    - ``keep``, in a phased view: names of session values ("session.basket") and of attributes that a middleware sets
+      ("tenant", "basket.pk"). The values are stored as JSON; the completer sets them on the request that it rebuilds.
     - ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS. It runs once, outside any
       transaction, and its response finishes the key.
     - ``replay_check(request, key)``: called before each replay to a client, outside any transaction. A response or an
-      exception refuses the replay and does not change the key; None permits it. Parameters named like arguments of the view
-      receive them.
+      exception refuses the replay and does not change the key; None permits it. Each further parameter gets the view
+      argument of the same name.
 
     Only ``on_abandon`` and ``replay_check`` may be ``async def``. Apply the decorator inside authentication decorators, so
     that replays stay authenticated. A decorated view is excluded from ATOMIC_REQUESTS.

@@ -229,7 +229,9 @@ def _hold_transaction(alias: str) -> None:
                 "SELECT set_config('idle_in_transaction_session_timeout', %s, true), set_config('lock_timeout', %s, true)",
                 [f"{IDLE_SECONDS}s", f"{BROKER_TIMEOUT_SECONDS}s"],
             )
-    else:  # An UPDATE without rows locks the file, so that other enqueuers read after this DELETE.
+    else:
+        # An UPDATE without rows locks the file. Other enqueuers then read the jobs only after this transaction has deleted its
+        # own.
         StagedJob.objects.using(alias).filter(job_name="").update(refusals=F("refusals"))
 
 

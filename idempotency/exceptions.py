@@ -14,6 +14,7 @@
     ├── NotReplicated            a synchronous standby has not confirmed a commit
     ├── CallNotRecorded          a foreign_call block recorded no result
     └── KeyStuck                 the request requires manual intervention
+        ├── TransactionEnded     the view has ended the transaction of a phase
         ├── DownstreamKeyExpired the downstream service may have forgotten the key
         └── CallInDoubt          a foreign call was begun, and its result is unknown
 
@@ -106,7 +107,7 @@ class MessageInProgress(IdempotencyError):
 
 class NotReplicated(IdempotencyError, OperationalError):
     """A synchronous standby has not confirmed a commit, which a failover could lose (setting CONFIRM_REPLICATED). Retry later:
-    the retry confirms it first. The log and ``idempotency_doctor`` name the cause."""
+    the retry first waits until a standby has confirmed the commit. The log and ``idempotency_doctor`` name the cause."""
 
 
 class CallNotRecorded(IdempotencyError):

@@ -41,7 +41,8 @@ _INSERT = "INSERT INTO {} (source, message_id) VALUES (%s, %s) ON CONFLICT (sour
 def process_once(source: str, message_id: str, *, using: str | None = None) -> Iterator[bool]:
     """Open a transaction for one delivery of a message; return True the first time, False if it took effect before.
 
-    The argument ``source`` names the sender ("stripe"), at most 100 characters; ``message_id`` is its id there, at most 255.
+    The argument ``source`` names the sender ("stripe"), at most 100 characters. The argument ``message_id`` is the id that
+    the sender gave to the message, at most 255 characters.
     At the end of the block the row and the writes of the block are committed. If the block raises, they are rolled back. In
     an outer transaction the block is a savepoint and commits with the outer one. A second delivery waits up to 5 seconds for
     the first; on SQLite, up to the ``timeout`` of the connection.
@@ -98,8 +99,8 @@ def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> 
         raise
     except DatabaseError as error:
         raise TransactionManagementError(
-            "The block caught an error that broke its transaction, so all its writes were rolled back. Wrap the statement "
-            "whose error is caught in its own transaction.atomic(), and do not close the connection."
+            "The block caught an error that broke its transaction, so all its writes were rolled back. Put the statement "
+            "whose error the block catches into a separate transaction.atomic(), and do not close the connection."
         ) from error
     if still != marker:
         raise TransactionManagementError(

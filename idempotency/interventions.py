@@ -1,4 +1,4 @@
-"""Manual interventions: actions of an operator on stuck or silent keys and on failed jobs, for the admin and shells.
+"""Manual interventions: actions of an operator on unfinished keys and on failed jobs, for the admin and shells.
 
 Each function changes a key with one conditional UPDATE in autocommit, which also writes the history. Of two operators who act
 at once, one succeeds. Common arguments:
@@ -39,7 +39,7 @@ def release_lock(
 
     On return the key is unlocked at its last recovery point. A retry of the client continues there at once; the completer
     does so when the key is old and idle enough. The former run can commit nothing more for the key, but its calls to other
-    services continue: the effect is an early expiry of the lock.
+    services continue. The lock thus ends as if it had expired early.
     """
     return settlement.release_lock(Decision(pk, seen, at, by, note, _alias(using)))
 
@@ -47,7 +47,7 @@ def release_lock(
 def hand_back(
     pk: int, seen: uuid.UUID | None, *, by: str, at: str | None = None, note: str = "", using: str | None = None
 ) -> bool:
-    """Hand a key back to the completer with all its attempts; return whether this call did it.
+    """Hand a key back to the completer and reset its count of completer attempts; return whether this call did it.
 
     On return the key is due and neither locked nor stuck, and its retention counts anew. Nothing changes if a run holds the
     key, if it is finished or refused, or if its ``on_abandon`` was begun. A key whose ``on_abandon`` was begun can only be

@@ -200,7 +200,7 @@ def _json_problem(value: Any) -> str:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()
         if not _has_names_only(value):
-            return "an object in it has a key that is not a string, and would become one"
+            return "an object in it has a key that is not a string, and JSON would change that key to a string"
     except (TypeError, ValueError, RecursionError) as error:
         return str(error)
     # PostgreSQL rejects NUL in jsonb, and the failed INSERT would break the transaction of the caller.

@@ -28,7 +28,7 @@ from idempotency._states import UNFINISHED, IdempotencyKeyQuerySet
 #: The first and the last recovery point of every key.
 STARTED = "started"
 FINISHED = "finished"
-#: Scopes of retired keys begin with it; a scope callable may not return one that does.
+#: The scope of an expired key whose value is used again begins with this prefix. No scope function may return such a scope.
 RETIRED_SCOPE = "expired:"
 
 
@@ -95,9 +95,9 @@ class IdempotencyKey(ClaimedKey):
     attempts = models.PositiveIntegerField(
         _("attempts"), default=0, help_text=_("Number of claims, by clients and by the completer.")
     )
-    # The key is untouched while this number equals ``attempts``. A flag would not work, because code without this column
-    # increases only ``attempts``, and may have begun a phase or a call. A key that such code ran counts as touched, and as not
-    # refused.
+    # The key is untouched while this number equals ``attempts``. A flag would not work: an older version of the app does not
+    # know this column. It increases only ``attempts``, and may have begun a phase or a call. A key that such a version ran
+    # counts as touched, and as not refused.
     untouched_attempts = models.PositiveIntegerField(
         _("untouched attempts"),
         default=0,

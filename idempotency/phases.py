@@ -117,7 +117,7 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
     The argument ``isolation`` is "read committed", "repeatable read", "serializable", or None for the connection's own level.
     The default is PHASE_ISOLATION. After a serialization failure the decorator runs the view again from the last recovery
     point. An async view uses ``async with``.
-    Raises PhaseDidNotAdvance if the block ends without setting its end.
+    Raises PhaseDidNotAdvance if the block called none of the three methods of AtomicPhase.
     Raises CallNotRecorded after a foreign call that was declared ``retryable()``.
     Raises CallInDoubt if a foreign call of the key has no recorded result.
     Raises LockLost if another claim has taken over the key.
@@ -165,8 +165,9 @@ class MadeCall:
     def retryable(self) -> None:
         """Declare that the call took no effect: the intent is deleted at the end of the block, and a retry calls again.
 
-        After it, return a status that is not stored, or raise an exception. A phase that ends raises CallNotRecorded. If you
-        call a second service instead, ``record()`` the refusal of the first: a retry must not call the first again.
+        After this call, return a status that is not stored, or raise an exception. A later phase of this run cannot commit: it
+        raises CallNotRecorded. If you call a second service instead, ``record()`` the refusal of the first: a retry must not
+        call the first again.
         """
         self.may_be_repeated = True
 
@@ -180,13 +181,14 @@ def _described(result: Any) -> str:
 
 @either_context(holds_transaction=False)
 def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
-    """Call a service without idempotency keys, once per key: if ``call.due``, call it and then ``call.record(result)``.
+    """Open a block for one call to a service that does not support idempotency keys. In the block, if ``call.due``, call the
+    service and then ``call.record(result)``.
 
     When the block begins, the intent to call is committed and the lock is renewed. When the block ends, also by an exception,
     the recorded result is committed. It is committed even if another claim has taken over the key, because the call was made.
 
-    If the view catches an exception of the block and continues, the next phase or call raises it again: CallInDoubt, or
-    CallNotRecorded in a phase after ``retryable()``.
+    If the block recorded nothing, and the view catches its exception and continues, the next phase or call raises CallInDoubt.
+    After ``retryable()`` the next phase raises CallNotRecorded.
     Raises CallInDoubt if this or another call of the key was begun before and has no recorded result; the key becomes stuck.
     Raises CallNotRecorded if the block recorded nothing.
     Raises LockLost if another claim has taken over the key.

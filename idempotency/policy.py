@@ -111,7 +111,7 @@ def policy_of(
     """Return the policy that follows from the options and the project's settings."""
     limits = conf.get()
     quoted = "a quoted string (RFC 9651)"
-    bare = ", or the same without quotes in visible ASCII characters without a comma"
+    bare = ", or an unquoted string of visible ASCII characters other than a comma"
     isolation = options.level() if options.recovery_points is None else limits.PHASE_ISOLATION
     return Policy(
         path=path,

@@ -64,8 +64,8 @@ def reap_once(
     retention, messages of the inbox after 30 days, and counts of requests after 8 days. It keeps the message of a job that is
     still staged. Foreign keys to a deleted key are honoured; a key that one of them protects is kept.
 
-    Other unfinished keys are overdue after the retention, counted from their creation or from the last hand-back. Unless a
-    run holds the key, ``on_abandon`` of its view settles it, or it becomes stuck.
+    Unfinished keys that are not refused are overdue after the retention, which counts from their creation or from the last
+    hand-back. Unless a run holds the key, ``on_abandon`` of its view settles it, or it becomes stuck.
 
     - ``older_than_hours``: replaces RETENTION_HOURS for finished and refused keys. A retry whose key was deleted runs again.
     - ``dry_run``: only count.
@@ -179,7 +179,8 @@ def _delete(alias: str, pks: list[int]) -> int:
             # Load no other column, because bodies may be large.
             _, by_model = IdempotencyKey.objects.using(alias).filter(pk__in=pks).only("pk").delete()
             if connections[alias].vendor == "postgresql":
-                # Before COMMIT, so that DO_NOTHING fails for one key only. The workers of Citus check nothing here.
+                # Check before COMMIT, so that a foreign key with DO_NOTHING prevents the deletion of one key only. The workers
+                # of Citus check nothing here.
                 connections[alias].check_constraints()
         return by_model.get(IdempotencyKey._meta.label, 0)
     except (ProtectedError, RestrictedError, IntegrityError):

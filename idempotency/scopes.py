@@ -65,7 +65,7 @@ def session(request: HttpRequest) -> str:
             try:
                 saved.save()
             except UpdateError:
-                # Another first request may have saved the same id, and the level of isolation is high.
+                # At a high isolation level, save() also fails if another first request has just saved the same id.
                 if "idempotency_scope" not in type(store)(saved.session_key):
                     raise
         modified = store.modified

@@ -60,6 +60,7 @@ NOT_WITH_A_POOL = {
 }
 #: Of the tests of the core, those of what MERGE_ROUND_TRIPS does.
 ONLY_MERGED = {
+    "test_phased_view_costs_a_claim_and_its_replay_one_statement": "each statement is a round trip",
     "test_round_trips": "each statement is a round trip",
     "test_a_wrapper_of_statements_sees_each_message": "each statement is a message",
     "test_a_wrapper_that_repeats_a_commit_does_not_store_a_response_without_its_work": "each statement is a message",

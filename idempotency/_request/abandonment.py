@@ -21,7 +21,9 @@ logger = logging.getLogger("idempotency")
 
 #: The reason while ``on_abandon`` runs; it remains if ``on_abandon`` is interrupted.
 BEGUN = "The function on_abandon was begun and did not end. Check its effects on other services, then answer the key."
-IN_DOUBT = "A foreign call was begun, and its result was never recorded. Check that service, then answer the key."
+IN_DOUBT = (
+    "A call to a downstream service was begun, and its result was never recorded. Check that service, then answer the key."
+)
 
 
 def settle(pk: int, *, using: str) -> bool | None:

@@ -199,7 +199,7 @@ class PhasedRun:
 def call_in_doubt(name: str) -> str:
     return (
         f"The call {name!r} was begun, and its result was never recorded. It may have taken effect, and another call could "
-        f"repeat the work. Check that service for the result, then answer the key in the admin."
+        f"repeat the work. Check the called service for the result, then answer the key in the admin."
     )
 
 

@@ -49,7 +49,7 @@ class Call:
                 if hasattr(owner, "initialize_request"):
                     raise RuntimeError("dispatch() of a Django REST framework view" + OUTSIDE)
                 if owner is not None and getattr(view, "__name__", "") == "dispatch" and access_is_checked_inside(type(owner)):
-                    raise RuntimeError(f"dispatch() of {type(owner).__name__}, which checks access there" + OUTSIDE)
+                    raise RuntimeError(f"dispatch() of {type(owner).__name__}, which checks access in this method," + OUTSIDE)
                 return cls(view, args, kwargs, seen, seen, owner)
             if hasattr(seen, "parser_context") and isinstance(inner := getattr(seen, "_request", None), HttpRequest):
                 return cls(view, args, kwargs, inner, seen, seen.parser_context["view"])

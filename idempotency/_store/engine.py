@@ -154,6 +154,6 @@ def _problem_of_citus(own: psycopg.Connection[Any]) -> str:
         return ""
     return (
         f"is Citus, and {', '.join(name for (name,) in distributed)} is distributed by rows or replicated: a claim would run "
-        "on several nodes, and no unique constraint would hold a key together. Shard by schema, a schema for each tenant, or "
-        "undistribute the table"
+        "on several nodes, and no unique constraint would prevent two rows for one key. Shard by schema, a schema for each "
+        "tenant, or undistribute the table"
     )

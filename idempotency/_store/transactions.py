@@ -144,8 +144,9 @@ def refuse_outer_transaction(using: str) -> None:
         )
     if blocks and not getattr(blocks[-1], "_from_testcase", False):
         raise RuntimeError(
-            "An @idempotent view, a phase or a call was entered inside a transaction, whose rollback would undo its commits. "
-            "Leave the outer transaction.atomic() first. Phases and calls cannot be nested in a phase either."
+            "An @idempotent view, a phase or a call was entered inside a transaction. Its work could not be committed "
+            "separately: a rollback of that transaction would undo it. Leave the outer transaction.atomic() first. Phases and "
+            "calls cannot be nested in a phase either."
         )
 
 

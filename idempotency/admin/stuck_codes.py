@@ -71,8 +71,8 @@ STUCK_CODES = {
     ),
     "refused_when_rebuilt": Explanation(
         _(
-            "The view refused the request that the completer rebuilt, each time before it began any work. A retry of the "
-            "client may get another answer than the rebuilt request."
+            "The completer rebuilt the request several times and ran its view. The view refused the request before any work "
+            "was begun. A retry of the client may get another answer than the rebuilt request."
         ),
         _(
             "A retry of the client runs the request. If the rebuilt request lacks data that a middleware adds, let the "
@@ -87,8 +87,8 @@ STUCK_CODES = {
     ),
     "user_missing": Explanation(
         _(
-            "The sender of the request is deleted, inactive or no longer allowed to send it; or the sender is not a Django "
-            "user, and PREPARE_REQUEST does not name it."
+            "The sender of the request is deleted, inactive or no longer allowed to send the request. Or the sender is not a "
+            "Django user, and PREPARE_REQUEST set neither request.user nor request.auth."
         ),
         _(
             "The page shows which of these applies. Correct it and complete the key. Or undo what the request did, and answer "

@@ -97,8 +97,8 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
         yield Warning(
             f"The scope of the view {view.path} reads request.{', request.'.join(reads)}, which the completer's request does "
             "not have. The key of a sender that is not a Django user becomes stuck (user_missing).",
-            hint="Name the attribute in keep=, or set IDEMPOTENCY['PREPARE_REQUEST'] to a function that sets this attribute, "
-            "request.user or request.auth from the key.",
+            hint="Name the attribute in keep=. Or set IDEMPOTENCY['PREPARE_REQUEST'] to a function that reads the key and sets "
+            "one of: this attribute, request.user, request.auth.",
             id="idempotency.W009",
         )
 
@@ -107,8 +107,9 @@ def _refusals(view: Protected) -> Iterator[CheckMessage]:
     """A warning for a class whose ``dispatch()`` runs before its protected handler, and may refuse the retry."""
     if view.methods and (found := foreign_dispatches(view.callback)):
         yield Warning(
-            f"The view {view.path} has @idempotent on {', '.join(view.methods)}, and {', '.join(found)} runs before it. If it "
-            "refuses requests because of data that the view changes, such as an empty basket, it refuses the retry too.",
+            f"The view {view.path} has @idempotent on {', '.join(view.methods)}, and {', '.join(found)} runs before it. If "
+            "that method refuses requests because of data that the view changes, such as an empty basket, it refuses the retry "
+            "too.",
             hint="Decorate dispatch() of the class instead, or check such data inside the method. If dispatch() checks only "
             "the request and its sender, silence this check.",
             id="idempotency.W012",

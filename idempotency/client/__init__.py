@@ -1,7 +1,8 @@
-"""Clients that send each unsafe request with a key, and retry it until a response is final: for httpx and for requests.
+"""HTTP clients that send each unsafe request with a key, and retry the request until a response is final. They use the library
+httpx or Requests.
 
-It does not import Django: ``pip install "django-idempotency[client]"`` (httpx) or ``"django-idempotency[requests]"`` serves any
-Python program. Each library is imported when the first of its names is used.
+This package does not import Django: ``pip install "django-idempotency[client]"`` (httpx) or ``"django-idempotency[requests]"``
+serves any Python program. Each library is imported when the first of its names is used.
 
 The key is held in memory. A client that may crash before the response must make the key itself (``new_key``), commit it
 together with its decision to call, and send it in the header. After a restart only that key finds the first request; a new

@@ -97,7 +97,8 @@ class OnceTask(Task):  # type: ignore[misc]
     Request = OnceRequest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task once for its id. A direct call without an id, or within that run, runs it unprotected."""
+        """Run the task once for its id. A direct call that has no id, or that is made within the run, runs the task
+        unprotected."""
         request = self.request
         if request.id is None:
             return super().__call__(*args, **kwargs)

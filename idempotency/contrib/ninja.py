@@ -1,8 +1,8 @@
 """Django Ninja: ``@decorate_view(idempotent(...))`` below ``@api.post(...)``.
 
-``decorate_view`` wraps an operation with its authentication, but only the function of the operation is protected. It runs after
-authentication, throttling and parsing, and its rendered response is stored. After an exception its writes are rolled back, and
-the exception handlers of the API respond.
+Django Ninja applies ``decorate_view`` to an operation including its authentication. This decorator protects only the function
+of the operation. The function runs after authentication, throttling and parsing, and its rendered response is stored. After an
+exception its writes are rolled back, and the exception handlers of the API respond.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,8 @@ def idempotent(run: Run | None = None, **options: Any) -> Any:
     becomes ``request.user`` and the scope of the key. If Ninja refuses a request before the operation runs, the request claims
     no key.
 
-    The completer runs a request as its first sender; ``request.auth`` is that user unless PREPARE_REQUEST sets another.
+    The completer runs a request as the user who sent it; ``request.auth`` is this user unless PREPARE_REQUEST sets another
+    value.
     Authenticators that read only ``request.user``, such as ``django_auth_is_staff``, are called again. Others need
     credentials, which are not stored, and are skipped.
     Raises TypeError for anything but an operation, and for an operation that streams.
@@ -155,7 +156,7 @@ def check_authenticators(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     return [
         Info(
             f"The operation {view.path} has authenticators that need the client's credentials ({', '.join(names)}). The "
-            "completer runs the request of an active user without them.",
+            "completer skips these authenticators, and runs the request if its user is active.",
             hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that raises KeyStuck for a user without the permission.",
             id="idempotency.I002",
         )

@@ -82,7 +82,7 @@ class StagedBackend(BaseTaskBackend):
         """Raise InvalidTask for a task that takes a context, and for a task that every backend rejects."""
         super().validate_task(task)
         if task.takes_context:
-            raise InvalidTask("A staged task cannot take a context, because it may run on any queue.")
+            raise InvalidTask("A staged task cannot take a context: its job may go to a queue whose workers cannot pass one.")
 
     def enqueue(self, task: Task[Any, Any], args: Any, kwargs: Any) -> TaskResult[Any]:
         """Stage the task in the open transaction.

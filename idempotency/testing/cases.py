@@ -42,13 +42,15 @@ def assert_survives(
 
     ``send(key)`` sends the request with that idempotency key through Django's test client, or another, and returns the
     response. The process dies before and after each statement, COMMIT and foreign call, and before the response leaves; then
-    the client retries, or the completer takes over. With ``races``, two attempts are also interleaved at each pair of
-    boundaries: once with a valid lock, and once with an expired lock and a first attempt that resumes late.
+    the client retries, or the completer takes over. A boundary is the claim, or the beginning or end of a phase or foreign
+    call. With ``races``, two attempts are also interleaved at each pair of boundaries: once with a valid lock, and once with
+    an expired lock and a first attempt that resumes late.
 
     The kit compares the changed rows of all installed apps (or the result of ``state()`` instead), staged jobs, effects in
     other systems, and the answer. ``ignore`` names models ("shop.Visit") or columns ("shop.Order.token") that are not compared.
     ``effects``: the list that your own fake of another system fills, or a function that returns the effects in that system.
-    The kit finds each ``Downstream`` without it. ``reset()`` is called before each course: empty your caches and fakes there.
+    The kit finds instances of ``Downstream`` itself, so ``effects`` need not contain them. ``reset()`` is called before each
+    course: empty your caches and fakes there.
 
     The logger ``idempotency.testing`` reports the expected duration and the progress of the test at level INFO.
 

@@ -144,7 +144,7 @@ def _is_own(place: Place) -> bool:
 
 
 def _storing(run: Run) -> str:
-    stored = [place.line for place in run.places if place.what == "statement" and "recovery_point = 'finished'" in place.detail]
+    stored = [place.line for place in run.places if "recovery_point = 'finished'" in place.detail]
     return stored[-1] if stored else "the end of the view"
 
 

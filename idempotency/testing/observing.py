@@ -167,10 +167,10 @@ def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
 
     def around_statement(execute: Callable[..., Any], sql: Any, *arguments: Any) -> Any:
         # The last statement of a transaction may be sent together with COMMIT.
-        what: tuple[What, str] = ("COMMIT", "") if str(sql).endswith("; COMMIT") else ("statement", str(sql))
-        run.reach("before", *what, connection=connection)
+        what: What = "COMMIT" if str(sql).endswith("; COMMIT") else "statement"
+        run.reach("before", what, str(sql), connection=connection)
         result = execute(sql, *arguments)
-        run.reach("after", *what, connection=connection)
+        run.reach("after", what, str(sql), connection=connection)
         return result
 
     def around_commit() -> None:

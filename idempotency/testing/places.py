@@ -38,7 +38,7 @@ class Place:
     number: int
     when: When
     what: What
-    #: The statement, the foreign call.
+    #: The statement, also one that is sent with COMMIT; the foreign call.
     detail: str
     #: File, line and function of the user's code.
     line: str
@@ -54,7 +54,7 @@ class Place:
         return self.number == 1 or self.what != "statement" or claim
 
     def __str__(self) -> str:
-        what = f"{self.what} {self.detail}".rstrip()
+        what = self.what if self.what == "COMMIT" else f"{self.what} {self.detail}"
         return f"{self.when} {what}\n     at {self.line}"
 
 

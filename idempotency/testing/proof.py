@@ -36,7 +36,8 @@ class Proof(Stage):
         for connection in connections.all():
             if connection.in_atomic_block:
                 raise CannotProve(
-                    "A death needs real transactions: use TransactionTestCase, or pytest.mark.django_db(transaction=True)."
+                    "A simulated crash needs real transactions: use TransactionTestCase, or "
+                    "pytest.mark.django_db(transaction=True)."
                 )
         self._snapshot = Snapshot()
         self._stack.callback(self._snapshot.close)

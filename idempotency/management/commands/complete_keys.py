@@ -10,9 +10,9 @@ class Command(PassCommand):
     """Call ``complete_once``."""
 
     help = (
-        "Run abandoned requests from their last recovery point, each as its own user. Several of these commands may run at "
-        "once. The command does one pass and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, even if "
-        "keys became stuck, or after SIGTERM; 1 if the database cannot be reached; 2 for wrong usage."
+        "Run abandoned requests from their last recovery point, each as its sender. Several instances of this command may run "
+        "at once. The command does one pass and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, even "
+        "if keys became stuck, or after SIGTERM; 1 if the database cannot be reached; 2 for wrong usage."
     )
     default_interval = 5.0
     default_batch_size = 100

@@ -8,7 +8,7 @@ class Command(PassCommand):
     """Call ``enqueue_once``."""
 
     help = (
-        "Hand all due staged jobs to their broker, and delete their rows. Several of these commands may run at once. "
+        "Hand all due staged jobs to their broker, and delete their rows. Several instances of this command may run at once. "
         "The command does one pass and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, or after "
         "SIGTERM; 1 if the database or the broker cannot be reached; 2 for wrong usage."
     )

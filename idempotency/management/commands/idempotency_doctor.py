@@ -15,9 +15,9 @@ class Command(BaseCommand):
     """Print the diagnosis or the silent loops."""
 
     help = (
-        "Find stuck keys, late and silent processes, and problems of the tables, and print their cures. Nothing is written. "
-        "With --process, check only the heartbeats of loops on this host, as a container probe. Exit status: 0 if nothing is "
-        "found; 1 if something is found or the database cannot be reached; 2 for wrong usage."
+        "Find stuck keys, processes that lag or have no heartbeat, and problems of the tables. Print what to do about each. "
+        "Nothing is written. With --process, check only the heartbeats of loops on this host, as a container probe. Exit "
+        "status: 0 if nothing is found; 1 if something is found or the database cannot be reached; 2 for wrong usage."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -28,8 +28,8 @@ class Command(BaseCommand):
             nargs="+",
             choices=tuple(LOOPS),
             metavar="LOOP",
-            help=f"Exit with 1 if the database has no heartbeat of one of these loops ({', '.join(LOOPS)}) on this host from "
-            f"the last {SILENT_SECONDS:g} seconds.",
+            help=f"Exit with 1 if at least one of the named loops has written no heartbeat on this host in the last "
+            f"{SILENT_SECONDS:g} seconds. The loops are: {', '.join(LOOPS)}.",
         )
         add_database_argument(parser)
 

@@ -14,9 +14,9 @@ class Command(PassCommand):
 
     help = (
         "Delete finished keys and inbox messages past their retention. Settle unfinished keys past their retention with "
-        "on_abandon, or mark them as stuck. Several of these commands may run at once. The command does one pass and exits, or "
-        "repeats passes with --loop. Exit status: 0 if the pass is done, even if keys became stuck, or after SIGTERM; 1 if the "
-        "database cannot be reached; 2 for wrong usage."
+        "on_abandon, or mark them as stuck. Several instances of this command may run at once. The command does one pass and "
+        "exits, or repeats passes with --loop. Exit status: 0 if the pass is done, even if keys became stuck, or after "
+        "SIGTERM; 1 if the database cannot be reached; 2 for wrong usage."
     )
     default_interval = 60.0
     own_options = ("older_than_hours",)
