@@ -89,6 +89,17 @@ def test_round_trips(view: Any, key: str, trips: int, bench_table: None) -> None
     assert messages(lambda: view(bench.request(key))) == trips
 
 
+@pytest.mark.parametrize(("merged", "citus", "trips"), [(False, False, 5), (True, True, 6)], ids=["setting off", "Citus"])
+def test_each_statement_is_a_round_trip(
+    merged: bool, citus: bool, trips: int, merge: Callable[[bool], None], bench_table: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge(merged)
+    for name in (round_trips, transactions.engine):
+        monkeypatch.setattr(name, "is_citus", lambda connection: citus)
+    bench.plain(bench.request())
+    assert messages(lambda: bench.plain(bench.request())) == trips
+
+
 def lose_statements() -> None:
     """Let the server lose what this app has prepared on it. psycopg's own statements stay."""
     connection.ensure_connection()
@@ -310,6 +321,49 @@ def test_a_wrapper_of_statements_sees_each_message(serve: Serve, sender: Sender)
     first, *_, last = [text for text in seen if "idempotency_idempotencykey" in text]
     assert first.startswith("BEGIN; SET LOCAL")
     assert last.endswith("; COMMIT")
+
+
+@both_kinds
+def test_no_statement_uses_a_cursor(kind: Kind, serve: Serve, sender: Sender) -> None:
+    """A cursor costs more processor time."""
+    cursors: list[Any] = []
+
+    def note(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
+        if "idempotency_idempotencykey" in sql:
+            cursors.append(context["cursor"])
+        return execute(sql, params, many, context)
+
+    serve(view=kind(lambda request: HttpResponse(status=201)))
+    with connection.execute_wrapper(note):
+        sender.send()
+    assert cursors == [None, None]
+
+
+@both_kinds
+def test_an_error_of_a_prepared_statement_is_its_own(
+    kind: Kind, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not mean that the server has lost the statement."""
+    counted = Counted()
+    serve(view=kind(counted))
+    for number in range(8):
+        assert sender.send(key=f"key-{number}").status_code == 201
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN RAISE EXCEPTION 'by the trigger' USING ERRCODE = '23514'; END $$"
+        )
+        cursor.execute(
+            "CREATE TRIGGER refuse BEFORE UPDATE ON idempotency_idempotencykey FOR EACH ROW "
+            "WHEN (NEW.response_code IS NOT NULL) EXECUTE FUNCTION refuse()"
+        )
+    try:
+        assert sender.send(key="refused").status_code == 500
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("DROP FUNCTION refuse CASCADE")
+    assert counted.runs == 9
+    assert "by the trigger" in caplog.text
 
 
 @pytest.mark.parametrize("of_phase", [False, True])
