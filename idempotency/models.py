@@ -50,6 +50,8 @@ class IdempotencyKey(ClaimedKey):
     reaper deletes them.
     """
 
+    # PostgreSQL leaves the beginning of a row out of the WAL if an update does not change it. The columns that no run changes
+    # come first, so that the WAL of a request contains its body once.
     scope = models.CharField(
         _("scope"),
         max_length=200,
@@ -68,14 +70,16 @@ class IdempotencyKey(ClaimedKey):
         on_delete=models.DO_NOTHING,
         related_name="+",
     )
-
     created_at = models.DateTimeField(_("created at"), db_default=Now())
-    last_run_at = models.DateTimeField(_("last run at"), db_default=Now(), help_text=_("Time of the last claim."))
-    locked_at = models.DateTimeField(
-        _("locked at"), null=True, blank=True, help_text=_("Start of the current lock; each phase renews it. Null: not locked.")
-    )
-    finished_at = models.DateTimeField(_("finished at"), null=True, blank=True)
-    stuck_at = models.DateTimeField(_("stuck at"), null=True, blank=True)
+    request_method = models.CharField(_("request method"), max_length=20)
+    request_path = models.TextField(_("request path"), help_text=_("Path and query, percent-encoded."))
+    request_content_type = models.TextField(_("request content type"), blank=True, default="")
+    remote_addr = models.CharField(_("remote address"), max_length=45, blank=True, default="")
+    request_fingerprint = models.CharField(_("request fingerprint"), max_length=80)
+    request_headers = models.JSONField(_("request headers"), default=dict, blank=True)
+    request_body = models.BinaryField(_("request body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
+    seed = models.BinaryField(_("seed"), default=random_seed)
+
     acknowledged_at = models.DateTimeField(
         _("acknowledged at"),
         null=True,
@@ -88,10 +92,10 @@ class IdempotencyKey(ClaimedKey):
         blank=True,
         help_text=_("Time at which a person handed the key back to the completer. The retention counts from here."),
     )
-
-    claim_token = models.UUIDField(
-        _("claim token"), null=True, blank=True, help_text=_("The random token of the current claim, which the fence compares.")
+    next_run_at = models.DateTimeField(
+        _("next run at"), null=True, blank=True, help_text=_("The completer does not run the key before this time.")
     )
+    completer_attempts = models.PositiveIntegerField(_("completer attempts"), default=0)
     attempts = models.PositiveIntegerField(
         _("attempts"), default=0, help_text=_("Number of claims, by clients and by the completer.")
     )
@@ -103,9 +107,6 @@ class IdempotencyKey(ClaimedKey):
         default=0,
         db_default=0,
         help_text=_("While it equals attempts, no attempt has begun a phase or a downstream call."),
-    )
-    call_begun_at = models.DateTimeField(
-        _("call begun at"), null=True, blank=True, help_text=_("Time at which the last key.call() began.")
     )
     refused_at = models.DateTimeField(
         _("refused at"),
@@ -120,31 +121,27 @@ class IdempotencyKey(ClaimedKey):
         verbose_name=_("refused"),
         help_text=_("Refused before any attempt began a phase or a call. Only a retry of the client runs it."),
     )
-    completer_attempts = models.PositiveIntegerField(_("completer attempts"), default=0)
-    next_run_at = models.DateTimeField(
-        _("next run at"), null=True, blank=True, help_text=_("The completer does not run the key before this time.")
+    call_begun_at = models.DateTimeField(
+        _("call begun at"), null=True, blank=True, help_text=_("Time at which the last key.call() began.")
     )
-
-    request_method = models.CharField(_("request method"), max_length=20)
-    request_path = models.TextField(_("request path"), help_text=_("Path and query, percent-encoded."))
-    request_body = models.BinaryField(_("request body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
-    request_content_type = models.TextField(_("request content type"), blank=True, default="")
-    request_headers = models.JSONField(_("request headers"), default=dict, blank=True)
-    remote_addr = models.CharField(_("remote address"), max_length=45, blank=True, default="")
-    request_fingerprint = models.CharField(_("request fingerprint"), max_length=80)
-
-    seed = models.BinaryField(_("seed"), default=random_seed)
-    recovery_point = models.CharField(_("recovery point"), max_length=50, default=STARTED)
-
-    response_code = models.PositiveSmallIntegerField(_("response code"), null=True, blank=True)
-    response_headers = models.JSONField(_("response headers"), null=True, blank=True)
-    response_body = models.BinaryField(_("response body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
-
+    claim_token = models.UUIDField(
+        _("claim token"), null=True, blank=True, help_text=_("The random token of the current claim, which the fence compares.")
+    )
+    last_run_at = models.DateTimeField(_("last run at"), db_default=Now(), help_text=_("Time of the last claim."))
+    stuck_at = models.DateTimeField(_("stuck at"), null=True, blank=True)
     stuck_code = models.CharField(
         _("stuck code"), max_length=50, blank=True, default="", help_text=_("Short and stable code, for filters and alerts.")
     )
     stuck_reason = models.TextField(_("stuck reason"), blank=True, default="", help_text=_("The reason in words."))
     last_error = models.TextField(_("last error"), blank=True, default="")
+    finished_at = models.DateTimeField(_("finished at"), null=True, blank=True)
+    response_code = models.PositiveSmallIntegerField(_("response code"), null=True, blank=True)
+    response_headers = models.JSONField(_("response headers"), null=True, blank=True)
+    response_body = models.BinaryField(_("response body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
+    locked_at = models.DateTimeField(
+        _("locked at"), null=True, blank=True, help_text=_("Start of the current lock; each phase renews it. Null: not locked.")
+    )
+    recovery_point = models.CharField(_("recovery point"), max_length=50, default=STARTED)
     history = models.JSONField(_("history"), default=list, blank=True, help_text=_("The last 50 events, with their times."))
 
     objects: ClassVar[models.Manager["IdempotencyKey"]] = IdempotencyKeyQuerySet.as_manager()
