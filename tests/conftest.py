@@ -45,6 +45,7 @@ NOT_BEHIND_A_POOLER = {
     "test_the_key_of_a_run_that_the_outage_ended_is_free_once_the_database_is_back": "a pooler keeps its connections",
     "test_a_late_release_is_given_up_when_the_lock_has_expired": "a pooler keeps its connections",
     "test_a_barrier_that_would_pass_for_nothing_is_refused": "it sets what belongs to a session",
+    "test_a_connection_that_loses_its_statements_once_prepares_them_again": "it sets what belongs to a session",
     "test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more": "it sets what belongs to a session",
     "test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more": "it sets what belongs to a session",
     "test_51_one_key_of_two_tenants_is_two_keys": "it sets what belongs to a session",
@@ -66,6 +67,7 @@ ONLY_MERGED = {
     "test_no_statement_uses_a_cursor": "each statement is a message",
     "test_a_wrapper_that_repeats_a_commit_does_not_store_a_response_without_its_work": "each statement is a message",
     "test_an_interrupt_after_commit_does_not_skip_the_next_one": "each statement is a message",
+    "test_a_connection_that_loses_its_statements_once_prepares_them_again": "psycopg prepares the statements",
     "test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more": "psycopg prepares the statements",
     "test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more": "psycopg prepares the statements",
 }

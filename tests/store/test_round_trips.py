@@ -199,6 +199,16 @@ def test_statements_that_the_server_has_lost_are_prepared_again(kind: Kind, serv
     assert Entry.objects.count() == 30
 
 
+def test_a_connection_that_loses_its_statements_once_prepares_them_again(serve: Serve, sender: Sender) -> None:
+    serve(view=plain(Counted()))
+    for number in range(24):
+        sender.send(key=f"key-{number}")
+        if number == 12:
+            lose_statements()
+    prepared = vars(connection.connection)["_idempotency_prepared"]
+    assert (bool(prepared.names), prepared.losses) == (True, 1)
+
+
 def test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more(serve: Serve, sender: Sender) -> None:
     serve(view=plain(Counted()))
     for number in range(40):
@@ -210,16 +220,18 @@ def test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more
 
 def test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more(serve: Serve, sender: Sender) -> None:
     """As behind a pooler that has changed the server: the names exist there."""
-    serve(view=plain(Counted()))
+    counted = Counted()
+    serve(view=plain(counted))
     for number in range(8):
         sender.send(key=f"before-{number}")
     LOST.append(connection.connection)
     prepared = vars(connection.connection)["_idempotency_prepared"]
-    assert prepared.names
-    prepared.names.clear()
+    claim, end = prepared.names
+    del prepared.names[end]
     for number in range(4):
         assert sender.send(key=f"key-{number}").status_code == 201
-    assert (prepared.names, prepared.losses) == ({}, 2)
+    assert (list(prepared.names), prepared.losses) == ([claim], 2)
+    assert counted.runs == 8 + 4 + 2
     assert Entry.objects.count() == 12
 
 
