@@ -84,7 +84,7 @@ def drop_connection(connection: BaseDatabaseWrapper) -> None:
     if connection.in_atomic_block:
         return
     if connection.vendor == "postgresql" and connection.connection is not None:
-        connection.connection.close()  # Otherwise Django's pool would reuse it.
+        connection.connection.pgconn.finish()  # Otherwise Django's pool would reuse it; close() may return it there.
     connection.close()
 
 

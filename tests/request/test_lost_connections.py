@@ -9,6 +9,7 @@ import pytest
 from django.db import connection
 from django.http import HttpRequest, HttpResponse
 
+from idempotency._store.database_errors import drop_connection
 from idempotency.models import IdempotencyKey
 from tests.kit.serving import Sender, View, problem
 from tests.kit.threads import elsewhere
@@ -146,3 +147,23 @@ def test_connection_lost_in_commit_is_no_success(
     assert not IdempotencyKey.objects.finished().exists()
     assert sender.send().status_code == 201
     assert work.runs == 2
+
+
+@pytest.mark.postgres
+def test_a_dropped_connection_does_not_go_back_to_a_pool(transactional_db: None) -> None:
+    """With this option ``close()`` of psycopg's connection gives it back."""
+    pooled = connection.copy("pooled")
+    pool = {"min_size": 1, "max_size": 1, "close_returns": True}
+    pooled.settings_dict = pooled.settings_dict | {
+        "CONN_MAX_AGE": 0,
+        "OPTIONS": pooled.settings_dict["OPTIONS"] | {"pool": pool},
+    }
+    try:
+        pooled.ensure_connection()
+        dropped = pooled.connection.info.backend_pid
+        drop_connection(pooled)
+        pooled.ensure_connection()
+        assert pooled.connection.info.backend_pid != dropped
+    finally:
+        pooled.close()
+        pooled.close_pool()
