@@ -7,8 +7,9 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
-from django.db import Error, connection, transaction
+from django.db import DatabaseError, Error, connection, connections, transaction
 from django.db.backends.signals import connection_created
+from django.db.transaction import TransactionManagementError
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from pytest_django import Settings
 
@@ -20,6 +21,7 @@ from idempotency.models import IdempotencyKey
 from tests.kit.cutting import CHUNK_BYTES, Cut, cutting_proxy
 from tests.kit.serving import Sender
 from tests.kit.tables import truncate
+from tests.kit.threads import in_background
 from tests.kit.views import Counted, View, both_kinds, phased, plain, two_phases
 from tests.models import Entry
 
@@ -349,6 +351,17 @@ def test_no_statement_uses_a_cursor(kind: Kind, serve: Serve, sender: Sender) ->
     with connection.execute_wrapper(note):
         sender.send()
     assert cursors == [None, None]
+
+
+def test_a_statement_is_refused_where_django_refuses_its_own(transactional_db: None) -> None:
+    connection.ensure_connection()
+    of_this_thread = connections["default"]
+    with pytest.raises(DatabaseError, match="thread"):
+        in_background(lambda: round_trips.run(of_this_thread, "SELECT 1", {})).result(10)
+    with transaction.atomic():
+        transaction.set_rollback(True)
+        with pytest.raises(TransactionManagementError):
+            round_trips.run(connection, "SELECT 1", {})
 
 
 @both_kinds
