@@ -6,11 +6,13 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+import psycopg
 import pytest
 from django.db import DatabaseError, Error, connection, connections, transaction
 from django.db.backends.signals import connection_created
 from django.db.transaction import TransactionManagementError
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from psycopg.pq import ExecStatus
 from pytest_django import Settings
 
 from benchmarks import views as bench
@@ -362,6 +364,14 @@ def test_a_statement_is_refused_where_django_refuses_its_own(transactional_db: N
         transaction.set_rollback(True)
         with pytest.raises(TransactionManagementError):
             round_trips.run(connection, "SELECT 1", {})
+
+
+def test_an_error_that_the_server_has_not_sent_is_a_broken_connection(transactional_db: None) -> None:
+    """libpq has made it itself, for example after bytes that it cannot read: it has no SQLSTATE."""
+    connection.ensure_connection()
+    own = connection.connection
+    result = own.pgconn.make_empty_result(ExecStatus.FATAL_ERROR)
+    assert isinstance(round_trips._error(own, result, None, None), psycopg.OperationalError)
 
 
 @both_kinds
