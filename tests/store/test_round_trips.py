@@ -553,16 +553,20 @@ def test_a_connection_that_the_view_closed_is_a_lost_one(kind: Kind, serve: Serv
     assert not Entry.objects.exists()
 
 
-def test_a_wrapper_need_not_return_the_result(serve: Serve, sender: Sender) -> None:
+def test_a_wrapper_gets_the_result_and_need_not_return_it(serve: Serve, sender: Sender) -> None:
     serve(view=plain(lambda request: HttpResponse(status=201)))
+    rows: list[int] = []
 
-    def silent(execute: Any, *statement: Any) -> None:
-        execute(*statement)
+    def silent(execute: Any, sql: str, *more: Any) -> None:
+        result = execute(sql, *more)
+        if "idempotency_idempotencykey" in sql:
+            rows.append(result.rows)
 
     connection.ensure_connection()
     sender.send(key="before")
     with connection.execute_wrapper(silent):
         assert sender.send().status_code == 201
+    assert rows == [1, 1]
 
 
 def test_a_statement_in_autocommit_that_the_server_has_lost_is_sent_again(serve: Serve, sender: Sender) -> None:
