@@ -47,7 +47,7 @@ class _Mover(threading.Thread):
         except Exception as error:
             global _paused_until
             _paused_until = time.monotonic() + PAUSE_SECONDS
-            logger.info("no hand-over after COMMIT for %d s, the enqueuer continues: %s", PAUSE_SECONDS, error)
+            logger.info("HAND_OVER_AFTER_COMMIT pauses for %d s, only the enqueuer hands jobs over: %s", PAUSE_SECONDS, error)
         finally:
             connections.close_all()
 

@@ -50,7 +50,7 @@ class TrafficCount(models.Model):
         _("minute"), help_text=_("Minutes since 1970, by the clock of the process that counted.")
     )
     kind = models.CharField(
-        _("kind"), max_length=20, help_text=_("The outcome of the requests; for requests that ran, their duration.")
+        _("kind"), max_length=20, help_text=_("The outcome of the counted requests, or their duration if they ran.")
     )
     count = models.PositiveBigIntegerField(_("count"))
 

@@ -84,7 +84,9 @@ class IdempotencyKey(ClaimedKey):
         _("acknowledged at"),
         null=True,
         blank=True,
-        help_text=_("Time at which a person acknowledged the stuck key. It counts if it is not before stuck_at."),
+        help_text=_(
+            "Time at which a person acknowledged the stuck key. If the key becomes stuck again, this has no effect any more."
+        ),
     )
     handed_back_at = models.DateTimeField(
         _("handed back at"),
@@ -119,7 +121,7 @@ class IdempotencyKey(ClaimedKey):
         output_field=models.BooleanField(),
         db_persist=True,
         verbose_name=_("refused"),
-        help_text=_("Refused before any attempt began a phase or a call. Only a retry of the client runs it."),
+        help_text=_("The client got a refusal before any phase or call began. Only a retry of the client runs the request."),
     )
     call_begun_at = models.DateTimeField(
         _("call begun at"), null=True, blank=True, help_text=_("Time at which the last key.call() began.")

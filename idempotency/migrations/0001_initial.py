@@ -40,14 +40,14 @@ class Migration(migrations.Migration):
                 ('request_headers', models.JSONField(blank=True, default=dict, verbose_name='request headers')),
                 ('request_body', models.BinaryField(blank=True, help_text='Null: the body was not stored.', null=True, verbose_name='request body')),
                 ('seed', models.BinaryField(default=idempotency.models.random_seed, verbose_name='seed')),
-                ('acknowledged_at', models.DateTimeField(blank=True, help_text='Time at which a person acknowledged the stuck key. It counts if it is not before stuck_at.', null=True, verbose_name='acknowledged at')),
+                ('acknowledged_at', models.DateTimeField(blank=True, help_text='Time at which a person acknowledged the stuck key. If the key becomes stuck again, this has no effect any more.', null=True, verbose_name='acknowledged at')),
                 ('handed_back_at', models.DateTimeField(blank=True, help_text='Time at which a person handed the key back to the completer. The retention counts from here.', null=True, verbose_name='handed back at')),
                 ('next_run_at', models.DateTimeField(blank=True, help_text='The completer does not run the key before this time.', null=True, verbose_name='next run at')),
                 ('completer_attempts', models.PositiveIntegerField(default=0, verbose_name='completer attempts')),
                 ('attempts', models.PositiveIntegerField(default=0, help_text='Number of claims, by clients and by the completer.', verbose_name='attempts')),
                 ('untouched_attempts', models.PositiveIntegerField(db_default=0, default=0, help_text='While it equals attempts, no attempt has begun a phase or a downstream call.', verbose_name='untouched attempts')),
                 ('refused_at', models.DateTimeField(blank=True, help_text='Time at which the client got a status that is never stored. Each claim clears it.', null=True, verbose_name='refused at')),
-                ('refused', models.GeneratedField(db_persist=True, expression=models.Q(('refused_at__isnull', False), ('untouched_attempts', models.F('attempts'))), help_text='Refused before any attempt began a phase or a call. Only a retry of the client runs it.', output_field=models.BooleanField(), verbose_name='refused')),  # type: ignore[arg-type]  # a Q is one
+                ('refused', models.GeneratedField(db_persist=True, expression=models.Q(('refused_at__isnull', False), ('untouched_attempts', models.F('attempts'))), help_text='The client got a refusal before any phase or call began. Only a retry of the client runs the request.', output_field=models.BooleanField(), verbose_name='refused')),  # type: ignore[arg-type]  # a Q is one
                 ('call_begun_at', models.DateTimeField(blank=True, help_text='Time at which the last key.call() began.', null=True, verbose_name='call begun at')),
                 ('claim_token', models.UUIDField(blank=True, help_text='The random token of the current claim, which the fence compares.', null=True, verbose_name='claim token')),
                 ('last_run_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), help_text='Time of the last claim.', verbose_name='last run at')),
@@ -193,7 +193,7 @@ class Migration(migrations.Migration):
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
                 ('minute', models.PositiveIntegerField(help_text='Minutes since 1970, by the clock of the process that counted.', verbose_name='minute')),
-                ('kind', models.CharField(help_text='The outcome of the requests; for requests that ran, their duration.', max_length=20, verbose_name='kind')),
+                ('kind', models.CharField(help_text='The outcome of the counted requests, or their duration if they ran.', max_length=20, verbose_name='kind')),
                 ('count', models.PositiveBigIntegerField(verbose_name='count')),
             ],
             options={

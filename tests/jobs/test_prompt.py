@@ -63,7 +63,7 @@ def test_a_broker_that_is_down_is_left_to_the_enqueuer_for_a_while(attempts, cap
     attempts.IDEMPOTENCY = attempts.IDEMPOTENCY | {"ENQUEUERS": {"*": "tests.kit.jobs.nobody_takes"}}
     with caplog.at_level(logging.INFO, logger="idempotency"):
         stage(UserFactory())
-        eventually(lambda: "no hand-over after COMMIT" in caplog.text)
+        eventually(lambda: "HAND_OVER_AFTER_COMMIT pauses" in caplog.text)
         _prompt._movers.clear()
         stage(UserFactory())
     assert not _prompt._movers, "no further attempt is made for a while"
