@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from django.conf import settings as django_settings
-from django.db import connection
+from django.db import OperationalError, connection
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.utils import translation
+from psycopg.errors import SerializationFailure
 from pytest_django import Settings
 from rest_framework.throttling import BaseThrottle
 from rest_framework.views import APIView
@@ -283,6 +284,25 @@ def test_whatever_code_a_view_gives_its_key_reaches_a_person(
     key = IdempotencyKey.objects.stuck().get()
     assert (key.stuck_code, key.stuck_reason, key.locked_at) == (kept, "5 against 500", None)
     assert sender.send().status_code == 409
+
+
+@pytest.mark.postgres
+def test_a_key_that_a_second_attempt_of_a_run_made_stuck_is_counted_as_stuck(sender: Sender, serve: Any) -> None:
+    """A second attempt reads the key again, into another object."""
+    errors = [CodeOfItsOwn("5 against 500"), None, OSError("down")]
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        error = errors.pop()
+        if error is None:
+            raise OperationalError from SerializationFailure()
+        raise error
+
+    serve(view=view)
+    assert sender.send().status_code == 500
+    abandon()
+    assert complete_once() == CompletePass(stuck=1)
+    assert not errors
 
 
 def test_a_reason_of_a_subclass_is_told_whatever_it_is(sender: Sender, serve: Any) -> None:
