@@ -101,7 +101,7 @@ class _PlainRun:
         except Error as error:
             if not committed or before.kept:
                 raise
-            logger.error("%r has committed, and the database of the key %r has not: %s", committed, using, first_line(error))
+            logger.error("COMMIT succeeded in %r, but failed for the key in %r: %s", committed, using, first_line(error))
             raise problems.database_unavailable() from None  # Attempts would retry an error with a cause.
         if stored:
             before.keep()  # in a TestCase, which never commits
