@@ -177,14 +177,29 @@ def test_user_keeps_his_class_and_what_a_middleware_gave_him(serve: Serve, sende
 
 
 def test_user_who_is_gone_is_what_he_was(serve: Serve, sender: Sender) -> None:
-    def delete_elsewhere(request: Any) -> str:
+    with isolate_apps("tests"):
+
+        class Rider(get_user_model()):  # type: ignore[misc]
+            class Meta:
+                proxy = True
+                app_label = "tests"
+
+            @cached_property
+            def groups_of_the_token(self) -> str:
+                raise AssertionError("Only the middleware has the token.")
+
+    def authenticate(request: HttpRequest) -> None:
+        request.user = Rider.objects.get(pk=request.user.pk)
+        request.user.groups_of_the_token = "drivers"
+
+    def delete_elsewhere(request: Any) -> tuple[str, str]:
         elsewhere(get_user_model().objects.all().delete)
-        return request.user.username  # type: ignore[no-any-return]
+        return request.user.username, request.user.groups_of_the_token
 
     work = Twice(delete_elsewhere)
-    serve(view=idempotent(work))
+    serve(view=under(authenticate, idempotent(work)))
     assert sender.send().status_code == 201
-    assert work.found == [sender.user.username] * 2
+    assert work.found == [(sender.user.username, "drivers")] * 2
 
 
 def test_user_of_an_async_view_is_fetched_anew(serve: Serve, sender: Sender) -> None:
@@ -316,6 +331,19 @@ def test_row_that_somebody_has_changed_since_is_read_by_its_middleware_again(
     assert (sender.send().status_code, found, Account.objects.get().balance) == (201, [100, 70], 60)
 
 
+def test_a_row_that_is_held_twice_stays_one_object(serve: Serve, sender: Sender) -> None:
+    def load(request: HttpRequest) -> None:
+        request.account = Account.objects.get()  # type: ignore[attr-defined]
+        request.tenant = Account(name="tenant")  # type: ignore[attr-defined]
+        request.tenant._state.fields_cache["account"] = request.account  # type: ignore[attr-defined]
+
+    Account.objects.create(name="purse", balance=100)
+    work = Twice(lambda request: request.tenant._state.fields_cache["account"] is request.account)
+    serve(view=under(load, idempotent(work)))
+    assert sender.send().status_code == 201
+    assert work.found == [True, True]
+
+
 # What it carries
 
 FORM = "application/x-www-form-urlencoded"
@@ -390,14 +418,17 @@ def test_what_a_middleware_collects_in_is_as_it_came_and_still_its_own(made: Any
     def put(request: Any) -> Any:
         found = made(request.collected)
         number = len(work.found) + 2
-        {list: list.append, dict: lambda into, value: into.update({value: value}), set: set.add}[made](collected, number)
+        if made is set:
+            collected.symmetric_difference_update({1, number})
+        else:
+            collected.append(number) if made is list else collected.update({number: number})
         return found
 
     work = Twice(put)
     serve(view=under(collect, idempotent(work)))
     assert sender.send().status_code == 201
     assert [list(found) for found in work.found] == [[1], [1]]
-    assert list(collected) == [1, 3]
+    assert list(collected) == ([3] if made is set else [1, 3])
 
 
 def test_arguments_are_as_they_came(serve: Serve, sender: Sender) -> None:
