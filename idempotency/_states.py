@@ -4,7 +4,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import models
-from django.db.models import Case, F, Q, Value, When
+from django.db.models import Case, DurationField, ExpressionWrapper, F, IntegerField, Q, Value, When
 from django.db.models.functions import Coalesce, Greatest, Now
 from django.db.models.lookups import LessThanOrEqual
 from django.utils.translation import gettext_lazy as _
@@ -13,7 +13,7 @@ from idempotency import conf
 from idempotency.exceptions import StuckCode
 
 if TYPE_CHECKING:
-    from idempotency.models import IdempotencyKey  # noqa: F401  # named in a string
+    from idempotency.models import IdempotencyKey
 
 
 class KeyState(models.TextChoices):
@@ -40,6 +40,18 @@ NOT_GIVEN_UP = Q(stuck_at__isnull=True) | Q(stuck_code=StuckCode.UNKNOWN_RECOVER
 def ago(seconds: int) -> Any:
     """Return the time of the database, ``seconds`` before now."""
     return Now() - timedelta(seconds=seconds)
+
+
+def retention_of(key: "IdempotencyKey") -> timedelta:
+    """Return the time for which a finished or refused key is kept: that of its view, but at least RETENTION_HOURS."""
+    return timedelta(hours=max(conf.get().RETENTION_HOURS, key.retention_hours or 0))
+
+
+def _retention() -> Any:
+    # SQLite multiplies a duration by no other kind of integer.
+    least, integer = Value(conf.get().RETENTION_HOURS), IntegerField()
+    hours = Greatest(Coalesce("retention_hours", least, output_field=integer), least, output_field=integer)
+    return ExpressionWrapper(hours * Value(timedelta(hours=1)), output_field=DurationField())
 
 
 def held() -> Q:
@@ -125,15 +137,19 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         """Keys that the completer takes: those in the state abandoned, and due ones that are stuck because of a deploy."""
         return self.unlocked().filter(NOT_GIVEN_UP, _due())
 
-    def expired(self, retention: timedelta | None = None) -> "IdempotencyKeyQuerySet":
+    def expired(self, retention: timedelta | None = None, *, late_seconds: float = 0) -> "IdempotencyKeyQuerySet":
         """Keys past their retention, counted from ``finished_at`` or ``refused_at``.
+
+        The argument ``retention`` replaces that of each key. Their retention has been over for ``late_seconds``.
 
         A request that finds an expired finished key handles it as a new key.
         """
-        cutoff = Now() - (timedelta(hours=conf.get().RETENTION_HOURS) if retention is None else retention)
+        least = timedelta(hours=conf.get().RETENTION_HOURS) if retention is None else retention
+        late = timedelta(seconds=late_seconds)
+        cutoff = Now() - (_retention() if retention is None else retention) - late
         refused = Q(finished_at__isnull=True, refused=True, refused_at__lt=cutoff)
         # A key is created before it is finished or refused: the first condition is implied, and has an index.
-        return self.filter(Q(finished_at__lt=cutoff) | refused, created_at__lt=cutoff)
+        return self.filter(Q(finished_at__lt=cutoff) | refused, created_at__lt=Now() - least - late)
 
     def overdue(self) -> "IdempotencyKeyQuerySet":
         """Unfinished keys past the retention that are not marked as stuck.

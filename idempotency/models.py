@@ -79,6 +79,7 @@ class IdempotencyKey(ClaimedKey):
     request_headers = models.JSONField(_("request headers"), default=dict, blank=True)
     request_body = models.BinaryField(_("request body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
     seed = models.BinaryField(_("seed"), default=random_seed)
+    retention_hours = models.PositiveIntegerField(_("retention in hours"), null=True, blank=True)
 
     acknowledged_at = models.DateTimeField(
         _("acknowledged at"),

@@ -16,7 +16,6 @@ from django.db import IntegrityError, connections, router, transaction
 from django.db.models import CharField, Exists, OuterRef, ProtectedError, Q, QuerySet, RestrictedError, Value
 from django.db.models.functions import Cast, Now, Replace
 
-from idempotency import conf
 from idempotency._request.abandonment import settle
 from idempotency._states import IdempotencyKeyQuerySet, held
 from idempotency._store.transactions import durable_transaction
@@ -67,14 +66,13 @@ def reap_once(
     Unfinished keys that are not refused are overdue after the retention, which counts from their creation or from the last
     hand-back. Unless a run holds the key, ``on_abandon`` of its view settles it, or it becomes stuck.
 
-    - ``older_than_hours``: replaces RETENTION_HOURS for finished and refused keys. A retry whose key was deleted runs again.
+    - ``older_than_hours``: replaces the retention of finished and refused keys. A retry whose key was deleted runs again.
     - ``dry_run``: only count.
     - ``stop``: called before each batch and during the pauses; True ends the pass.
     - ``progress``: called with the counts after each batch.
     """
     alias = using or router.db_for_write(IdempotencyKey)
-    hours = conf.get().RETENTION_HOURS if older_than_hours is None else older_than_hours
-    expired = partial(_expired, alias, timedelta(hours=hours))
+    expired = partial(_expired, alias, None if older_than_hours is None else timedelta(hours=older_than_hours))
     if dry_run:
         overdue = IdempotencyKey.objects.using(alias).overdue()
         return ReapPass(deleted=expired().count(), stuck=overdue.count(), messages=_old_messages(alias).count())
@@ -109,7 +107,7 @@ def _rest(seconds: float, stop: Callable[[], bool]) -> None:
         time.sleep(min(left, _ASK_SECONDS))
 
 
-def _expired(alias: str, retention: timedelta) -> IdempotencyKeyQuerySet:
+def _expired(alias: str, retention: timedelta | None) -> IdempotencyKeyQuerySet:
     # An expired key normally has no lock. If it has one, its request is running, even if its times are old.
     return IdempotencyKey.objects.using(alias).expired(retention).exclude(held())
 

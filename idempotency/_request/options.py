@@ -27,6 +27,8 @@ _FUNCTIONS = {
     "replay_check": "a function of the request and the key",
 }
 _MAY_BE_ASYNC = ("on_abandon", "replay_check")
+#: Ten years.
+_MAX_RETENTION_HOURS = 87_600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class Options:
     redact: Sequence[str] = ()
     store_body: bool = True
     keep: Sequence[str] = ()
+    retention_hours: int | None = None
     on_abandon: OnAbandon | None = None
     replay_check: ReplayCheck | None = None
 
@@ -66,6 +69,13 @@ class Options:
                 raise ValueError(f"The option {name} must be {expected}, not {value!r}.")
         if not isinstance(self.wait_seconds, int | float) or self.wait_seconds < 0:
             raise ValueError(f"The option wait_seconds must be a number, 0 or more, not {self.wait_seconds!r}.")
+        if self.retention_hours is not None and not (
+            isinstance(self.retention_hours, int) and 24 <= self.retention_hours <= _MAX_RETENTION_HOURS
+        ):
+            raise ValueError(
+                f"The option retention_hours must be a whole number from 24 to {_MAX_RETENTION_HOURS}, not "
+                f"{self.retention_hours!r}."
+            )
         object.__setattr__(self, "redact", tuple(self.redact))
         object.__setattr__(self, "keep", tuple(self.keep))
         if self.recovery_points is not None:

@@ -101,6 +101,7 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
         headers=headers | marks | ({_REDACTED: "true"} if taken else {}),
         remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
         fingerprint=fingerprint(request, body, secret, by_host=conf.get().FINGERPRINT_HOST),
+        retention_hours=options.retention_hours,
         made_alike=partial(
             made_alike, request=request, body=body, secrets=[settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
         ),

@@ -51,6 +51,8 @@ class ClaimedRequest:
     headers: dict[str, str]
     remote_addr: str
     fingerprint: str
+    #: None: that of the setting.
+    retention_hours: int | None = None
     #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
     made_alike: Callable[[str], str | None] | None = None
     #: Why the request cannot be stored: raised by a claim that would store it.
@@ -209,8 +211,7 @@ def _found(values: tuple[Any, ...] | None, sent: float, request: ClaimedRequest,
 
 
 def _release_if_lost(error: Error, key: IdempotencyKey, token: uuid.UUID, using: str) -> None:
-    """After a lost connection or standby, release the claim, which may have been committed. A claim that was never sent needs
-    no release."""
+    """After a lost connection or standby, release a claim that was sent: it may have been committed."""
     sent = vendor(using) == "postgresql" and connections[using].connection is not None
     if sent and connection_lost(error, using):
         key.fence = token
@@ -275,9 +276,7 @@ def _would_store(row: _Row | None, request: ClaimedRequest, recovery_points: tup
 
 def _refusal_by_holder(parameters: dict[str, Any], using: str) -> Claim | None:
     held, another_request = fetch(HOLDER, parameters, using) or (False, False)
-    if not held:
-        return None
-    return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS, lock_seconds=1)
+    return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS, lock_seconds=1) if held else None
 
 
 def _parameters(request: ClaimedRequest, using: str) -> tuple[uuid.UUID, dict[str, Any]]:
@@ -295,6 +294,7 @@ def _parameters(request: ClaimedRequest, using: str) -> tuple[uuid.UUID, dict[st
         "remote_addr": request.remote_addr,
         "request_fingerprint": request.fingerprint,
         "seed": random_seed(),
+        "retention_hours": request.retention_hours,
         "event": HistoryEvent.CLAIMED,
         "detail": "client",
     }

@@ -68,7 +68,7 @@ _FENCE = "k.id = %(id)s AND k.claim_token = %(token)s"
 class Statements:
     """The statements for one database vendor and one pair of time limits."""
 
-    def __init__(self, vendor: str, lock_timeout_seconds: int, retention_seconds: int) -> None:
+    def __init__(self, vendor: str, lock_timeout_seconds: int, retention_hours: int) -> None:
         self.dialect = dialect = POSTGRESQL if vendor == "postgresql" else SQLITE
         self.lock_timeout_seconds = lock_timeout_seconds
         self.now = dialect.now
@@ -76,7 +76,8 @@ class Statements:
         self.history = dialect.append.format(event=dialect.event)
         #: The new history of an unlocked key. An expired lock is that of a lost run, as each end of a run clears it.
         self.history_of_unlocked = self._after_lock(dialect.event)
-        self.past_retention = f"k.finished_at < {dialect.ago.format(retention_seconds)}"
+        hours = f"CASE WHEN k.retention_hours > {retention_hours} THEN k.retention_hours ELSE {retention_hours} END"
+        self.past_retention = f"{dialect.seconds_between.format('k.finished_at', self.now)} > 3600.0 * {hours}"
         self.expired = f"COALESCE({self.past_retention}, false)"
 
     def _after_lock(self, event: str) -> str:
@@ -286,15 +287,13 @@ class Statements:
 #: The parameters of a claim that are columns of the key.
 PARAMETERS = (
     *("scope", "idempotency_key", "user_id", "claim_token", "request_method", "request_path", "request_body"),
-    *("request_content_type", "request_headers", "remote_addr", "request_fingerprint", "seed"),
+    *("request_content_type", "request_headers", "remote_addr", "request_fingerprint", "seed", "retention_hours"),
 )
 
 
-@cache
-def _statements(vendor: str, lock_timeout_seconds: int, retention_seconds: int) -> Statements:
-    return Statements(vendor, lock_timeout_seconds, retention_seconds)
+_statements = cache(Statements)
 
 
 def statements(vendor: str) -> Statements:
     limits = conf.get()
-    return _statements(vendor, limits.LOCK_TIMEOUT_SECONDS, limits.RETENTION_HOURS * 3600)
+    return _statements(vendor, limits.LOCK_TIMEOUT_SECONDS, limits.RETENTION_HOURS)

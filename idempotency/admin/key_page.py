@@ -13,7 +13,7 @@ from django.utils.translation import npgettext
 from idempotency import conf
 from idempotency._request.lookup import on_abandon_of, options_for
 from idempotency._request.stored_request import urlconf_of
-from idempotency._states import KeyState
+from idempotency._states import KeyState, retention_of
 from idempotency._store.history import HistoryEvent
 from idempotency._text import localized_duration as duration
 from idempotency.admin.history import history_of, is_whole
@@ -198,7 +198,7 @@ def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
 def next_step(key: Any, *, has_view: bool) -> str:
     """Return what the machine will do next with ``key``, and when, in a sentence or two."""
     limits, now = conf.get(), key.read_at
-    kept, locked = timedelta(hours=limits.RETENTION_HOURS), timedelta(seconds=limits.LOCK_TIMEOUT_SECONDS)
+    kept, locked = retention_of(key), timedelta(seconds=limits.LOCK_TIMEOUT_SECONDS)
     match key.state:
         case KeyState.FINISHED:
             expires = (key.finished_at or now) + kept

@@ -26,7 +26,7 @@ _IDS_OF_USER = ("user.pk", "user.id")
 
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E005, E007, E008, W004, W005, W006, W008, W009, W010, W011, W012: protected views that do not work as they seem to."""
+    """E005, E007, E008, W004, W005, W006, W008, W009, W010, W011, W012, W016: views that do not work as they seem."""
     if not getattr(settings, "ROOT_URLCONF", None) or conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
         return []
     views = list(protected_views())
@@ -83,6 +83,14 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
             "scope and runs again.",
             hint="Give it a scope that does not change: scope=idempotency.scopes.session survives a login.",
             id="idempotency.W005",
+        )
+    least, hours = conf.get().RETENTION_HOURS, view.options.retention_hours
+    if hours is not None and hours < least:
+        yield Warning(
+            f"The view {view.path} has @idempotent(retention_hours={hours}). This has no effect, because RETENTION_HOURS is "
+            f"{least}, and keys are kept at least that long.",
+            hint="Remove it. Or lower RETENTION_HOURS, and give the other views a longer time.",
+            id="idempotency.W016",
         )
     by_session = view.options.scope in (None, scopes.session, scopes.user, scopes.user_or_session)
     if owner is None and by_session and _nobody_says_who(view.callback):

@@ -40,6 +40,7 @@ class Migration(migrations.Migration):
                 ('request_headers', models.JSONField(blank=True, default=dict, verbose_name='request headers')),
                 ('request_body', models.BinaryField(blank=True, help_text='Null: the body was not stored.', null=True, verbose_name='request body')),
                 ('seed', models.BinaryField(default=idempotency.models.random_seed, verbose_name='seed')),
+                ('retention_hours', models.PositiveIntegerField(blank=True, null=True, verbose_name='retention in hours')),
                 ('acknowledged_at', models.DateTimeField(blank=True, help_text='Time at which a person acknowledged the stuck key. If the key becomes stuck again, this has no effect any more.', null=True, verbose_name='acknowledged at')),
                 ('handed_back_at', models.DateTimeField(blank=True, help_text='Time at which a person handed the key back to the completer. The retention counts from here.', null=True, verbose_name='handed back at')),
                 ('next_run_at', models.DateTimeField(blank=True, help_text='The completer does not run the key before this time.', null=True, verbose_name='next run at')),

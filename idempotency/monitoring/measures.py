@@ -13,7 +13,6 @@ from typing import Any
 from django.db.models import BooleanField, ExpressionWrapper, F
 from django.db.models.functions import Left, Now
 
-from idempotency import conf
 from idempotency._states import NOT_GIVEN_UP, KeyState, due_at
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey, ProcessHeartbeat, StagedJob
@@ -114,8 +113,7 @@ def unfinished_keys(using: str, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
 
 def keys_to_reap(using: str, late_seconds: float) -> int:
     """Count the finished and refused keys that should have been deleted ``late_seconds`` ago."""
-    late = timedelta(hours=conf.get().RETENTION_HOURS, seconds=late_seconds)
-    keys: Any = IdempotencyKey.objects.using(using).expired(late).order_by("created_at")
+    keys: Any = IdempotencyKey.objects.using(using).expired(late_seconds=late_seconds).order_by("created_at")
     return int(keys[:COUNT_LIMIT].count())
 
 

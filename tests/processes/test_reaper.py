@@ -15,6 +15,7 @@ from django.utils import timezone
 
 from idempotency import reaper
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.monitoring.measures import keys_to_reap
 from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_stuck
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory
@@ -45,6 +46,19 @@ def test_a_younger_key_stays():
     IdempotencyKeyFactory(finished=True)
     assert reap_once() == ReapPass()
     assert IdempotencyKey.objects.count() == 2
+
+
+def test_a_key_whose_view_keeps_it_longer_stays_longer():
+    kept = [expired_key(retention_hours=100), IdempotencyKeyFactory(retention_hours=100, created_at=ago(hours=74))]
+    IdempotencyKey.objects.filter(pk=kept[1].pk).update(refused_at=ago(hours=73), attempts=1, untouched_attempts=1)
+    expired_key(retention_hours=24)
+    assert keys_to_reap("default", 0) == 1
+    assert reap_once() == ReapPass(deleted=1)
+    IdempotencyKey.objects.update(created_at=ago(hours=102))
+    IdempotencyKey.objects.finished().update(finished_at=ago(hours=101))
+    IdempotencyKey.objects.refused().update(refused_at=ago(hours=101))
+    assert [keys_to_reap("default", late) for late in (1800, 7200)] == [2, 0]
+    assert reap_once() == ReapPass(deleted=2)
 
 
 def test_retention_counts_from_the_finish_not_from_the_creation():

@@ -290,6 +290,11 @@ def test_methods_that_lose_their_transaction_are_a_warning(settings, monkeypatch
     assert "runs POST outside" in message.msg
 
 
+def test_a_retention_without_effect_is_a_warning(settings):
+    assert said(settings, idempotent(retention_hours=72)(answer)) == []
+    assert said(settings, idempotent(retention_hours=71)(answer)) == ["idempotency.W016"]
+
+
 def deployed():
     """Return the ids of what ``check --deploy`` says besides."""
     every = {message.id for message in run_checks(include_deployment_checks=True, databases=[])}

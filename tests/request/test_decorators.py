@@ -90,6 +90,9 @@ def test_unknown_isolation_is_refused_at_decoration() -> None:
         ("wait_seconds", "5", "a number, 0 or more"),
         ("wait_seconds", None, "a number, 0 or more"),
         ("wait_seconds", -1, "a number, 0 or more"),
+        ("retention_hours", 23, "a whole number from 24 to 87600"),
+        ("retention_hours", 87601, "a whole number from 24 to 87600"),
+        ("retention_hours", 24.5, "a whole number from 24 to 87600"),
     ],
 )
 def test_an_argument_of_another_kind_is_refused_at_decoration(name: str, value: Any, right: str) -> None:

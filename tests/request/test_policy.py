@@ -148,6 +148,7 @@ def test_options_and_settings_stand_in_the_policy() -> None:
     with override_settings(IDEMPOTENCY=given):
         [policy] = found(path("", protected))
     assert (policy.headers, policy.key_from, policy.retention_hours) == (("PayPal-Request-Id",), "body:id", 24)
+    assert found(path("", idempotent(retention_hours=100)(answer)))[0].retention_hours == 100
     assert "without quotes" not in policy.key_format
     assert "5xx" in policy.stored_statuses
     assert (policy.scope, policy.isolation, policy.using) == ("tests.request.test_policy.answer", "serializable", "default")

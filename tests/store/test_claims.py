@@ -164,6 +164,28 @@ def test_an_expired_key_is_retired_by_whoever_comes_and_only_then() -> None:
     assert IdempotencyKey.objects.filter(scope=f"expired:{key.pk}").count() == 1
 
 
+@pytest.mark.parametrize(
+    ("set_by_the_view", "hours", "outcome"),
+    [
+        (100, 99, Outcome.FINISHED),
+        (100, 101, Outcome.CLAIMED),
+        (24, 71, Outcome.FINISHED),
+        (24, 73, Outcome.CLAIMED),
+        (None, 73, Outcome.CLAIMED),
+    ],
+)
+@pytest.mark.parametrize("look", [claim, claim_plain])
+def test_the_retention_of_the_view_counts_if_it_is_the_longer_one(
+    look: Callable[..., Any], set_by_the_view: int | None, hours: int, outcome: Outcome
+) -> None:
+    described = replace(request(), retention_hours=set_by_the_view)
+    finish(claim(described).key)
+    assert IdempotencyKey.objects.get().retention_hours == set_by_the_view
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=200), finished_at=Now() - timedelta(hours=hours))
+    assert IdempotencyKey.objects.expired().count() == (outcome is Outcome.CLAIMED)
+    assert look(described).outcome is outcome
+
+
 def test_only_an_expired_key_of_its_scope_is_moved_out_of_the_way() -> None:
     """Between the look and the move somebody may have moved it, or a longer retention may have been set."""
     key = claim().key

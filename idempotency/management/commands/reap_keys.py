@@ -28,8 +28,8 @@ class Command(PassCommand):
             type=_hours,
             dest="older_than_hours",
             metavar="HOURS",
-            help="Delete keys that finished more than this time ago, instead of RETENTION_HOURS. Unfinished keys and inbox "
-            "messages are not affected. If a client retries a request after its key was deleted, the request runs again.",
+            help="Delete keys that finished more than this time ago, instead of after their retention. Unfinished keys and "
+            "inbox messages are not affected. If a client retries a request after its key was deleted, the request runs again.",
         )
 
     def run_pass(self, **options: Any) -> ReapPass:
