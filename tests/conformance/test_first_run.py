@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from django.core.exceptions import PermissionDenied
-from django.db import connection
+from django.db import OperationalError, connection
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse, StreamingHttpResponse
 from pytest_django import Settings
 
@@ -234,6 +234,19 @@ def test_16_store_5xx_keeps_them_as_stripe_does(
     assert (second.status_code, second.content) == (first.status_code, first.content)
     assert second["Idempotent-Replayed"] == "true"
     assert work.runs == 1
+
+
+@pytest.mark.parametrize("kind", [plain, phased_outside])
+def test_16_an_error_of_the_database_is_not_stored_with_store_5xx_either(
+    kind: Kind, serve: Serve, sender: Sender, settings: Settings
+) -> None:
+    def fail(request: HttpRequest) -> HttpResponse:
+        raise OperationalError("the database is down")
+
+    settings.IDEMPOTENCY = {"STORE_5XX": True}
+    serve(view=kind(work := Counted(fail)))
+    assert all(sender.send().status_code >= 500 for _ in range(2))
+    assert work.runs == 2
 
 
 @pytest.mark.parametrize("kind", [plain, phased_outside])

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from django.db import DatabaseError, Error, IntegrityError, connection, transaction
 from django.db.transaction import TransactionManagementError
+from django.test.utils import CaptureQueriesContext
 
 from idempotency import inbox
 from idempotency._store.transactions import durable_transaction
@@ -161,6 +162,17 @@ def test_the_statements_of_the_block_keep_their_own_lock_timeout(own):
                 assert cursor.fetchone()[0] == own
 
 
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("citus", [False, True])
+def test_the_wait_is_limited_on_the_workers_of_citus_too(citus, monkeypatch):
+    monkeypatch.setattr(inbox, "is_citus", lambda connection: citus)
+    with CaptureQueriesContext(connection) as captured:
+        _first()
+    limits = [query["sql"] for query in captured if query["sql"].startswith("SET LOCAL lock_timeout")]
+    assert limits == (["SET LOCAL lock_timeout = '5s'", "SET LOCAL lock_timeout = '0'"] if citus else [])
+
+
 @pytest.mark.django_db(transaction=True)
 def test_an_outer_transaction_takes_the_row_with_it():
     with transaction.atomic():
@@ -180,6 +192,12 @@ def test_it_works_in_a_test_case():
 def _first():
     with process_once("stripe", "evt_1") as first:
         return first
+
+
+@pytest.mark.django_db
+def test_what_is_just_short_enough_is_kept():
+    with process_once("s" * 100, "1" * 255) as first:
+        assert first
 
 
 @pytest.mark.django_db

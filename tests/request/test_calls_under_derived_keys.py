@@ -15,6 +15,7 @@ from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
 from idempotency.reaper import ReapPass, reap_once
+from idempotency.signals import key_conflict
 from rides_demo.urls import urlpatterns
 from tests.factories import IdempotencyKeyFactory, UserFactory
 from tests.kit.ageing import make_older
@@ -90,13 +91,18 @@ def test_past_its_validity_nothing_is_begun(serve: Any, sender: Sender) -> None:
 @pytest.mark.parametrize("end", ["answered", "taken over", "given up"])
 def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sender) -> None:
     """The run is paused before its call and thought dead; a person answers that nothing was done, or another run goes on."""
-    gate, charges = Gate(), []
+    gate, charges, conflicts = Gate(), [], []
 
     def pay(key: Any) -> None:
         gate.wait_here()
         with key.call("charge"):
             charges.append(key.attempts)
         finish(key)
+
+    def listen(code: str, **kwargs: Any) -> None:
+        conflicts.append(code)
+
+    key_conflict.connect(listen)
 
     serve(view=over_key(pay))
     with background(another_client(sender).send) as late:
@@ -114,6 +120,7 @@ def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sende
         gate.open()
         told = late.result(60).status_code
     assert (told, charges) == {"answered": (410, []), "taken over": (200, [2]), "given up": (409, [])}[end]
+    assert conflicts == (["key_stuck"] if end == "given up" else [])
 
 
 def test_an_answer_is_refused_when_a_call_was_begun_since_the_person_looked(serve: Any, sender: Sender) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from django.contrib.auth import get_user_model
 from django.contrib.auth.decorators import login_required
-from django.contrib.auth.mixins import LoginRequiredMixin
+from django.contrib.auth.mixins import AccessMixin, LoginRequiredMixin
 from django.contrib.auth.views import LoginView
 from django.core.checks import run_checks
 from django.core.validators import RegexValidator
@@ -195,6 +195,8 @@ def test_dispatch_of_a_class_that_checks_access_is_an_error(settings):
     assert said(settings, checked.as_view()) == ["idempotency.E007"]
     assert said(settings, whole(type("Rest", (APIView,), {"post": answer})).as_view()) == ["idempotency.E007"]
     assert said(settings, whole(type("Unchecked", (Answering,), {})).as_view()) == []
+    # A mixin may check nothing in dispatch().
+    assert said(settings, whole(type("CheckedInPost", (AccessMixin, Answering), {})).as_view()) == []
 
 
 class InTransaction(View):

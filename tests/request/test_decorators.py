@@ -256,7 +256,7 @@ def test_database_error_that_the_view_swallowed_is_no_success(kind: Kind, serve:
 @pytest.mark.postgres
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_key_that_the_view_itself_committed_is_not_answered_with_an_empty_success(
-    fails: bool, serve: Serve, sender: Sender
+    fails: bool, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
 ) -> None:
     @idempotent
     def view(request: HttpRequest) -> HttpResponseBase:
@@ -270,6 +270,7 @@ def test_a_key_that_the_view_itself_committed_is_not_answered_with_an_empty_succ
     assert sender.send().status_code == (500 if fails else 503)
     answer = sender.send()
     assert (answer.status_code, answer.json()["code"]) == (409, "key_stuck")
+    assert "was committed without a response" in caplog.text
 
 
 @pytest.mark.parametrize("savepoint", [True, False])

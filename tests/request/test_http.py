@@ -16,7 +16,15 @@ from django.contrib.sessions.backends.db import SessionStore
 from django.core.handlers.wsgi import WSGIRequest
 from django.core.wsgi import get_wsgi_application
 from django.db import transaction
-from django.http import FileResponse, HttpRequest, HttpResponse, HttpResponseBase, HttpResponseRedirect, StreamingHttpResponse
+from django.http import (
+    FileResponse,
+    Http404,
+    HttpRequest,
+    HttpResponse,
+    HttpResponseBase,
+    HttpResponseRedirect,
+    StreamingHttpResponse,
+)
 from django.template import engines
 from django.template.response import TemplateResponse
 from django.test import Client, RequestFactory
@@ -469,6 +477,38 @@ def test_template_response_is_rendered_before_it_is_stored(
     Entry.objects.create(name="later")
     assert first.content == b"made 0"
     assert sender.send().content == b"made 0"
+
+
+@both_kinds
+def test_what_a_callback_makes_of_a_rendered_response_is_stored(
+    kind: Kind, serve: Serve, sender: Sender, template: Callable[[str], Any]
+) -> None:
+    def work(request: HttpRequest) -> TemplateResponse:
+        response = TemplateResponse(request, template("draft"), status=201)
+        response.add_post_render_callback(lambda rendered: HttpResponse(rendered.content.upper(), status=201))
+        return response
+
+    serve(view=kind(work))
+    assert [sender.send().content for _ in range(2)] == [b"DRAFT", b"DRAFT"]
+
+
+def test_what_is_no_response_is_named(serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
+    serve(view=plain(lambda request: "made"))
+    assert sender.send().status_code == 500
+    assert "The view returned str, not a response." in caplog.text
+
+
+def test_an_error_that_the_handler_of_a_framework_fails_at_is_left_to_django(serve: Serve, sender: Sender) -> None:
+    def missing(request: HttpRequest) -> HttpResponse:
+        raise Http404
+
+    def broken(request: HttpRequest, error: Exception) -> HttpResponse:
+        raise RuntimeError("no handler")
+
+    missing.answer_to = broken  # type: ignore[attr-defined]
+    serve(view=plain(missing))
+    assert [sender.send().status_code for _ in range(2)] == [404, 404]
+    assert sender.send()["Idempotent-Replayed"] == "true"
 
 
 @pytest.mark.parametrize("kind", [plain, phased_outside])

@@ -17,6 +17,7 @@ from idempotency.decorators import idempotent
 from idempotency.exceptions import DownstreamKeyExpired, KeyStuck, PhaseDidNotAdvance, UnknownRecoveryPoint
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
+from idempotency.signals import key_stuck
 from tests.kit.ageing import expire_lock, make_older
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, background, in_background
@@ -497,13 +498,21 @@ def test_a_view_can_hand_its_key_to_a_person(serve: Any, sender: Sender) -> None
 
 
 def test_a_key_left_by_another_deploy_waits_for_code_that_knows_its_point(serve: Any, sender: Sender) -> None:
+    told: list[int] = []
+
+    def listen(key: IdempotencyKey, **kwargs: Any) -> None:
+        told.append(key.pk)
+
+    key_stuck.connect(listen)
     serve(view=one_phase(lambda key: HttpResponse(status=500)))
     sender.send()
     IdempotencyKey.objects.update(recovery_point="point_of_next_deploy")
     answer = sender.send()
     assert (answer.status_code, problem(answer)["code"]) == (503, "unknown_recovery_point")
     assert int(answer["Retry-After"]) >= 1
-    assert IdempotencyKey.objects.stuck().get().stuck_code == "unknown_recovery_point"
+    key = IdempotencyKey.objects.stuck().get()
+    assert (key.stuck_code, "'point_of_next_deploy'" in key.stuck_reason) == ("unknown_recovery_point", True)
+    assert told == [key.pk]
     IdempotencyKey.objects.update(recovery_point="one")
 
     def finish(key: IdempotencyKey) -> None:

@@ -123,13 +123,14 @@ def test_after_a_few_runs_it_is_left_to_the_client_whose_retry_still_runs(refusa
     assert not IdempotencyKey.objects.stuck().exists()
 
 
-def test_a_refusal_before_the_decorator_counts_the_same(serve: Any, sender: Sender) -> None:
+@pytest.mark.parametrize("status", [400, 401])
+def test_a_refusal_before_the_decorator_counts_the_same(status: int, serve: Any, sender: Sender) -> None:
     shop = Shop(lambda: HttpResponse(status=404))
     left_by_its_client(shop, serve, sender)
 
     @wraps(shop.view)
     def signed_in(request: HttpRequest) -> HttpResponseBase:
-        answer: HttpResponseBase = shop.view(request) if tenant.get() else HttpResponse(status=401)
+        answer: HttpResponseBase = shop.view(request) if tenant.get() else HttpResponse(status=status)
         return answer
 
     serve(view=signed_in)
@@ -137,8 +138,17 @@ def test_a_refusal_before_the_decorator_counts_the_same(serve: Any, sender: Send
     key = IdempotencyKey.objects.get()
     assert key.stuck_code == StuckCode.REFUSED_WHEN_REBUILT
     assert key.stuck_reason.endswith(key.last_error)
-    assert "401" in key.last_error
+    assert str(status) in key.last_error
     send(sender, 201)
+
+
+def test_an_error_before_the_decorator_is_no_refusal(serve: Any, sender: Sender) -> None:
+    shop = Shop(lambda: HttpResponse(status=404))
+    left_by_its_client(shop, serve, sender)
+    serve(view=wraps(shop.view)(lambda request: HttpResponse(status=500)))
+    for _ in range(completer._RUNS_BEFORE_REFUSED):
+        abandon()
+        assert complete_once() == CompletePass(failed=1)
 
 
 def test_a_request_that_has_begun_something_has_all_its_attempts(serve: Any, sender: Sender, settings: Settings) -> None:

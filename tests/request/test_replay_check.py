@@ -284,9 +284,10 @@ def test_an_async_view_is_checked(serve: Serve, sender: Sender) -> None:
 
 
 @pytest.mark.parametrize("answer", [True, False, "no"])
-def test_what_is_no_response_is_a_mistake(answer: Any, serve: Serve, sender: Sender) -> None:
+def test_what_is_no_response_is_a_mistake(answer: Any, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
     serve(view=idempotent(replay_check=lambda request, key: answer)(create))
     assert [sender.send().status_code for _ in range(2)] == [201, 500]
+    assert f"The function replay_check must return None or a response that refuses the replay, not {answer!r}." in caplog.text
 
 
 def test_it_must_be_a_function() -> None:
