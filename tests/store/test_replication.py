@@ -266,6 +266,27 @@ def test_the_completer_stops_its_pass_and_leaves_no_key_locked(serve: Serve, sen
     eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
 
 
+def test_an_effect_whose_commit_did_not_wait_for_the_standby_is_not_reported(
+    confirm: Any, execute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL tells a cancelled wait by a warning of a function at COMMIT; here a trigger warns."""
+    confirm(True)
+    monkeypatch.setattr(replication, "_WAIT", "exec_stmt_raise")
+    execute(
+        "CREATE FUNCTION warn() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE WARNING 'cancelled'; RETURN NULL; END $$"
+    )
+    execute(
+        "CREATE CONSTRAINT TRIGGER warn AFTER INSERT ON idempotency_processedmessage DEFERRABLE INITIALLY DEFERRED "
+        "FOR EACH ROW EXECUTE FUNCTION warn()"
+    )
+    try:
+        with pytest.raises(NotReplicated, match="cancelled"), process_once("stripe", "evt_1"):
+            pass
+    finally:
+        execute("DROP FUNCTION warn CASCADE")
+    assert ProcessedMessage.objects.count() == 1
+
+
 def test_a_message_is_called_processed_only_when_it_is_confirmed(confirm: Any) -> None:
     confirm(True)
     with process_once("stripe", "evt_1") as first:
