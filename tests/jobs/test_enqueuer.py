@@ -3,6 +3,7 @@
 import os
 import signal
 from base64 import b64encode
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -25,7 +26,7 @@ from rides_demo.processes.ports import free_port
 from tests.factories import StagedJobFactory, UserFactory
 from tests.kit.brokers import queued
 from tests.kit.commands import run, start
-from tests.kit.threads import Gate, at_once, background
+from tests.kit.threads import Gate, at_once, background, elsewhere
 from tests.kit.waiting import eventually
 from tests.models import Account, Entry
 
@@ -410,3 +411,45 @@ def test_a_job_that_returns_a_retry_is_run_again():
     Entry.objects.create(name="the time has come")
     run_once(name, {}, job_id)
     assert Account.objects.filter(name="done at last").exists()
+
+
+class Broker:
+    """A backend that notes what it is offered, and in which transaction."""
+
+    def __init__(self, error=None):
+        self.error, self.offers = error, []
+
+    def hand_over(self, queue, jobs):
+        committed = elsewhere(lambda: StagedJob.objects.filter(queue="a").count()) if queue == "b" else None
+        self.offers.append((queue, len(jobs), committed))
+        if len(jobs) > 1:
+            raise RuntimeError("one of them is no job")
+        if self.error:
+            raise self.error
+        return {}
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize(("seconds", "left"), [(-1, 0), (60, 1)])
+def test_a_batch_that_took_too_long_is_committed_before_the_next_queue(seconds, left, monkeypatch):
+    monkeypatch.setattr(enqueuer, "BATCH_SECONDS", seconds)
+    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
+    broker = Broker()
+    for queue in "ab":
+        stage(1, queue=queue)
+    assert enqueue_once() == EnqueuePass(handed_over=2)
+    assert broker.offers == [("a", 1, None), ("b", 1, left)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "error", "offered"),
+    [(60, None, [3, 1, 1, 1]), (-1, None, [3, 1, 2, 1, 1]), (60, BrokerUnavailable("away"), [3, 1])],
+)
+def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(seconds, error, offered, monkeypatch):
+    monkeypatch.setattr(enqueuer, "BATCH_SECONDS", seconds)
+    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
+    broker = Broker(error)
+    stage(3)
+    with pytest.raises(BrokerUnavailable) if error else nullcontext():
+        assert enqueue_once() == EnqueuePass(handed_over=3)
+    assert [number for _, number, _ in broker.offers] == offered
