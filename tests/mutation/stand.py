@@ -26,7 +26,7 @@ from tests.mutation.warm import changed_function
 LEFT_OUT = ("--deselect", "tests/request/test_counts.py::test_every_update_of_a_phased_key_but_the_finish_is_hot")
 NOT_COPIED = (".git", ".venv*", ".run", ".tox", ".*_cache", ".hypothesis", "__pycache__")
 #: A test is endless when it takes so many times as long as it did before, and so many seconds: other people use the machine.
-PATIENCE, GRACE_SECONDS = 20, 60
+PATIENCE, GRACE_SECONDS = 20, 20
 #: A mutant that is read anew meets so many tests in a pytest that has collected their files only.
 FIRST = 30
 #: So long may pytest take to collect all tests.
