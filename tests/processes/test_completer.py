@@ -1,6 +1,7 @@
 """The completer finishes what clients have left, as the user who sent it, and nothing else."""
 
 from asyncio import CancelledError
+from dataclasses import astuple
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -102,7 +103,7 @@ def test_a_key_that_is_young_busy_or_a_persons_is_left_alone(
     abandon(times=10)
     shop.broken = False
     IdempotencyKey.objects.update(**state)
-    assert complete_once() == CompletePass()
+    assert astuple(complete_once()) == astuple(CompletePass()) == (0, 0, 0)
     assert len(shop.seen) == 1
 
 
