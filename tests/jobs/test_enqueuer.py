@@ -2,8 +2,9 @@
 
 import os
 import signal
+import sqlite3
 from base64 import b64encode
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
@@ -322,13 +323,14 @@ def test_a_poison_job_fails_alone(broker, settings):
     assert enqueue_once() == EnqueuePass(), "it waits before it is offered again"
 
 
-def test_a_refused_job_is_given_up_after_a_bounded_number_of_attempts(broker, settings):
+def test_a_refused_job_is_given_up_after_a_bounded_number_of_attempts(broker, settings, caplog):
     settings.IDEMPOTENCY = PICKY
     stage(1, job_name="tests.kit.jobs.poison", refusals=enqueuer.MAX_ATTEMPTS - 1, last_error="refused")
     assert enqueue_once() == EnqueuePass(failed=1)
     job = StagedJob.objects.get()
     assert job.refusals == enqueuer.MAX_ATTEMPTS
     assert job.failed_at is not None
+    assert f"staged job {job.pk} (tests.kit.jobs.poison) has failed: ValueError" in caplog.text
     assert enqueue_once() == EnqueuePass()
 
 
@@ -454,3 +456,51 @@ def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(
     with pytest.raises(BrokerUnavailable) if error else nullcontext():
         assert enqueue_once() == EnqueuePass(handed_over=3)
     assert [number for _, number, _ in broker.offers] == offered
+
+
+@pytest.mark.postgres
+def test_the_transaction_of_a_batch_has_limits_of_its_own(monkeypatch):
+    limits = []
+
+    class Looking(Broker):
+        def hand_over(self, queue, jobs):
+            with connection.cursor() as cursor:
+                for name in ("idle_in_transaction_session_timeout", "lock_timeout"):
+                    cursor.execute("SELECT setting::int FROM pg_settings WHERE name = %s", [name])
+                    limits.append(cursor.fetchone()[0])
+            return {}
+
+    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: Looking())
+    stage(1)
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert limits == [enqueuer.IDLE_SECONDS * 1000, enqueuer.BROKER_TIMEOUT_SECONDS * 1000]
+
+
+@pytest.mark.parametrize(("refusals", "wait"), [(0, 10), (1, 20), (3, 80), (8, 2560)])
+def test_a_refused_job_waits_twice_as_long_each_time(refusals, wait, broker, settings):
+    settings.IDEMPOTENCY = PICKY
+    stage(1, job_name="tests.kit.jobs.poison", refusals=refusals)
+    before = timezone.now()
+    assert enqueue_once() == EnqueuePass(refused=1)
+    waits = (StagedJob.objects.get().run_at - before).total_seconds()
+    assert wait <= waits < wait + 5
+
+
+@pytest.mark.skipif("connection.vendor != 'sqlite'", reason="needs SQLite")
+def test_nobody_else_writes_while_jobs_are_handed_over(monkeypatch):
+    """SQLite has no row locks: another enqueuer would read the same jobs."""
+    refused = []
+
+    class Looking(Broker):
+        def hand_over(self, queue, jobs):
+            with closing(sqlite3.connect(connection.settings_dict["NAME"], timeout=0)) as other:
+                try:
+                    other.execute("BEGIN IMMEDIATE")
+                except sqlite3.OperationalError as error:
+                    refused.append(str(error))
+            return {}
+
+    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: Looking())
+    stage(1)
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert refused == ["database is locked"]
