@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import redis.retry
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
 from django.utils import timezone
 from rq import Retry
 
@@ -448,7 +448,8 @@ def test_a_batch_that_took_too_long_is_committed_before_the_next_queue(seconds, 
     ("seconds", "error", "offered"),
     [(60, None, [3, 1, 1, 1]), (-1, None, [3, 1, 2, 1, 1]), (60, BrokerUnavailable("away"), [3, 1])],
 )
-def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(seconds, error, offered, monkeypatch):
+def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(seconds, error, offered, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="idempotency")
     monkeypatch.setattr(enqueuer, "BATCH_SECONDS", seconds)
     monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
     broker = Broker(error)
@@ -456,6 +457,7 @@ def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(
     with pytest.raises(BrokerUnavailable) if error else nullcontext():
         assert enqueue_once() == EnqueuePass(handed_over=3)
     assert [number for _, number, _ in broker.offers] == offered
+    assert "queue 'default' refused a batch of 3 jobs, which are handed over one by one: one of them is no job" in caplog.text
 
 
 @pytest.mark.postgres
@@ -500,6 +502,7 @@ def test_nobody_else_writes_while_jobs_are_handed_over(monkeypatch):
                     refused.append(str(error))
             return {}
 
+    monkeypatch.setattr(connections["default"], "transaction_mode", None)  # as Django has it by default
     monkeypatch.setattr(enqueuer, "backend_of", lambda queue: Looking())
     stage(1)
     assert enqueue_once() == EnqueuePass(handed_over=1)
