@@ -17,12 +17,14 @@ from pytest_django import Settings
 from rest_framework.throttling import BaseThrottle
 from rest_framework.views import APIView
 
+from idempotency import completer
 from idempotency._request.phased_run import completion_of
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey
 from idempotency.signals import key_conflict, key_replayed, key_stuck
+from rides_demo.processes.ports import free_port
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import abandon
 from tests.kit.serving import Sender
@@ -285,6 +287,36 @@ def test_whatever_code_a_view_gives_its_key_reaches_a_person(
     key = IdempotencyKey.objects.stuck().get()
     assert (key.stuck_code, key.stuck_reason, key.locked_at) == (kept, "5 against 500", None)
     assert sender.send().status_code == 409
+
+
+def test_a_key_whose_last_run_did_not_come_back_is_given_up_without_another(
+    sender: Sender, serve: Any, settings: Settings
+) -> None:
+    """It may have killed its process, and could not mark the key."""
+    settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 2}
+    runs: list[HttpRequest] = []
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        runs.append(request)
+        return HttpResponse(status=503)
+
+    serve(view=view)
+    assert sender.send().status_code == 503
+    abandon()
+    IdempotencyKey.objects.update(completer_attempts=2)
+    assert complete_once() == CompletePass(stuck=1)
+    assert len(runs) == 1
+
+
+@pytest.mark.postgres
+def test_a_database_that_cannot_be_reached_does_not_answer(monkeypatch: pytest.MonkeyPatch, transactional_db: None) -> None:
+    connection.close()
+    monkeypatch.setitem(connection.settings_dict, "HOST", "127.0.0.1")
+    monkeypatch.setitem(connection.settings_dict, "PORT", free_port())
+    assert not completer._answers("default")
+    monkeypatch.undo()
+    assert completer._answers("default")
 
 
 @pytest.mark.postgres
