@@ -39,6 +39,7 @@ NOT_BEHIND_A_POOLER = {
     "test_52_request_to_a_read_only_database_is_a_503_and_the_view_does_not_run": "a pooler keeps its connections",
     "test_52_standby_is_a_503_until_it_is_promoted": "a pooler keeps its connections",
     "test_a_loop_says_once_that_the_database_takes_no_writes": "a pooler keeps its connections",
+    "test_a_database_that_takes_no_writes_does_not_answer": "a pooler keeps its connections",
     "test_a_delivery_to_a_read_only_database_is_one_to_a_lost_database": "a pooler keeps its connections",
     "test_a_command_says_in_one_line_that_the_database_takes_no_writes": "a pooler keeps its connections",
     "test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again": "it sets what belongs to a session",

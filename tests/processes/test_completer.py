@@ -5,6 +5,7 @@ from dataclasses import astuple
 from datetime import timedelta
 from functools import wraps
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.conf import settings as django_settings
@@ -310,13 +311,23 @@ def test_a_key_whose_last_run_did_not_come_back_is_given_up_without_another(
 
 
 @pytest.mark.postgres
-def test_a_database_that_cannot_be_reached_does_not_answer(monkeypatch: pytest.MonkeyPatch, transactional_db: None) -> None:
+def test_a_database_that_takes_no_writes_does_not_answer(monkeypatch: pytest.MonkeyPatch, transactional_db: None) -> None:
     connection.close()
     monkeypatch.setitem(connection.settings_dict, "HOST", "127.0.0.1")
     monkeypatch.setitem(connection.settings_dict, "PORT", free_port())
     assert not completer._answers("default")
     monkeypatch.undo()
     assert completer._answers("default")
+    with connection.cursor() as cursor:
+        cursor.execute("SET default_transaction_read_only = on")
+    assert not completer._answers("default")
+    connection.close()
+
+
+def test_a_key_that_another_run_has_taken_is_not_given_up(transactional_db: None) -> None:
+    key = IdempotencyKeyFactory(completer_attempts=99, claim_token=uuid4(), locked_at=Now())
+    assert not completer._give_up(key.pk, "default")
+    assert not IdempotencyKey.objects.stuck().exists()
 
 
 @pytest.mark.postgres
