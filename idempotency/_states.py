@@ -140,7 +140,8 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
     def expired(self, retention: timedelta | None = None, *, late_seconds: float = 0) -> "IdempotencyKeyQuerySet":
         """Keys past their retention, counted from ``finished_at`` or ``refused_at``.
 
-        The argument ``retention`` replaces that of each key. Their retention has been over for ``late_seconds``.
+        The argument ``retention`` replaces that of each key. With ``late_seconds``, only keys whose retention has been over for
+        that long.
 
         A request that finds an expired finished key handles it as a new key.
         """

@@ -76,7 +76,7 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
       key becomes stuck.
     - ``keep``, in a phased view: names of session values ("session.basket") and of attributes that a middleware sets
       ("tenant", "basket.pk"). The values are stored as JSON; the completer sets them on the request that it rebuilds.
-    - ``retention_hours``: the time for which a finished key is kept, if it is longer than RETENTION_HOURS.
+    - ``retention_hours``: how many hours a key is kept after it is finished or refused, if more than RETENTION_HOURS.
     - ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS. It runs once, outside any
       transaction, and its response finishes the key.
     - ``replay_check(request, key)``: called before each replay to a client, outside any transaction. A response or an

@@ -80,6 +80,13 @@ class TokenUser:
         return type(self), self.spent
 
 
+def users_with(name: str, function: Callable[[Any], str]) -> Any:
+    """Return a class of users with a cached property, as a project may have one."""
+    meta = type("Meta", (), {"proxy": True, "app_label": "tests"})
+    with isolate_apps("tests"):
+        return type("Rider", (get_user_model(),), {"__module__": __name__, "Meta": meta, name: cached_property(function)})
+
+
 def everybody(request: HttpRequest) -> str:
     return "everybody"
 
@@ -145,16 +152,7 @@ def test_user_of_rest_framework_stays_who_he_is(serve: Serve, sender: Sender) ->
 
 
 def test_user_keeps_his_class_and_what_a_middleware_gave_him(serve: Serve, sender: Sender) -> None:
-    with isolate_apps("tests"):
-
-        class Rider(get_user_model()):  # type: ignore[misc]
-            class Meta:
-                proxy = True
-                app_label = "tests"
-
-            @cached_property
-            def greeting(self) -> str:
-                return f"Hello {self.first_name}"
+    Rider = users_with("greeting", lambda user: f"Hello {user.first_name}")
 
     def authenticate(request: HttpRequest) -> None:
         request.user = Rider.objects.get(pk=request.user.pk)
@@ -177,16 +175,7 @@ def test_user_keeps_his_class_and_what_a_middleware_gave_him(serve: Serve, sende
 
 
 def test_user_who_is_gone_is_what_he_was(serve: Serve, sender: Sender) -> None:
-    with isolate_apps("tests"):
-
-        class Rider(get_user_model()):  # type: ignore[misc]
-            class Meta:
-                proxy = True
-                app_label = "tests"
-
-            @cached_property
-            def groups_of_the_token(self) -> str:
-                raise AssertionError("Only the middleware has the token.")
+    Rider = users_with("groups_of_the_token", lambda user: "read without the token")
 
     def authenticate(request: HttpRequest) -> None:
         request.user = Rider.objects.get(pk=request.user.pk)
