@@ -26,16 +26,18 @@ listen_port = 5432
 unix_socket_dir = {folder}
 unix_socket_mode = 0700
 logfile =
+{more}
 """
 
 
 class PgBouncer(Process):
-    """A PgBouncer with its socket in ``folder``, in front of the PostgreSQL whose socket is in ``postgres``."""
+    """A PgBouncer with its socket in ``folder``, in front of the PostgreSQL whose socket is in ``postgres``. ``more`` are
+    lines of its configuration that count more than ours."""
 
-    def __init__(self, program: str, folder: Path, postgres: Path) -> None:
+    def __init__(self, program: str, folder: Path, postgres: Path, more: str = "") -> None:
         self.configuration = folder / "pgbouncer.ini"
         super().__init__("PgBouncer", [program, str(self.configuration)], folder=folder, output=folder / "log")
-        self.sockets, self.postgres = folder, postgres
+        self.sockets, self.postgres, self.more = folder, postgres, more
         self.url = postgres_url(folder)
 
     def prepare(self) -> None:
@@ -43,7 +45,7 @@ class PgBouncer(Process):
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
-        self.configuration.write_text(CONFIGURATION.format(postgres=self.postgres, folder=self.folder))
+        self.configuration.write_text(CONFIGURATION.format(postgres=self.postgres, folder=self.folder, more=self.more))
         if os.geteuid() == 0:
             self.user = SYSTEM_USER
             ensure_system_user()
