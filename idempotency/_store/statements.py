@@ -1,7 +1,6 @@
-"""The SQL statements on keys, for PostgreSQL and for SQLite.
+"""The SQL statements on keys, for PostgreSQL and for SQLite. Durations are seconds; times are those of the database.
 
-Only names of columns and numbers of the settings are formatted into a text; values of a request are parameters. Durations are
-seconds; times are those of the database.
+Only names of columns and numbers of the settings are formatted into a text; values of a request are parameters.
 """
 # ruff: noqa: S608 - see above
 
@@ -52,9 +51,11 @@ _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 #: If a run does not know that its last COMMIT succeeded, it must not overwrite it.
 _REACHED = "k.recovery_point = %(reached)s"
 _UNTOUCHED = "k.untouched_attempts = k.attempts"
-#: While nothing is begun, each request of the client replaces the stored one: the completer runs the last one. The parts that
-#: may differ between two requests with one fingerprint:
-_OF_REQUEST = ("user_id", "request_path", "request_body", "request_content_type", "request_headers", "remote_addr")
+#: While nothing is begun, each request of the client replaces these parts of the stored one: the completer runs the last one.
+_OF_REQUEST = (
+    *("user_id", "request_path", "request_body", "request_content_type", "request_headers", "remote_addr"),
+    "retention_hours",
+)
 _LAST_REQUEST = ", ".join(
     f"{name} = CASE WHEN {_UNTOUCHED} AND k.recovery_point = '{STARTED}' THEN excluded.{name} ELSE k.{name} END"
     for name in _OF_REQUEST

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import redis.retry
-from django.db import connection, connections, transaction
+from django.db import connection, transaction
 from django.utils import timezone
 from rq import Retry
 
@@ -502,7 +502,8 @@ def test_nobody_else_writes_while_jobs_are_handed_over(monkeypatch):
                     refused.append(str(error))
             return {}
 
-    monkeypatch.setattr(connections["default"], "transaction_mode", None)  # as Django has it by default
+    connection.ensure_connection()
+    monkeypatch.setattr(connection, "transaction_mode", None)  # as Django has it by default
     monkeypatch.setattr(enqueuer, "backend_of", lambda queue: Looking())
     stage(1)
     assert enqueue_once() == EnqueuePass(handed_over=1)

@@ -186,6 +186,16 @@ def test_the_retention_of_the_view_counts_if_it_is_the_longer_one(
     assert look(described).outcome is outcome
 
 
+@pytest.mark.parametrize(("begun", "kept"), [(False, 200), (True, 100)])
+def test_the_retention_is_that_of_the_view_when_the_work_begins(begun: bool, kept: int) -> None:
+    key = claim(replace(request(), retention_hours=100)).key
+    if begun:
+        fence.advance(key, "paid", using="default")
+    fence.release(key, "It failed.", using="default")
+    assert claim(replace(request(), retention_hours=200)).outcome is Outcome.CLAIMED
+    assert IdempotencyKey.objects.get().retention_hours == kept
+
+
 def test_only_an_expired_key_of_its_scope_is_moved_out_of_the_way() -> None:
     """Between the look and the move somebody may have moved it, or a longer retention may have been set."""
     key = claim().key
