@@ -47,11 +47,13 @@ def retention_of(key: "IdempotencyKey") -> timedelta:
     return timedelta(hours=max(conf.get().RETENTION_HOURS, key.retention_hours or 0))
 
 
-def _retention() -> Any:
-    # SQLite multiplies a duration by no other kind of integer.
-    least, integer = Value(conf.get().RETENTION_HOURS), IntegerField()
-    hours = Greatest(Coalesce("retention_hours", least, output_field=integer), least, output_field=integer)
-    return ExpressionWrapper(hours * Value(timedelta(hours=1)), output_field=DurationField())
+def _seconds(number: Any) -> Any:
+    # psycopg sends a timedelta of days as days, whose length depends on the time zone of the connection.
+    return ExpressionWrapper(number * Value(timedelta(seconds=1)), output_field=DurationField())
+
+
+def _least_seconds(least_hours: float | None) -> int:
+    return round(3600 * (conf.get().RETENTION_HOURS if least_hours is None else least_hours))
 
 
 def held() -> Q:
@@ -137,20 +139,24 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         """Keys that the completer takes: those in the state abandoned, and due ones that are stuck because of a deploy."""
         return self.unlocked().filter(NOT_GIVEN_UP, _due())
 
-    def expired(self, retention: timedelta | None = None, *, late_seconds: float = 0) -> "IdempotencyKeyQuerySet":
+    def expired(self, least_hours: float | None = None, *, late_seconds: int = 0) -> "IdempotencyKeyQuerySet":
         """Keys past their retention, counted from ``finished_at`` or ``refused_at``.
 
-        The argument ``retention`` replaces that of each key. With ``late_seconds``, only keys whose retention has been over for
-        that long.
+        The argument ``least_hours`` replaces RETENTION_HOURS; a longer retention of the view still counts. With
+        ``late_seconds``, only keys whose retention has been over for that long.
 
         A request that finds an expired finished key handles it as a new key.
         """
-        least = timedelta(hours=conf.get().RETENTION_HOURS) if retention is None else retention
-        late = timedelta(seconds=late_seconds)
-        cutoff = Now() - (_retention() if retention is None else retention) - late
+        integer = IntegerField()  # SQLite multiplies a duration by no other kind of integer.
+        own, least = Coalesce("retention_hours", 0, output_field=integer) * 3600, _least_seconds(least_hours)
+        cutoff = Now() - _seconds(Greatest(own, least, output_field=integer) + late_seconds)
         refused = Q(finished_at__isnull=True, refused=True, refused_at__lt=cutoff)
-        # A key is created before it is finished or refused: the first condition is implied, and has an index.
-        return self.filter(Q(finished_at__lt=cutoff) | refused, created_at__lt=Now() - least - late)
+        return self.perhaps_expired(least_hours, late_seconds=late_seconds).filter(Q(finished_at__lt=cutoff) | refused)
+
+    def perhaps_expired(self, least_hours: float | None = None, *, late_seconds: int = 0) -> "IdempotencyKeyQuerySet":
+        """Keys that are old enough to be expired. This condition has an index: a key is created before it is finished or
+        refused."""
+        return self.filter(created_at__lt=Now() - _seconds(Value(_least_seconds(least_hours) + late_seconds)))
 
     def overdue(self) -> "IdempotencyKeyQuerySet":
         """Unfinished keys past the retention that are not marked as stuck.

@@ -63,23 +63,25 @@ def reap_once(
     retention, messages of the inbox after 30 days, and counts of requests after 8 days. It keeps the message of a job that is
     still staged. Foreign keys to a deleted key are honoured; a key that one of them protects is kept.
 
-    Unfinished keys that are not refused are overdue after the retention, which counts from their creation or from the last
+    Unfinished keys that are not refused are overdue after RETENTION_HOURS, which count from their creation or from the last
     hand-back. Unless a run holds the key, ``on_abandon`` of its view settles it, or it becomes stuck.
 
-    - ``older_than_hours``: replaces the retention of finished and refused keys. A retry whose key was deleted runs again.
+    - ``older_than_hours``: replaces RETENTION_HOURS for finished and refused keys. A longer ``retention_hours`` of the view
+      still counts. A retry whose key was deleted runs again.
     - ``dry_run``: only count.
     - ``stop``: called before each batch and during the pauses; True ends the pass.
     - ``progress``: called with the counts after each batch.
     """
     alias = using or router.db_for_write(IdempotencyKey)
-    expired = partial(_expired, alias, None if older_than_hours is None else timedelta(hours=older_than_hours))
+    keys = IdempotencyKey.objects.using(alias)
     if dry_run:
-        overdue = IdempotencyKey.objects.using(alias).overdue()
-        return ReapPass(deleted=expired().count(), stuck=overdue.count(), messages=_old_messages(alias).count())
+        deleted = keys.expired(older_than_hours).exclude(held()).count()
+        return ReapPass(deleted=deleted, stuck=keys.overdue().count(), messages=_old_messages(alias).count())
     counts: Counter[str] = Counter()
     batches = chain(
-        _timed(_reap_expired(alias, expired, batch_size)),
+        # First what clients wait for.
         ((batch, 0.0) for batch in _settle_overdue(alias, batch_size)),
+        _timed(_reap_expired(alias, older_than_hours, batch_size)),
         _timed(_reap_messages(alias, batch_size)),
     )
     while not stop() and (reaped := next(batches, None)) is not None:
@@ -107,11 +109,6 @@ def _rest(seconds: float, stop: Callable[[], bool]) -> None:
         time.sleep(min(left, _ASK_SECONDS))
 
 
-def _expired(alias: str, retention: timedelta | None) -> IdempotencyKeyQuerySet:
-    # An expired key normally has no lock. If it has one, its request is running, even if its times are old.
-    return IdempotencyKey.objects.using(alias).expired(retention).exclude(held())
-
-
 def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
     old = ProcessedMessage.objects.using(alias).filter(processed_at__lt=Now() - MESSAGE_RETENTION)
     # A staged job may be handed over again, so its message must not be forgotten.
@@ -120,23 +117,25 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
     return old.exclude(Q(source=STAGED_JOBS) & Exists(job.filter(digits=digits(OuterRef("message_id")))))
 
 
-def _reap_expired(alias: str, expired: Callable[[], IdempotencyKeyQuerySet], batch_size: int) -> Iterator[dict[str, int]]:
+def _reap_expired(alias: str, least_hours: float | None, batch_size: int) -> Iterator[dict[str, int]]:
+    keys = IdempotencyKey.objects.using(alias)
+    # An expired key normally has no lock. If it has one, its request is running, even if its times are old.
+    expired = keys.expired(least_hours).exclude(held()).select_for_update(skip_locked=True)
     last, size = None, batch_size
-    while True:
-        page: list[tuple[datetime, int]] = []
+    # Keys that their views keep for longer are read, and left; a page of them is as short as any other.
+    while page := _page(keys.perhaps_expired(least_hours), last, size):
+        pks: list[int] = []
         try:
             with durable_transaction(None, using=alias):
-                page = _page(expired().select_for_update(skip_locked=True), last, size)
-                deleted = _delete(alias, [pk for _, pk in page])
+                pks = list(expired.filter(pk__in=[pk for _, pk in page]).values_list("pk", flat=True))
+                deleted = _delete(alias, pks)
         except IntegrityError:
             # Citus checks deferred constraints at COMMIT only. Halve the batch, down to the key that a row protects.
             if (size := len(page) // 2) > 0:
                 continue
             deleted = 0
-        if not page:
-            return
         last, size = page[-1], batch_size
-        yield {"deleted": deleted, "protected": len(page) - deleted}
+        yield {"deleted": deleted, "protected": len(pks) - deleted}
 
 
 def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:

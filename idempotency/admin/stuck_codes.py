@@ -47,7 +47,7 @@ STUCK_CODES = {
     ),
     "retention_passed": Explanation(
         _(
-            "The request was not finished within the retention, and its view has no on_abandon (a function that settles "
+            "The request was not finished within RETENTION_HOURS, and its view has no on_abandon (a function that settles "
             "overdue requests)."
         ),
         _(

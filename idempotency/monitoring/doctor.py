@@ -31,7 +31,7 @@ OLDEST_TRANSACTION_SECONDS = 600.0
 #: The enqueuer makes a pass each second, the completer every 5 seconds. Work that waits longer has no process.
 LATE_SECONDS = 120.0
 #: The reaper makes a pass each minute, and may have many keys to delete.
-REAPER_LATE_SECONDS = 3600.0
+REAPER_LATE_SECONDS = 3600
 
 
 #: Values of synchronous_commit below ``on`` beside a synchronous standby, and what a commit then does.

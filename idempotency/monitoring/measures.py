@@ -111,10 +111,12 @@ def unfinished_keys(using: str, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
     )
 
 
-def keys_to_reap(using: str, late_seconds: float) -> int:
-    """Count the finished and refused keys that should have been deleted ``late_seconds`` ago."""
-    keys: Any = IdempotencyKey.objects.using(using).expired(late_seconds=late_seconds).order_by("created_at")
-    return int(keys[:COUNT_LIMIT].count())
+def keys_to_reap(using: str, late_seconds: int) -> int:
+    """Count the finished and refused keys that should have been deleted ``late_seconds`` ago, among the last COUNT_LIMIT keys
+    that are old enough. The reaper deletes older ones first, but not those that their views keep for longer."""
+    keys = IdempotencyKey.objects.using(using)
+    last = keys.perhaps_expired(late_seconds=late_seconds).order_by("-created_at").values("pk")[:COUNT_LIMIT]
+    return keys.expired(late_seconds=late_seconds).filter(pk__in=last).count()
 
 
 def staged_jobs(using: str, limit: int = COUNT_LIMIT) -> StagedJobs:
