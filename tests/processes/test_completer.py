@@ -20,7 +20,8 @@ from rest_framework.views import APIView
 
 from idempotency import completer
 from idempotency._request.phased_run import completion_of
-from idempotency.completer import CompletePass, complete_once
+from idempotency._store import claims
+from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey
@@ -325,9 +326,30 @@ def test_a_database_that_takes_no_writes_does_not_answer(monkeypatch: pytest.Mon
 
 
 def test_a_key_that_another_run_has_taken_is_not_given_up(transactional_db: None) -> None:
-    key = IdempotencyKeyFactory(completer_attempts=99, claim_token=uuid4(), locked_at=Now())
+    key = IdempotencyKeyFactory(completer_attempts=99, claim_token=uuid4(), locked_at=Now(), request_path="/view/")
     assert not completer._give_up(key.pk, "default")
     assert not IdempotencyKey.objects.stuck().exists()
+    IdempotencyKey.objects.update(locked_at=None)
+    assert completer._give_up(key.pk, "default")
+
+
+def test_a_key_that_cannot_be_claimed_is_tried_once_in_a_pass(
+    shop: Shop, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another claim may have won under a high level of isolation, and its run may be over."""
+    claimed: list[int] = []
+    sender.send()
+    abandon()
+    monkeypatch.setattr(claims, "claim_by_id", lambda pk, **options: claimed.append(pk))
+    assert complete_once(stop=lambda: len(claimed) > 1) == CompletePass()
+    assert len(claimed) == 1
+
+
+def test_a_key_that_a_person_completes_waits_as_long_as_at_first_when_it_fails(shop: Shop, sender: Sender) -> None:
+    sender.send()
+    assert complete_key(IdempotencyKey.objects.get().pk) == "failed"
+    key = IdempotencyKey.objects.get()
+    assert 60 <= (key.next_run_at - key.last_run_at).total_seconds() < 90
 
 
 @pytest.mark.postgres
