@@ -38,6 +38,7 @@ class Shop:
                     "body": json.loads(request.body) if request.content_type == "application/json" else request.POST.dict(),
                     "query": request.GET.dict(),
                     "host": request.get_host(),
+                    "port": request.get_port(),
                     "address": request.META["REMOTE_ADDR"],
                     "receipt": request.build_absolute_uri(reverse("view")),
                     "language": translation.get_language(),

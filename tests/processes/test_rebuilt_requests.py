@@ -13,17 +13,21 @@ from django.urls import get_script_prefix, get_urlconf, path, set_script_prefix,
 from django.utils import timezone, translation
 from django.utils.decorators import method_decorator
 from django.views import View as ClassBasedView
+from django.views.decorators.csrf import csrf_protect
 from pytest_django import Settings
 
+from idempotency._request import stored_request
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from idempotency.reaper import reap_once
+from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import abandon, make_older
 from tests.kit.serving import Sender
 from tests.kit.shop import Shop, open_shop
 from tests.kit.views import over_key, two_phases
+from tests.models import Account
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -52,6 +56,31 @@ def test_the_view_sees_the_host_that_its_client_saw_and_the_path_that_the_site_i
     assert by_completer["host"] == "rides.example"
     assert unquote(by_completer["receipt"]) == f"http://rides.example{mounted_at}/view/"
     assert get_script_prefix() == "/"
+
+
+@pytest.mark.parametrize(("secure", "host"), [(True, "testserver:8443"), (True, "testserver"), (False, "testserver")])
+def test_the_view_sees_the_scheme_and_the_port_of_its_client(shop: Shop, sender: Sender, secure: bool, host: str) -> None:
+    sender.send(headers={"Host": host}, secure=secure)
+    abandon()
+    complete_once()
+    by_client, by_completer = shop.seen
+    assert by_completer == by_client
+    assert by_completer["receipt"] == f"{'https' if secure else 'http'}://{host}/view/"
+
+
+def test_a_view_that_checks_for_a_csrf_token_is_run(shop: Shop, sender: Sender, serve: Any) -> None:
+    """The token of the client was checked before its key was stored."""
+    serve(view=csrf_protect(shop.view))
+    sender.send()
+    abandon()
+    shop.broken = False
+    assert complete_once() == CompletePass(finished=1)
+
+
+def test_a_user_model_without_activity_is_active(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_request, "get_user_model", lambda: Account)
+    account = Account.objects.create(name="a user of another model")
+    assert stored_request._user(IdempotencyKeyFactory.build(user_id=account.pk)) == account
 
 
 def test_what_a_proxy_that_is_not_trusted_forwards_is_not_believed(shop: Shop, sender: Sender, settings: Settings) -> None:

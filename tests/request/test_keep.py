@@ -250,6 +250,14 @@ def test_values_that_are_too_large_are_an_error(checkout: Any, sender: Sender) -
     assert not IdempotencyKey.objects.exists()
 
 
+@pytest.mark.parametrize("size", [MAX_KEPT_BYTES, MAX_KEPT_BYTES + 1])
+def test_values_may_have_the_largest_size(size: int, checkout: Any, sender: Sender) -> None:
+    basket = "x" * (size - len(json.dumps({"request": {"basket": ""}})))
+    checkout(lambda request: None, {"basket": basket}, keep=["basket"])
+    sender.send()
+    assert IdempotencyKey.objects.exists() == (size == MAX_KEPT_BYTES)
+
+
 class Gone:
     """A lazy value whose row was deleted."""
 

@@ -125,7 +125,12 @@ def test_a_body_that_is_not_stored_is_compared_all_the_same(serve: Serve, sender
 
 
 @pytest.mark.parametrize(
-    ("options", "code"), [({"redact": ["pin"]}, "body_redacted"), ({"store_body": False}, "body_not_kept")]
+    ("options", "code"),
+    [
+        ({"redact": ["pin"]}, "body_redacted"),
+        ({"store_body": False}, "body_not_kept"),
+        ({"store_body": False, "redact": ["pin"]}, "body_not_kept"),
+    ],
 )
 def test_the_completer_hands_over_what_it_cannot_run_as_it_was(
     options: dict[str, Any], code: str, serve: Serve, sender: Sender
