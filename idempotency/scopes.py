@@ -79,10 +79,11 @@ def user_or_session(request: HttpRequest) -> str:
 
     An authenticated sender that is not a Django user gets no scope, because the session may belong to another sender.
     """
-    who = getattr(request, "user", None)
-    if user_of(request) is None and getattr(who, "is_authenticated", False):
+    if is_no_user(request):
+        who = getattr(request, "user", None)
+        who = who if getattr(who, "is_authenticated", False) else request.auth  # type: ignore[attr-defined]
         logger.warning(
-            "No scope: request.user is authenticated, but is not a saved %s: it is a %s. Give the view a scope= that names the "
+            "No scope: the sender is authenticated, but is not a saved %s: it is a %s. Give the view a scope= that names the "
             "account, for example with idempotency.scopes.attribute.",
             get_user_model().__name__,
             who.__class__.__name__,  # of the wrapped object, not of SimpleLazyObject

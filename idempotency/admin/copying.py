@@ -25,7 +25,10 @@ def curl(key: IdempotencyKey) -> str:
         headers["Content-Type"] = key.request_content_type
     parts = [f"curl -X {shlex.quote(key.request_method)} {shlex.quote(address_of(key))}"]
     parts += [f"-H {shlex.quote(f'{name}: {value}')}" for name, value in headers.items()]
-    notes = [_("Left out: credentials, cookies, and each header that is not stored. Add credentials of your own.")]
+    notes = [
+        _("Left out: credentials, cookies, and each header that is not stored."),
+        _("With credentials of anybody but the sender this is a new request, which takes effect again."),
+    ]
     body = _text(key.request_body)
     if key.request_body is None:
         notes.append(_("Left out: the body, which is not stored."))

@@ -89,8 +89,8 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
         yield Warning(
             f"The view {view.path} has @idempotent(retention_hours={hours}). This has no effect, because RETENTION_HOURS is "
             f"{least}, and keys are kept at least that long.",
-            hint="Remove it. Or lower RETENTION_HOURS: first deploy the option of the views that need a longer time, then wait for "
-            "the former RETENTION_HOURS.",
+            hint="Remove it. Or lower RETENTION_HOURS: first deploy the option of the views that need a longer time, then wait "
+            "for the former RETENTION_HOURS.",
             id="idempotency.W016",
         )
     by_session = view.options.scope in (None, scopes.session, scopes.user, scopes.user_or_session)

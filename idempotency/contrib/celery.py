@@ -130,6 +130,13 @@ class OnceTask(Task):  # type: ignore[misc]
             )
         return result
 
+    def retry(self, *args: Any, **options: Any) -> Any:
+        """As in any task. If the next try cannot be published, the message of this one returns to the broker."""
+        try:
+            return super().retry(*args, **options)
+        except Reject as error:
+            raise Reject(error.reason, requeue=True) from error
+
     async def _finish(self, awaitable: Awaitable[Any], request: Any) -> Any:
         """Await the result of run() with the request pushed: Celery stores it by thread, and the event loop has its own."""
         self.request_stack.push(request)

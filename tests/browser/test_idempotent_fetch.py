@@ -175,11 +175,31 @@ def test_a_caller_can_give_up(service: FaultyService, page: Page) -> None:
 UNDECIDED = [(status, {}, b"") for status in sorted(Settings().NEVER_STORED_STATUSES - RETRIED_STATUSES)]
 
 
-@pytest.mark.parametrize("step", [*UNDECIDED, (422, PROBLEM, b'{"code": "key_reused", "retryable": false}')], ids=str)
+CODES = {"key_reused": 422, "key_stuck": 409, "scope_missing": 400}
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        *UNDECIDED,
+        *((status, PROBLEM, b'{"code": "%s", "retryable": false}' % code.encode()) for code, status in CODES.items()),
+        (422, {"Content-Type": "application/json"}, b'{"code": "key_reused"}'),
+    ],
+    ids=str,
+)
 def test_an_answer_that_says_nothing_of_the_operation_leaves_its_key(service: FaultyService, page: Page, step: Step) -> None:
     service.script = [CUT_AFTER, step]
 
     assert call(page, service)[0] == step[0]
+    assert call(page, service) == (201, "done 0: book")
+    assert len(service.done) == 1
+
+
+def test_a_page_that_a_redirect_leads_to_leaves_the_key(service: FaultyService, page: Page) -> None:
+    """The session ended meanwhile, and the view is behind ``login_required``."""
+    service.script = [CUT_AFTER, (302, {"Location": "/login"}, b""), (200, {}, b"Please log in.")]
+
+    assert call(page, service) == (200, "Please log in.")
     assert call(page, service) == (201, "done 0: book")
     assert len(service.done) == 1
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from celery import chord
+from celery.canvas import Signature
+from celery.exceptions import Reject
 from celery.result import AsyncResult
 
-from idempotency.contrib.celery import CeleryBackend
+from idempotency.contrib.celery import CeleryBackend, OnceTask
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
 from tests.factories import StagedJobFactory, UserFactory
@@ -50,6 +52,27 @@ def user() -> int:
 @pytest.fixture
 def mark(tmp_path: Any) -> str:
     return str(tmp_path / "mark")
+
+
+def test_a_message_whose_retry_cannot_be_published_returns_to_the_broker(monkeypatch):
+    """Celery itself acknowledges it, and the task is lost."""
+
+    @app.task(base=OnceTask, name="tests.fails")
+    def fails():
+        raise ValueError
+
+    def refuse(*args, **options):
+        raise OSError("OOM command not allowed")
+
+    monkeypatch.setattr(Signature, "apply_async", refuse)
+    fails.push_request(id="1", called_directly=False, retries=0)
+    try:
+        with pytest.raises(Reject) as rejected:
+            fails()
+    finally:
+        fails.pop_request()
+    assert rejected.value.requeue
+    assert not ProcessedMessage.objects.exists()
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])

@@ -27,7 +27,7 @@ from tests.factories import UserFactory
 from tests.kit.database import statements
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import all_at_once
-from tests.kit.views import Counted, both_kinds, create, two_phases
+from tests.kit.views import Counted, both_kinds, create, plain, two_phases
 from tests.kit.waiting import eventually
 from tests.models import Account, Entry
 
@@ -240,6 +240,16 @@ def test_who_is_signed_in_without_being_a_user_does_not_get_the_answers_of_the_s
     for who in ("alice", "bob"):
         answer = visitor.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": who})
         assert answer.json() == {"paid_by": who}
+
+
+def test_who_is_named_by_request_auth_alone_does_not_get_the_answers_of_the_session(
+    serve: Serve, visitor: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Django Ninja leaves a sender whose authentication returns no user."""
+    serve(view=_authenticated(plain(work := Counted()), "auth", lambda name: {"account": name}))
+    refused = visitor.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": "alice"})
+    assert (refused.status_code, problem(refused)["code"], work.runs) == (400, "scope_missing", 0)
+    assert "it is a dict" in caplog.text
 
 
 def test_field_for_who_is_signed_in_without_being_a_user_leaves_the_session_alone(serve: Serve, visitor: Client) -> None:
