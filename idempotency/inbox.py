@@ -70,6 +70,8 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
             raise
         if not first:
             replication.confirm(alias)
+        elif not own:
+            replication.confirm_at_commit(alias)
         yield first
         if first:
             _refuse_broken_transaction(connections[alias], marker)

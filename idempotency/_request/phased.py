@@ -54,6 +54,8 @@ def run_claimed(call: Call, options: Options, key: IdempotencyKey, *, completion
         # The new lock holder continues from the last commit of this run.
         _release(run.key, "This run lost its lock, or the result of its COMMIT.", using=using)
         other = rows.read(key.pk, using=using)
+        if other is not None and (other.scope, other.idempotency_key) != (key.scope, key.idempotency_key):
+            other = None  # A failover that lost this key has given its id to another.
         if completion is not None:
             completion.note(other)
         return responses.answer_of_other_run(other, call, options, sender)

@@ -103,8 +103,6 @@ class _PlainRun:
                 raise
             logger.error("COMMIT succeeded in %r, but failed for the key in %r: %s", committed, using, first_line(error))
             raise problems.database_unavailable() from None  # Attempts would retry an error with a cause.
-        if stored:
-            before.keep()  # in a TestCase, which never commits
-        else:
+        if not stored:
             before.put_back()
         return claim, response

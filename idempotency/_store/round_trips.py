@@ -21,7 +21,7 @@ from django.db.transaction import TransactionManagementError
 from psycopg.abc import PQGen
 from psycopg.adapt import PyFormat, Transformer
 from psycopg.errors import error_from_result
-from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
+from psycopg.pq import ConnStatus, ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Ready, Wait
 
@@ -203,6 +203,8 @@ def _exchanging(server: PGconn, sends: list[Callable[[], None]]) -> PQGen[list[P
             server.consume_input()
         result = server.get_result()
         if result is None:
+            if server.status != ConnStatus.OK:  # libpq has closed it, and nothing else will come.
+                raise psycopg.OperationalError(server.get_error_message())
             continue
         if result.status == ExecStatus.PIPELINE_SYNC:
             break

@@ -17,11 +17,11 @@ LAST_WORD = b"COMMIT"
 class Cut:
     """Where the next message that contains COMMIT is cut, once.
 
-    ``before``: it is not forwarded. Otherwise it is, and ``reply_bytes`` of the reply are passed on.
+    ``before``: it is not forwarded. Otherwise it is, and ``reply_bytes`` of the reply are passed on; as zeros if ``garbled``.
     """
 
-    def __init__(self, *, before: bool = False, reply_bytes: int = 0) -> None:
-        self.before, self.reply_bytes = before, reply_bytes
+    def __init__(self, *, before: bool = False, reply_bytes: int = 0, garbled: bool = False) -> None:
+        self.before, self.reply_bytes, self.garbled = before, reply_bytes, garbled
         #: The length of the whole reply; 0 before the cut.
         self.length = 0
 
@@ -70,7 +70,8 @@ class CuttingProxy:
             while data := far.recv(CHUNK_BYTES):
                 if struck:
                     struck[0].length = len(data)
-                    near.sendall(data[: struck[0].reply_bytes])
+                    passed = data[: struck[0].reply_bytes]
+                    near.sendall(bytes(len(passed)) if struck[0].garbled else passed)
                     break
                 near.sendall(data)
         _end(near, far)

@@ -7,13 +7,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
 import pytest
 from django.conf import settings as django_settings
-from django.db import OperationalError, connection
+from django.db import OperationalError, connection, transaction
 from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
 
@@ -236,11 +236,12 @@ def test_a_run_whose_last_commit_is_not_confirmed_is_released_where_it_is_lost(
     assert client.send().status_code == 201
 
 
+@pytest.mark.parametrize("outer", [nullcontext, transaction.atomic])
 def test_a_message_whose_commit_is_not_confirmed_is_delivered_again(
-    client: Sender, primary: Standby, confirming: None, settings: Settings
+    outer: Callable[[], AbstractContextManager[None]], client: Sender, primary: Standby, confirming: None, settings: Settings
 ) -> None:
     def deliver() -> bool:
-        with process_once("stripe", "evt_1") as first:
+        with outer(), process_once("stripe", "evt_1") as first:
             return first
 
     wait_for(primary, "nobody")

@@ -12,7 +12,7 @@ from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from tests.kit.serving import Sender
-from tests.kit.views import both_kinds, create, over_key, phased, two_phases
+from tests.kit.views import both_kinds, create, over_key, phased, plain, two_phases
 from tests.models import Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -38,6 +38,18 @@ def test_a_hook_that_fails_after_commit_does_not_replace_the_stored_answer(
     assert sender.send().status_code == 500
     assert Entry.objects.count() == 1
     assert IdempotencyKey.objects.get().response_code == 201
+    assert sender.send().status_code == 201
+
+
+def test_a_hook_that_fails_after_a_plain_view_raises_its_own_error(serve: Serve, sender: Sender) -> None:
+    def work(request: HttpRequest) -> HttpResponse:
+        transaction.on_commit(_broken_hook)
+        return create(request)
+
+    serve(view=plain(work))
+    sender.client.raise_request_exception = True
+    with pytest.raises(ConnectionError, match="the broker is down"):
+        sender.send()
     assert sender.send().status_code == 201
 
 

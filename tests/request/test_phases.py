@@ -4,6 +4,7 @@ import json
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.db import connection, transaction
@@ -17,11 +18,12 @@ from idempotency.decorators import idempotent
 from idempotency.exceptions import DownstreamKeyExpired, KeyStuck, PhaseDidNotAdvance, UnknownRecoveryPoint
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
-from idempotency.signals import key_stuck
+from idempotency.signals import key_finished, key_stuck
+from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import expire_lock, make_older
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, background, in_background
-from tests.kit.views import phased, plain
+from tests.kit.views import phased, phased_outside, plain
 from tests.models import Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -592,3 +594,84 @@ def test_a_plain_view_that_has_rolled_back_stores_no_response(serve: Any, sender
     assert sender.send().status_code == 500
     assert not Entry.objects.exists()
     assert not IdempotencyKey.objects.exists()
+
+
+def test_a_view_that_gives_up_after_its_answer_was_stored_is_an_error_of_the_view(serve: Any, sender: Sender) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for _ in key.phases():
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse(status=201))
+        raise KeyStuck("It is too late.")
+
+    serve(view=view)
+    assert [sender.send().status_code for _ in range(2)] == [500, 201]
+    assert not IdempotencyKey.objects.stuck().exists()
+
+
+def test_a_view_that_gives_up_what_another_run_has_taken_announces_nothing(serve: Any, sender: Sender) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        IdempotencyKey.objects.update(claim_token=uuid4())
+        raise KeyStuck("It is too late.")
+
+    told: list[str] = []
+    receiver = lambda key, **kwargs: told.append(key.stuck_code)  # noqa: E731
+    key_stuck.connect(receiver)
+    serve(view=view)
+    answer = sender.send()
+    key_stuck.disconnect(receiver)
+    assert (answer.status_code, problem(answer)["code"], told) == (409, "key_stuck", [])
+    assert not IdempotencyKey.objects.stuck().exists()
+
+
+def test_a_phased_view_inside_a_transaction_leaves_no_key(rf: Any) -> None:
+    view = phased(lambda request: HttpResponse(status=201), scope=lambda request: "one")
+    with transaction.atomic():
+        with pytest.raises(RuntimeError, match="was entered inside a transaction"):
+            view(rf.post("/", headers={"Idempotency-Key": "key-1"}))
+        assert not IdempotencyKey.objects.exists()
+
+
+def test_a_5xx_after_a_phase_is_not_stored_with_store_5xx_either(serve: Any, sender: Sender, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"STORE_5XX": True}
+
+    @idempotent(recovery_points=["one"])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for recovery_point in key.phases():
+            if recovery_point == "one":
+                return HttpResponse(status=500)
+            with atomic_phase(key) as phase:
+                phase.set_recovery_point("one")
+        return key.response()
+
+    serve(view=view)
+    assert sender.send().status_code == 500
+    assert IdempotencyKey.objects.get().last_error.startswith("The view responded with")
+
+
+def test_a_key_is_finished_when_it_is_said_so(serve: Any, sender: Sender) -> None:
+    told: list[str] = []
+    receiver = lambda key, **kwargs: told.append(key.recovery_point)  # noqa: E731
+    key_finished.connect(receiver)
+    serve(view=phased_outside(lambda request: HttpResponse(status=422)))
+    assert sender.send().status_code == 422
+    key_finished.disconnect(receiver)
+    assert told == ["finished"]
+
+
+def test_a_run_whose_key_was_lost_does_not_answer_with_another_one_that_has_its_id(serve: Any, sender: Sender) -> None:
+    """After a failover the sequence may go back. Behind a pooler the run goes on with a connection to the new primary."""
+    lost: list[Any] = []
+
+    def fail_over() -> None:
+        lost.append(IdempotencyKey.objects.get().pk)
+        IdempotencyKey.objects.all().delete()
+        IdempotencyKeyFactory(pk=lost[0], finished=True)
+
+    serve(view=two_phases(fail_over))
+    answer = sender.send()
+    assert (answer.status_code, problem(answer)["code"]) == (409, "key_in_use")
+    assert IdempotencyKey.objects.get().pk == lost[0]

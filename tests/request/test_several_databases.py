@@ -143,12 +143,15 @@ def test_a_commit_that_fails_there_is_tried_again_while_nothing_is_committed(ser
     assert Account.objects.using("shard_b").get().name == "rival sees 0"
 
 
-def test_once_another_database_has_committed_there_is_no_retry_inside_the_process(serve: Serve, sender: Sender) -> None:
+def test_once_another_database_has_committed_there_is_no_retry_inside_the_process(
+    serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
     serve(view=idempotent(isolation="serializable")(work := Booking(lambda: account("view", "default"))))
     with at_the_end_of_the_checks("default", rival):
         answer = sender.send()
     assert (answer.status_code, problem(answer)["code"], answer["Retry-After"]) == (503, "database_unavailable", "1")
     assert problem(answer)["retryable"] is True
+    assert "COMMIT succeeded in ['shard_b'], but failed for the key in 'default'" in caplog.text
     assert (work.runs, entries(), IdempotencyKey.objects.count()) == (1, (0, 1), 0)
     again = sender.send()
     assert (again.status_code, "Idempotent-Replayed" in again) == (201, False)

@@ -253,7 +253,7 @@ def test_the_completer_of_a_shard_finishes_the_keys_of_that_shard(shop: Shop, se
     shop.broken = False
     shop.ran.clear()
     assert complete_once(using="shard_b", concurrency=concurrency) == CompletePass(finished=3)
-    assert shop.ran == ["shard_b"] * 3
+    assert set(shop.ran) == {"shard_b"}, "a serialization failure of two at once makes a phase run again"
     assert (finished("default"), finished("shard_b")) == (0, 3)
     assert rows("default") == {"IdempotencyKey": 3, "Entry": 3}
     assert rows("shard_b") == {"IdempotencyKey": 3, "StagedJob": 3, "ForeignCall": 3, "Entry": 3}

@@ -311,6 +311,17 @@ def test_a_connection_cut_around_commit_leaves_one_effect(
             assert Entry.objects.filter(idempotency_key__idempotency_key=f"key-{number}").count() == 1
 
 
+@both_kinds
+def test_a_garbled_reply_is_a_broken_connection(kind: Kind, serve: Serve, sender: Sender, short_folder: Path) -> None:
+    serve(view=kind(Counted()))
+    with cutting_proxy(short_folder) as proxy:
+        proxy.cut = Cut(reply_bytes=CHUNK_BYTES, garbled=True)
+        answers = [sender.send() for _ in range(3)]
+        assert proxy.cut is None
+    assert answers[-1]["Idempotent-Replayed"] == "true"
+    assert Entry.objects.count() == 1
+
+
 def test_each_phase_of_a_run_whose_statements_are_lost_is_committed_once(serve: Serve, sender: Sender) -> None:
     def forget(request: HttpRequest) -> HttpResponse:
         Entry.objects.create(name="between")
