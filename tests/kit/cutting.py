@@ -1,4 +1,4 @@
-"""A proxy to the database of the test that counts round trips, and cuts the connection around a COMMIT."""
+"""A proxy to the database of the test that cuts the connection around a message, such as a COMMIT."""
 
 import socket
 import threading
@@ -11,16 +11,16 @@ from django.db import connection
 
 SOCKET = ".s.PGSQL.5432"
 CHUNK_BYTES = 65536
-LAST_WORD = b"COMMIT"
 
 
 class Cut:
-    """Where the next message that contains COMMIT is cut, once.
+    """Where the next message that contains ``word`` is cut, once.
 
     ``before``: it is not forwarded. Otherwise it is, and ``reply_bytes`` of the reply are passed on; as zeros if ``garbled``.
     """
 
-    def __init__(self, *, before: bool = False, reply_bytes: int = 0, garbled: bool = False) -> None:
+    def __init__(self, *, before: bool = False, reply_bytes: int = 0, garbled: bool = False, word: bytes = b"COMMIT") -> None:
+        self.word = word
         self.before, self.reply_bytes, self.garbled = before, reply_bytes, garbled
         #: The length of the whole reply; 0 before the cut.
         self.length = 0
@@ -56,7 +56,7 @@ class CuttingProxy:
         answering.start()
         with near, far, suppress(OSError):
             while data := near.recv(CHUNK_BYTES):
-                if self.cut is not None and LAST_WORD in data:
+                if self.cut is not None and self.cut.word in data:
                     struck.append(self.cut)
                     self.cut = None
                     if struck[0].before:

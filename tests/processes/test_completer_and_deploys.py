@@ -38,8 +38,9 @@ def left(shop: Shop, sender: Sender) -> IdempotencyKey:
     return key
 
 
-def test_nothing_comes_between_a_person_and_the_key(left: IdempotencyKey) -> None:
+def test_nothing_comes_between_a_person_and_the_key(left: IdempotencyKey, caplog: pytest.LogCaptureFixture) -> None:
     assert interventions.acknowledge(left.pk, left.claim_token, by="jane")
+    assert f"key {left.key_hash}: acknowledged by jane" in caplog.text
     before = IdempotencyKey.objects.values().get()
     for _ in range(3):
         IdempotencyKey.objects.update(next_run_at=None)

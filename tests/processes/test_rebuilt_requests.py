@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 from django.conf.urls.i18n import i18n_patterns
-from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse, RawPostDataException
 from django.urls import get_script_prefix, get_urlconf, path, set_script_prefix, set_urlconf
 from django.utils import timezone, translation
 from django.utils.decorators import method_decorator
@@ -66,6 +66,28 @@ def test_the_view_sees_the_scheme_and_the_port_of_its_client(shop: Shop, sender:
     by_client, by_completer = shop.seen
     assert by_completer == by_client
     assert by_completer["receipt"] == f"{'https' if secure else 'http'}://{host}/view/"
+    assert stored_request.rebuild(IdempotencyKey.objects.get()).META["SERVER_NAME"] == "testserver"
+
+
+def test_what_is_too_long_to_be_stored_is_cut(shop: Shop, sender: Sender, serve: Any) -> None:
+    serve(view=idempotent(lambda request: HttpResponse(status=201)))
+    assert sender.send(method="M" * 25, REMOTE_ADDR="9" * 60).status_code == 201
+    key = IdempotencyKey.objects.get()
+    assert (key.request_method, key.remote_addr) == ("M" * 20, "9" * 45)
+
+
+def test_a_form_that_was_read_as_a_stream_is_a_mistake_of_the_project(serve: Any, sender: Sender) -> None:
+    """All such forms would be equal, and each would get the answer of the first."""
+    protected = idempotent(lambda request: HttpResponse(status=201))
+
+    def reads(request: HttpRequest) -> HttpResponseBase:
+        request.read(10)
+        return protected(request)
+
+    serve(view=reads)
+    sender.client.raise_request_exception = True
+    with pytest.raises(RawPostDataException, match="read as a stream"):
+        sender.client.post("/view/", {"amount": "1"}, headers={"Idempotency-Key": "key-1"})
 
 
 def test_a_view_that_checks_for_a_csrf_token_is_run(shop: Shop, sender: Sender, serve: Any) -> None:

@@ -11,12 +11,14 @@ from django.http import HttpRequest, HttpResponse
 from django.utils.decorators import method_decorator
 from django.views import View
 from rest_framework.decorators import api_view
-from rest_framework.exceptions import PermissionDenied
+from rest_framework.exceptions import NotAuthenticated, PermissionDenied
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from idempotency._store import claims
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
 from tests.kit.serving import Sender
 
 Serve = Callable[..., None]
@@ -93,6 +95,45 @@ def test_an_exception_is_put_before_the_handler_of_the_framework_once(serve: Ser
     assert sender.send().status_code == 403
     assert len(asked) == 1
     assert not IdempotencyKey.objects.exists()
+
+
+def test_a_500_of_the_framework_after_a_phase_is_the_error_of_the_view(serve: Serve, sender: Sender) -> None:
+    class Fails(APIView):
+        authentication_classes = ()
+
+        def get_exception_handler(self) -> Any:
+            return lambda error, context: Response({"detail": "no"}, status=500)
+
+        @idempotent(recovery_points=["paid"])
+        def post(self, request: Any) -> Any:
+            key = request.idempotency_key
+            for _ in key.phases():
+                with atomic_phase(key) as phase:
+                    phase.set_recovery_point("paid")
+                raise OSError("The bank is down.")
+
+    serve(view=Fails.as_view())
+    assert sender.send().status_code == 500
+    assert IdempotencyKey.objects.get().last_error == "OSError: The bank is down."
+
+
+def test_a_refusal_that_is_not_stored_claims_the_key_once(
+    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed: list[Any] = []
+    real = claims.claim_plain
+    monkeypatch.setattr(claims, "claim_plain", lambda *args, **options: claimed.append(1) or real(*args, **options))
+
+    class Refuses(APIView):
+        authentication_classes = ()
+
+        @idempotent
+        def post(self, request: Any) -> Any:
+            raise NotAuthenticated
+
+    serve(view=Refuses.as_view())
+    assert sender.send().status_code in (401, 403)
+    assert len(claimed) == 1
 
 
 @method_decorator(idempotent, name="dispatch")

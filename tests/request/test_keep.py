@@ -10,7 +10,7 @@ import pytest
 from django.contrib.auth.models import Group
 from django.contrib.sessions.models import Session
 from django.core.exceptions import PermissionDenied
-from django.db import connection
+from django.db import OperationalError, connection
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.utils.functional import SimpleLazyObject
@@ -256,6 +256,20 @@ def test_values_may_have_the_largest_size(size: int, checkout: Any, sender: Send
     checkout(lambda request: None, {"basket": basket}, keep=["basket"])
     sender.send()
     assert IdempotencyKey.objects.exists() == (size == MAX_KEPT_BYTES)
+
+
+class Unread:
+    """A lazy value in a database that is down."""
+
+    @property
+    def pk(self) -> int:
+        raise OperationalError("the server closed the connection")
+
+
+def test_values_whose_database_is_down_are_asked_for_again(checkout: Any, sender: Sender) -> None:
+    checkout(lambda request: None, {"shop": Unread()}, keep=["shop.pk"])
+    assert sender.send().status_code == 503
+    assert not IdempotencyKey.objects.exists()
 
 
 class Gone:

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection
 from django.http import HttpRequest, HttpResponse
 
+from idempotency._store import fence
 from idempotency._store.database_errors import drop_connection
 from idempotency.models import IdempotencyKey
 from tests.kit.serving import Sender, View, problem
 from tests.kit.threads import elsewhere
-from tests.kit.views import Counted, both_kinds, create, two_phases
+from tests.kit.views import Counted, both_kinds, create, phased, two_phases
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
@@ -150,6 +151,25 @@ def test_connection_lost_in_commit_is_no_success(
 
 
 @pytest.mark.postgres
+def test_a_release_that_fails_twice_is_tried_later(
+    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[int] = []
+    release = fence.release
+
+    def fail_twice(key: IdempotencyKey, error: str, *, using: str) -> None:
+        tries.append(1)
+        if len(tries) <= 2:
+            raise OperationalError("the database is down")
+        release(key, error, using=using)
+
+    monkeypatch.setattr(fence, "release", fail_twice)
+    serve(view=phased(lambda request: HttpResponse(status=503)))
+    assert sender.send().status_code == 500, "a phase stores no 503"
+    assert "could not be released, retrying until its lock expires: the database is down" in caplog.text
+    assert eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
+
+
 def test_a_dropped_connection_does_not_go_back_to_a_pool(transactional_db: None) -> None:
     """With this option ``close()`` of psycopg's connection gives it back."""
     pooled = connection.copy("pooled")

@@ -146,7 +146,8 @@ def test_the_completer_hands_over_what_it_cannot_run_as_it_was(
     assert sender.send(body={"pin": "1234"}).status_code == 500
     make_older(400, "created_at", "last_run_at")
     assert complete_once().stuck == 1
-    assert IdempotencyKey.objects.get().stuck_code == code
+    key = IdempotencyKey.objects.get()
+    assert (key.stuck_code, key.stuck_reason.endswith("only its client can send it again.")) == (code, True)
 
 
 def test_an_empty_body_is_kept_in_any_case_and_run_by_the_completer(serve: Serve, sender: Sender) -> None:

@@ -6,10 +6,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import Error, OperationalError, connection, transaction
+from django.db import DataError, Error, OperationalError, connection, transaction
 from django.db.models.functions import Now
 
 from idempotency import interventions
@@ -19,8 +20,9 @@ from idempotency._store.claims import Claim, Outcome
 from idempotency._store.dialects import HISTORY_LIMIT
 from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory
-from tests.kit.ageing import expire_lock, past_the_retention
+from tests.kit.ageing import ago, expire_lock, past_the_retention
 from tests.kit.claims import claim, claim_as_completer, claim_plain, finish, locks, request
+from tests.kit.cutting import Cut, cutting_proxy
 from tests.kit.database import default_isolation, held_transaction, statements, waits_for_a_lock
 from tests.kit.threads import Gate, background, in_background
 from tests.kit.waiting import eventually
@@ -527,3 +529,35 @@ def test_who_holds_the_same_key_in_another_database_of_the_server_is_in_nobodys_
         elsewhere.execute("SELECT pg_advisory_lock(%s)", [number])
         claim()
     assert len(seen) == 2 * claims._CLAIM_TRIES, "it looks again, and asks again who holds the key"
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("by_completer", [False, True])
+def test_a_claim_whose_result_is_lost_is_released(by_completer: bool, short_folder: Path) -> None:
+    """Otherwise the key is locked until the lock expires, although nobody runs it."""
+    key = IdempotencyKeyFactory(created_at=ago(hours=1), last_run_at=ago(hours=1)) if by_completer else None
+    with cutting_proxy(short_folder) as proxy:
+        proxy.cut = Cut(word=b"claim_token", reply_bytes=0)
+        with pytest.raises(OperationalError):
+            claim_as_completer(key) if key else claim()
+    assert IdempotencyKey.objects.in_flight().exists()
+    eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
+
+
+@pytest.mark.postgres
+def test_a_claim_that_was_not_sent_or_was_refused_has_nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "release_later", lambda key, error, using: pytest.fail("It tries to release."))
+    with pytest.raises(DataError):
+        claim(replace(request(), method="M" * 30))
+    connection.close()
+    monkeypatch.setitem(connection.settings_dict["OPTIONS"], "host", "/nowhere")
+    with pytest.raises(OperationalError):
+        claim()
+
+
+@pytest.mark.parametrize("look", [claim, claim_plain])
+def test_a_fingerprint_of_an_unknown_way_can_be_compared_soon(look: Callable[..., Any]) -> None:
+    claim(request(fingerprint="v9:newer"))
+    expire_lock()
+    met = look(replace(request(fingerprint="v2:new"), made_alike=lambda stored: None))
+    assert (met.outcome, met.lock_seconds) == (Outcome.IN_PROGRESS, 1)
