@@ -74,6 +74,12 @@ def test_what_is_no_view_is_an_error() -> None:
         idempotent(lambda first: first)("not a request")
 
 
+@pytest.mark.parametrize("options", [{"isolated": True}, {"isolated": True, "retries": 3}])
+def test_an_unknown_option_is_named(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="has no option 'isolated'"):
+        idempotent(**options)
+
+
 def test_an_exception_is_put_before_the_handler_of_the_framework_once(serve: Serve, sender: Sender) -> None:
     asked: list[Exception] = []
 

@@ -70,7 +70,9 @@ def test_a_claim_runs_on_the_connection_that_a_health_check_opens(
 @both_kinds
 @pytest.mark.postgres
 @pytest.mark.parametrize("cut", CUTS)
-def test_connection_lost_in_the_view_is_a_503(cut: Callable[[], None], kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_connection_lost_in_the_view_is_a_503(
+    cut: Callable[[], None], kind: Kind, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
     def work(request: HttpRequest) -> HttpResponse:
         response = create(request)
         if counted.runs == 1:
@@ -80,6 +82,7 @@ def test_connection_lost_in_the_view_is_a_503(cut: Callable[[], None], kind: Kin
 
     serve(view=kind(counted := Counted(work)))
     assert _unavailable(sender.send())
+    assert "the database 'default' cannot be reached: " in caplog.text
     assert eventually(lambda: (answer := sender.send()).status_code != 409 and answer).status_code == 201
     assert Entry.objects.count() == 1
     assert counted.runs == 2

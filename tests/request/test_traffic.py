@@ -70,13 +70,16 @@ def test_an_error_of_the_server_is_a_failure_and_one_of_the_client_is_not(
     def broken(request: HttpRequest) -> HttpResponse:
         raise ZeroDivisionError
 
-    for work in (missing, broken, lambda request: HttpResponse(status=503)):
+    def answering(status: int) -> Callable[[HttpRequest], HttpResponse]:
+        return lambda request: HttpResponse(status=status)
+
+    for number, work in enumerate((missing, broken, answering(500), answering(503))):
         serve(view=kind(work))
-        sender.send(key=work.__name__)
-    assert outcomes == ["ran", "failed", "failed"]
+        sender.send(key=f"key-{number}")
+    assert outcomes == ["ran", "failed", "failed", "failed"]
 
 
-@pytest.mark.parametrize("status", ["N/A", None, 404])
+@pytest.mark.parametrize("status", ["N/A", None, 404, 500])
 @both_kinds
 def test_an_error_with_a_status_of_any_type_is_that_of_the_view(
     serve: Serve, sender: Sender, outcomes: list[RequestOutcome], kind: Kind, status: Any
