@@ -62,6 +62,15 @@ def test_an_async_view_runs_once_and_is_replayed(view: Any, serve: Serve, sender
     assert StagedJob.objects.count() == (view is phased)
 
 
+def test_a_safe_method_of_an_async_view_needs_no_key(serve: Serve, sender: Sender) -> None:
+    @idempotent
+    async def view(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(f"{request.method} {request.idempotency_key}")
+
+    serve(view=view)
+    assert sender.send(method="GET", key=None).content == b"GET None"
+
+
 def test_what_an_async_view_wrote_is_rolled_back_when_it_fails(serve: Serve, sender: Sender) -> None:
     fails = [True]
 

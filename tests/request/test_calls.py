@@ -34,6 +34,14 @@ def test_decorator_outside_of_the_access_check_is_refused_at_once(access: Any) -
         idempotent(access(view))
 
 
+def test_a_view_with_a_login_url_of_its_own_is_no_access_check() -> None:
+    def shows_a_link(request: HttpRequest) -> HttpResponse:
+        return HttpResponse("done")
+
+    shows_a_link.login_url = "/login/"  # type: ignore[attr-defined]
+    idempotent(shows_a_link)
+
+
 class Rest(APIView):
     @method_decorator(idempotent)
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
