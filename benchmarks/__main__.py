@@ -21,7 +21,7 @@ from benchmarks.ground import stop_in_order
 from benchmarks.targets import TARGETS, missed
 
 #: The modules; ``measure(quick)`` of each returns its figures.
-PARTS = ("systems", "jobs", "reaper", "sizes", "distance", "replication")
+PARTS = ("systems", "jobs", "reaper", "sizes", "rows", "distance", "replication")
 PATIENCE_SECONDS = 900
 ROOT = Path(__file__).parent.parent
 

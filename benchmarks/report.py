@@ -91,6 +91,8 @@ def files(results: dict[str, Any]) -> dict[Path, str]:
         _jobs(part(results, "jobs")),
         "## Many keys\n",
         _sizes(part(results, "sizes")),
+        "## Bodies of requests, and rows that are deleted\n",
+        _rows(part(results, "rows")),
         "## A network before the database, and statements that are not prepared\n",
         _distance(part(results, "distance")),
         _all_at_a_distance(part(results, "systems", "at_a_distance")),
@@ -347,6 +349,25 @@ def _sizes(figures: dict[str, Any]) -> str:
     rows.append(["bytes a key, indexes included", *[f"{row['bytes_a_key']:,}" for row in figures["tables"]]])
     return "The figures are microseconds, with the ratio to the smallest table in brackets.\n\n" + table(
         ["", *[f"{size:,} keys" for size in sizes]], rows
+    )
+
+
+def _rows(figures: dict[str, Any]) -> str:
+    if "error" in figures:
+        return not_measured(figures)
+    names = ("wal_bytes", "dead_rows", "disk_bytes", "delete_us", "delete_wal_bytes")
+    rows = [
+        [row["case"], *(f"{round(row[name], 2):,g}" if name == "dead_rows" else f"{row[name]:,}" for name in names)]
+        for row in figures["rows"]
+    ]
+    heads = ["bytes of WAL", "dead rows", "bytes on disk before autovacuum", "DELETE, us", "DELETE, bytes of WAL"]
+    return (
+        prose(
+            "The figures are those of one key: its request, its row at the end of the request, and the deletion of the row by "
+            "SQL after VACUUM and a checkpoint. The bodies do not compress."
+        )
+        + "\n"
+        + table(["", *heads], rows)
     )
 
 

@@ -1,0 +1,114 @@
+"""What does a key's row cost with bodies of 0, 1 and 10 KB, from its claim to its deletion?
+
+``python -m benchmarks --only rows``. A PostgreSQL in a temporary folder, with autovacuum off. Bodies are random, so they do not
+compress. VACUUM and a checkpoint precede the deletion, as they do for keys of yesterday: the first change of a page writes all
+of it to the WAL.
+"""
+
+import json
+import logging
+import os
+import random
+import string
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rides_demo.processes.embedded import Postgres, postgres_url
+
+KILOBYTES = (0, 1, 10)
+REQUESTS, QUICK_REQUESTS = 3000, 300
+#: Of so many requests the WAL is counted; counting takes longer than the request.
+COUNTED = 60
+
+EMPTY = "TRUNCATE idempotency_idempotencykey CASCADE"
+LEAVE_ALONE = "ALTER TABLE idempotency_idempotencykey SET (autovacuum_enabled = off)"
+FLUSH = "SELECT pg_stat_force_next_flush(), pg_stat_clear_snapshot()"
+STATE = """
+SELECT pg_total_relation_size('idempotency_idempotencykey'), pg_stat_get_dead_tuples('idempotency_idempotencykey'::regclass)
+"""
+#: As many as in a batch of the reaper.
+DELETE = """
+DELETE FROM idempotency_idempotencykey WHERE id IN (SELECT id FROM idempotency_idempotencykey ORDER BY id LIMIT 1000)
+"""
+WAL = "SELECT pg_current_wal_insert_lsn() - %s::pg_lsn"
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Return for each kind of request and size of body what a key costs."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure_here, QUICK_REQUESTS if quick else REQUESTS).result()
+
+
+def measure_here(requests: int) -> dict[str, Any]:
+    """Measure in this process, on a server in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        os.environ |= {
+            "DATABASE_URL": postgres_url(folder / "postgres"),
+            "DJANGO_SETTINGS_MODULE": "rides_demo.settings",
+            "RIDES_RUN_FOLDER": name,
+        }
+        with Postgres(folder / "postgres"):
+            from benchmarks.ground import migrate
+
+            migrate()
+            logging.disable(logging.CRITICAL)
+            return {"rows": [_cost(kind, size, requests) for size in KILOBYTES for kind in ("plain", "ride")]}
+
+
+def _cost(kind: str, kilobytes: int, requests: int) -> dict[str, Any]:
+    from django.db import connection
+
+    from benchmarks import views
+    from benchmarks.counts import count, create_table
+
+    view = {"plain": views.plain, "ride": views.ride}[kind]
+
+    def ask() -> None:
+        answer = view(views.request(body=body_of(1000 * kilobytes)))
+        if answer.status_code != 201:
+            raise RuntimeError(f"{kind}: {answer.status_code} instead of 201: {answer.content!r}")
+
+    create_table()
+    with connection.cursor() as cursor:
+        cursor.execute(EMPTY)
+        cursor.execute(LEAVE_ALONE)
+        wal = [count(ask).wal_bytes for _ in range(2 * COUNTED)][COUNTED:]  # The first ones read the catalogue.
+        cursor.execute(EMPTY)
+        cursor.execute(FLUSH)
+        cursor.execute(STATE)
+        _, dead_before = cursor.fetchone()
+        for _ in range(requests):
+            ask()
+        cursor.execute(FLUSH)
+        cursor.execute(STATE)
+        size, dead = cursor.fetchone()
+        cursor.execute("VACUUM idempotency_idempotencykey")
+        cursor.execute("CHECKPOINT")
+        cursor.execute(WAL, ["0/0"])
+        before, start = cursor.fetchone()[0], time.perf_counter()
+        deleted = 0
+        while deleted < requests:
+            cursor.execute(DELETE)
+            deleted += cursor.rowcount
+        seconds = time.perf_counter() - start
+        cursor.execute(WAL, ["0/0"])
+        delete_wal = int(cursor.fetchone()[0] - before)
+    return {
+        "case": f"{kind}, {kilobytes} KB",
+        "wal_bytes": round(median(wal)),
+        "dead_rows": round((dead - dead_before) / requests, 2),
+        "disk_bytes": round(size / requests),
+        "delete_us": round(1e6 * seconds / requests),
+        "delete_wal_bytes": round(delete_wal / requests),
+    }
+
+
+def body_of(size: int) -> str:
+    """Return a JSON object with a text of this length, which does not compress."""
+    return json.dumps({"text": "".join(random.choices(string.ascii_letters + string.digits, k=size))})
