@@ -356,10 +356,7 @@ def _rows(figures: dict[str, Any]) -> str:
     if "error" in figures:
         return not_measured(figures)
     names = ("wal_bytes", "dead_rows", "disk_bytes", "delete_us", "delete_wal_bytes")
-    rows = [
-        [row["case"], *(f"{round(row[name], 2):,g}" if name == "dead_rows" else f"{row[name]:,}" for name in names)]
-        for row in figures["rows"]
-    ]
+    rows = [[row["case"], *(f"{row[name]:,g}" for name in names)] for row in figures["rows"]]
     heads = ["bytes of WAL", "dead rows", "bytes on disk before autovacuum", "DELETE, us", "DELETE, bytes of WAL"]
     return (
         prose(
