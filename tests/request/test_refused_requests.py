@@ -123,6 +123,7 @@ def bank(serve: Any) -> Callable[..., Bank]:
     [
         *((answer(status), status) for status in (401, 403, 408, 412, 425, 428, 429)),
         (forbid, 403),
+        (lambda key: not_stored(HttpResponse(status=400)), 400),
         (lambda key: not_stored(HttpResponse(status=409)), 409),
     ],
 )

@@ -260,6 +260,27 @@ def test_the_completer_of_a_shard_finishes_the_keys_of_that_shard(shop: Shop, se
     assert send(sender, "b", key="key-0")["Idempotent-Replayed"] == "true"
 
 
+def test_a_key_is_finished_where_it_is_although_its_view_names_another_database_now(serve: Any, sender: Sender) -> None:
+    runs: list[str | None] = []
+
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for _ in key.phases():
+            runs.append(key._state.db)
+            if len(runs) == 1:
+                raise OSError("The bank is down.")
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    serve(view=idempotent(recovery_points=[], using="shard_b")(view))
+    assert sender.send(headers={"Host": next(iter(SHARDS))}).status_code == 500
+    abandon(using="shard_b")
+    serve(view=idempotent(recovery_points=[])(view))
+    assert complete_once(using="shard_b") == CompletePass(finished=1)
+    assert (runs, finished("shard_b")) == (["shard_b"] * 2, 1)
+
+
 def test_the_reaper_of_a_shard_deletes_and_settles_there(shop: Shop, sender: Sender) -> None:
     for tenant in ("a", "b"):
         shop.broken = False
