@@ -267,10 +267,17 @@ def test_an_error_of_commit_is_not_taken_for_a_lost_lock(
 
 
 @merged_or_not
+@pytest.mark.parametrize("threshold", [5, 0])
 def test_a_run_that_lost_its_lock_commits_nothing(
-    merged: bool, serve: Serve, sender: Sender, merge: Callable[[bool], None]
+    threshold: int, merged: bool, serve: Serve, sender: Sender, merge: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if its last statement is prepared in the same message."""
     merge(merged)
+    connection.close()
+    connection.ensure_connection()
+    if connection.connection.prepare_threshold is None:
+        pytest.skip("a pooler keeps no prepared statements")
+    monkeypatch.setattr(connection.connection, "prepare_threshold", threshold)
 
     def lose(request: HttpRequest) -> HttpResponseBase:
         Entry.objects.create(name="late")
