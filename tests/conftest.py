@@ -59,6 +59,7 @@ NOT_WITH_A_POOL = {
     "test_phased_view_costs_a_claim_and_its_replay_one_statement": "statements prepared by an earlier test have no text",
     "test_18_database_that_is_not_reachable_is_a_503_and_the_view_does_not_run": "the pool has connections to the old address",
     "test_a_connection_cut_around_commit_leaves_one_effect": "the pool has connections to the old address",
+    "test_a_garbled_reply_is_a_broken_connection": "the pool has connections to the old address",
 }
 #: Of the tests of the core, those of what MERGE_ROUND_TRIPS does.
 ONLY_MERGED = {
