@@ -173,6 +173,7 @@ def test_a_release_that_fails_twice_is_tried_later(
     assert eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
 
 
+@pytest.mark.postgres
 def test_a_dropped_connection_does_not_go_back_to_a_pool(transactional_db: None) -> None:
     """With this option ``close()`` of psycopg's connection gives it back."""
     pooled = connection.copy("pooled")
