@@ -32,6 +32,7 @@ def asking(accept: str | None = BROWSER) -> HttpRequest:
         ("text/html", True),
         ("text/html, */*", True),
         ("text/*", True),
+        ("Text/HTML", True),
         ("application/json;q=0.5, text/html", True),
         (None, False),
         ("", False),
