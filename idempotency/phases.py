@@ -6,11 +6,13 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 from uuid import UUID
 
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import InterfaceError, InternalError, OperationalError, connections, transaction
+from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.http import HttpResponseBase
 
@@ -185,7 +187,8 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     service and then ``call.record(result)``.
 
     When the block begins, the intent to call is committed and the lock is renewed. When the block ends, also by an exception,
-    the recorded result is committed. It is committed even if another claim has taken over the key, because the call was made.
+    the recorded result is committed. It is committed even if another claim has taken over the key, or a failover has lost the
+    intent, because the call was made.
 
     If the block recorded nothing, and the view catches its exception and continues, the next phase or call raises CallInDoubt.
     After ``retryable()`` the next phase raises CallNotRecorded.
@@ -213,7 +216,6 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
         doubt = run.call_is_due(name)
         if begun:
             raise doubt
-    own = calls.filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
     try:
         with run.call_open(name):
             yield call
@@ -225,11 +227,26 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
         call.retryable()  # The block did not run. EitherContext raises the cancellation.
     finally:
         if call.due and call.recorded:
-            _insist(lambda: own.update(result=call.result, recorded_at=Now()), using=run.using)
+            _insist(partial(_write_result, key, row, call.result, using=run.using), using=run.using)
             run.call_is_settled(name)
         elif call.due and call.may_be_repeated:
-            _insist(own.delete, using=run.using)
+            _insist(_intent(row, using=run.using).delete, using=run.using)
             run.call_is_settled(name, CallNotRecorded())
+
+
+def _intent(row: ForeignCall, *, using: str) -> QuerySet[ForeignCall]:
+    return ForeignCall.objects.using(using).filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
+
+
+def _write_result(key: IdempotencyKey, row: ForeignCall, result: Any, *, using: str) -> None:
+    calls = ForeignCall.objects.using(using)
+    recorded = {"result": result, "recorded_at": Now()}
+    if _intent(row, using=using).update(**recorded) or calls.filter(key_id=key.pk, name=row.name).exists():
+        return
+    # A failover has lost the intent, and perhaps the key: its id may be that of another key.
+    with durable_transaction(None, using=using):
+        fence.renew(key, using=using)
+        calls.create(key_id=key.pk, name=row.name, token=row.token, **recorded)
 
 
 def _insist(write: Callable[[], object], *, using: str, tries: int = 20) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.db import connection
@@ -470,6 +471,30 @@ def test_a_late_result_is_recorded_after_a_takeover(serve: Any, sender: Sender) 
     assert first.result().status_code == 409
     assert ForeignCall.objects.get().result == "receipt 1"
     assert len(service.sent) == 1
+
+
+@pytest.mark.parametrize("other_key", [False, True], ids=["the key was kept", "its id is that of another key"])
+def test_a_result_is_recorded_though_a_failover_has_lost_the_intent(serve: Any, sender: Sender, other_key: bool) -> None:
+    service = SmsService()
+
+    def fail_over() -> None:
+        ForeignCall.objects.all().delete()
+        if other_key:
+            IdempotencyKey.objects.update(claim_token=uuid4(), idempotency_key="another")
+
+    def block(call: MadeCall) -> None:
+        if call.due:
+            receipt = service.send()
+            once_only()
+            call.record(receipt)
+
+    once_only = once(fail_over)
+    serve(view=texting(block, after=once(fail)))
+    assert sender.send().status_code == (409 if other_key else 500)
+    assert [call.result for call in ForeignCall.objects.all()] == ([] if other_key else ["receipt 1"])
+    if not other_key:
+        assert sender.send().json() == {"receipt": "receipt 1"}
+        assert len(service.sent) == 1
 
 
 def test_no_call_is_made_by_a_run_that_has_lost_its_key(serve: Any, sender: Sender) -> None:
