@@ -88,6 +88,11 @@ class Work:
     after: tuple[str, str] | None = None
 
     @property
+    def read_at(self) -> datetime | None:
+        """The time of the question; None if no row matched."""
+        return datetime.fromisoformat(self.as_of) if self.as_of else None
+
+    @property
     def visited(self) -> int:
         """The number of rows whose turn has come."""
         return self.done + sum(self.left.values())
@@ -142,5 +147,5 @@ def work_on(action: BulkAction, rows: QuerySet[Any], work: Work, changed: list[A
 
 
 def _changed(action: BulkAction, row: Any, work: Work) -> str:
-    as_of = datetime.fromisoformat(work.as_of)
-    return CHANGED if any(at is not None and at > as_of for at in action.changed_at(row)) else ""
+    as_of = work.read_at
+    return CHANGED if as_of is None or any(at is not None and at > as_of for at in action.changed_at(row)) else ""

@@ -25,6 +25,7 @@ from django.utils.translation import gettext
 from idempotency._request.atomic_requests import EVERY_ALIAS
 from idempotency.admin.actions import note_field, noted, username
 from idempotency.admin.bulk import BulkAction, Group, Work, in_order, work_on
+from idempotency.admin.filters import AS_OF
 from idempotency.admin.reading import MAX_COUNT, ReadOnlyAdmin
 from idempotency.admin.refusals import refused
 
@@ -95,13 +96,16 @@ class BulkAdmin(ReadOnlyAdmin):
             return refused(self, request, action.permission)
         ids = request.GET.get(IDS)
         back = self._list_url(request)
+        form = BulkForm(action, request.POST or None)
+        confirmed = request.method == "POST" and form.is_valid()
+        if confirmed:
+            setattr(request, AS_OF, form.cleaned_data["work"].read_at)
         try:
             rows = self._matching(request, ids)
         except IncorrectLookupParameters:
             return HttpResponseRedirect(self._list_url())
         context: dict[str, Any] = {"title": action.label, "opts": self.opts, "action": action, "back": back}
-        form = BulkForm(action, request.POST or None)
-        if request.method == "POST" and form.is_valid():
+        if confirmed:
             work, note = form.cleaned_data["work"], form.cleaned_data["note"]
             if self._is_last_chunk(request, action, rows, work, note):
                 level = messages.SUCCESS if work.done >= work.expected else messages.WARNING

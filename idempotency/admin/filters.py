@@ -1,20 +1,21 @@
 """The filters of the lists: by state, age, and values that a link has chosen."""
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.options import get_content_type_for_model
 from django.db.models import QuerySet
-from django.db.models.functions import Left
+from django.db.models.functions import Left, Now
 from django.http import HttpRequest
 from django.utils.formats import number_format
 from django.utils.functional import Promise, lazy
 from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
-from idempotency._states import KeyState, ago
+from idempotency._states import KeyState
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring.error_groups import group_of
@@ -25,6 +26,8 @@ NEWEST = 20_000
 #: The filter by error reads so many rows, the oldest ones.
 MAX_GROUPED = 5000
 _BIGGEST_ID = 2**63 - 1
+#: The attribute of a request with the time at which an action on all rows was confirmed: no row may grow into an age since.
+AS_OF = "idempotency_as_of"
 
 
 def of_the_newest(text: Any, **values: Any) -> Any:
@@ -88,9 +91,11 @@ class AgeFilter(admin.SimpleListFilter):
         return [(age.name, age.label) for age in AGES]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        now = getattr(request, AS_OF, None) or Now()
         for age in AGES:
             if age.name == self.value():
-                return queryset.filter(**{f"{self.column}__lte": ago(age.begin), f"{self.column}__gt": ago(age.end)})
+                youngest, oldest = (now - timedelta(seconds=seconds) for seconds in (age.begin, age.end))
+                return queryset.filter(**{f"{self.column}__lte": youngest, f"{self.column}__gt": oldest})
         return queryset
 
 

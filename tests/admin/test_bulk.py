@@ -158,6 +158,27 @@ def test_what_changes_after_the_question_is_left_alone_and_said_to_be() -> None:
     assert IdempotencyKey.objects.exclude(handed_back_at=None).count() == 1
 
 
+def test_the_ages_of_rows_are_those_at_the_time_of_the_question() -> None:
+    same, grown, left = (stuck_keys(1, created_at=ago(hours=hours))[0] for hours in (2, 1.1, 24.1))
+    client, url = person(), f"{ACKNOWLEDGE}?state=stuck&age=day"
+    action = next(action for action in bulk_actions() if action.name == "acknowledge")
+    work = bulk.Work(as_of=ago(minutes=10).isoformat(), expected=2, more=False)
+    text, _ = work_to_the_end(client, url, {"work": work.signed(action), "note": "ticket 7"})
+    assert numbers(text) == [2]
+    assert set(IdempotencyKey.objects.acknowledged()) == {same, left}
+    assert IdempotencyKey.objects.get(pk=grown.pk).acknowledged_at is None
+
+
+def test_rows_that_match_since_a_question_about_none_are_left_alone() -> None:
+    client, url = person(), f"{ACKNOWLEDGE}?state=stuck&age=day"
+    action = next(action for action in bulk_actions() if action.name == "acknowledge")
+    stuck_keys(1, created_at=ago(hours=2))
+    work = bulk.Work(as_of="", expected=0, more=False)
+    text, _ = work_to_the_end(client, url, {"work": work.signed(action), "note": "ticket 7"})
+    assert bulk.CHANGED in text
+    assert not IdempotencyKey.objects.acknowledged().exists()
+
+
 def test_a_key_that_a_run_claims_between_reading_and_writing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     client, (key,) = person(), stuck_keys(1)
     sent = question(client, ACKNOWLEDGE)
