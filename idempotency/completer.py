@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 from django.db import Error, connections, router
-from django.db.models import Window
+from django.db.models import Q, Window
 from django.db.models.functions import Now, RowNumber
 
 from idempotency import conf, signals
@@ -34,6 +35,8 @@ logger = logging.getLogger("idempotency")
 _RUNS_BEFORE_REFUSED = 5
 #: The longest wait between two runs of one key. With it, 25 attempts span three days: a long weekend.
 _MAX_DELAY_SECONDS = 4 * 3600
+#: The longest time after which the completer looks again at a key whose recovery point is unknown.
+_MAX_WAIT_FOR_DEPLOY = timedelta(hours=1)
 #: The number of keys of one scope in a batch.
 _IN_A_ROW = 10
 
@@ -81,10 +84,14 @@ def complete_once(
                 key = next(waiting, None)
             if key is None:
                 break
-            if outcome := _complete(*key, alias):
+            pk, attempts, stuck_for = key
+            # Do not claim a key whose recovery point is unknown: each claim would add to its history.
+            if stuck_for is not None and not _knows_point_of(pk, alias):
+                _postpone(pk, alias, stuck_for)
+            elif outcome := _complete(pk, attempts, alias):
                 counts[outcome] += 1
             else:
-                left.append(key[0])
+                left.append(pk)
         return counts
 
     def run_keys_and_disconnect() -> Counter[str]:
@@ -111,30 +118,38 @@ def complete_key(pk: int, *, using: str | None = None) -> str | None:
     return _complete(pk, 0, using or router.db_for_write(IdempotencyKey))
 
 
-def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the id and the number of completer runs of each abandoned key, once, scopes in turn. A key that was claimed has a
-    new time of its last run. The list ``left`` has the keys that could not be claimed."""
+def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[tuple[int, int, timedelta | None]]:
+    """Yield the id of each abandoned key, once, scopes in turn; with it the number of its completer runs, and for how long it
+    has been stuck because of a deploy. The list ``left`` has the keys that could not be claimed."""
     begun = None
     turn = Window(RowNumber(), partition_by="scope", order_by="pk")
     while True:
-        waiting = IdempotencyKey.objects.using(alias).abandoned().filter(last_run_at__lt=begun or Now()).exclude(pk__in=left)
+        # A key that was claimed has a new time of its last run, or was due later. One that was abandoned during a long pass
+        # need not wait for the end of the pass.
+        once = Q(last_run_at__lt=begun or Now()) | Q(completer_attempts=0)
+        waiting = IdempotencyKey.objects.using(alias).abandoned().filter(once).exclude(next_run_at__gt=begun or Now())
+        waiting = waiting.exclude(pk__in=left)
         in_turn = waiting.annotate(turn=turn).filter(turn__lte=_IN_A_ROW).order_by("turn", "pk")
-        batch = list(in_turn.values_list("pk", "completer_attempts", "stuck_code", Now())[:batch_size])
+        batch = list(in_turn.values_list("pk", "completer_attempts", "stuck_at", Now())[:batch_size])
         if not batch:
             return
         begun = begun or batch[0][-1]
-        for pk, attempts, stuck_code, _ in batch:
-            # Do not claim a key whose recovery point is unknown: each claim would add to its history.
-            if stuck_code and not _knows_point_of(pk, alias):
-                left.append(pk)
-            else:
-                yield pk, attempts
+        for pk, attempts, stuck_at, now in batch:
+            yield pk, attempts, now - stuck_at if stuck_at is not None else None
 
 
 def _knows_point_of(pk: int, alias: str) -> bool:
     key = rows.read(pk, using=alias)
     options = options_for(key) if key is not None else None
     return key is not None and options is not None and key.recovery_point in options.every_point()
+
+
+def _postpone(pk: int, alias: str, stuck_for: timedelta) -> None:
+    """Let the completer look at a key with an unknown recovery point again after a tenth of the time for which it has been
+    stuck, so that many such keys do not delay the others."""
+    wait = min(max(stuck_for / 10, timedelta(seconds=conf.get().COMPLETER_IDLE_SECONDS)), _MAX_WAIT_FOR_DEPLOY)
+    keys = IdempotencyKey.objects.using(alias).filter(pk=pk, stuck_code=StuckCode.UNKNOWN_RECOVERY_POINT)
+    keys.update(next_run_at=Now() + wait)
 
 
 def _complete(pk: int, attempts: int, alias: str) -> str | None:

@@ -1,5 +1,6 @@
 """Find views in a URLconf, the view of a stored request, and the options of a view."""
 
+import logging
 from collections.abc import Callable, Iterator
 from inspect import getclosurevars, isfunction
 from typing import Any
@@ -7,13 +8,18 @@ from urllib.parse import unquote
 
 from django.conf import settings
 from django.contrib.admindocs import utils as admindocs
+from django.db import Error
 from django.urls import Resolver404, ResolverMatch, URLPattern, URLResolver, resolve
 from django.urls.resolvers import RegexPattern
 from django.utils import translation
 
 from idempotency._request.options import OnAbandon, Options
 from idempotency._request.stored_request import urlconf_of
+from idempotency._store.events import about
+from idempotency._text import error_text
 from idempotency.models import IdempotencyKey
+
+logger = logging.getLogger("idempotency")
 
 View = Callable[..., Any]
 
@@ -62,9 +68,14 @@ def options_of(view: View, method: str) -> Options | None:
 
 
 def options_for(key: IdempotencyKey) -> Options | None:
+    """Return the options of a stored request's view; None if its path does not resolve. Raises errors of the database."""
     try:
         return options_of(match_of(key).func, key.request_method)
-    except Resolver404:
+    except Error:
+        raise
+    except Exception as error:  # A path converter may raise anything.
+        if not isinstance(error, Resolver404):
+            logger.warning("the path of key %s does not resolve: %s", key.key_hash, error_text(error), extra=about(key))
         return None
 
 

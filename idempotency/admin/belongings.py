@@ -1,5 +1,6 @@
 """What belongs to a key, with its state: the rows of other apps, its staged jobs with their messages, its foreign calls."""
 
+import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -7,20 +8,24 @@ from typing import Any
 
 from django.contrib.admin import AdminSite
 from django.contrib.admin.utils import label_for_field, lookup_field
-from django.core.exceptions import ObjectDoesNotExist
+from django.db import Error
 from django.db.models import ForeignKey
 from django.http import HttpRequest
 from django.utils.html import strip_tags
-from django.utils.translation import gettext, ngettext
+from django.utils.translation import gettext, gettext_noop, ngettext
 
-from idempotency._text import localized_duration
-from idempotency.admin.reading import admin_url, first_line_of
+from idempotency._text import error_text, localized_duration
+from idempotency.admin.reading import admin_url, first_line_of, may_view
 from idempotency.inbox import STAGED_JOBS
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.templatetags.idempotency_admin import ago, written
 
+logger = logging.getLogger("idempotency")
+
 #: How many rows of one kind, and how many columns of a row, are shown.
 MAX_LINKED, MAX_COLUMNS = 10, 5
+#: In place of what the person needs a further permission for.
+NOT_VISIBLE = gettext_noop("(not visible to you)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,8 @@ class Linked:
 
 
 def belongings(key: Any, site: AdminSite, request: HttpRequest, *, using: str) -> list[Linked]:
-    """Return what belongs to ``key``, a bounded number of rows of each kind. The key was read with ``read_at``."""
+    """Return what belongs to ``key``, a bounded number of rows of each kind. Without the permission to view a model, its rows
+    have no details. The key was read with ``read_at``."""
     kinds = [*_of_other_apps(key, site, request, using), _jobs(key, site, request, using), _calls(key, site, request, using)]
     return [kind for kind in kinds if kind.rows]
 
@@ -84,7 +90,10 @@ def _column(name: Any, row: Any, row_admin: Any) -> str:
     """Return a column with its label; "" if it is empty."""
     try:
         _, _, value = lookup_field(name, row, row_admin)
-    except ObjectDoesNotExist:
+    except Error:
+        raise
+    except Exception as error:  # A method of another app may need what its own list sets up.
+        logger.info("a column of %s cannot be shown with a key: %s", type(row_admin).__name__, error_text(error))
         return ""
     if value is None or value == "":
         return ""
@@ -96,15 +105,15 @@ def _jobs(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked
     jobs = list(StagedJob.objects.using(using).filter(idempotency_key=key.pk).order_by("run_at")[: MAX_LINKED + 1])
     messages = ProcessedMessage.objects.using(using).filter(source=STAGED_JOBS, message_id__in=[str(job.pk) for job in jobs])
     processed = {message.message_id: message.processed_at for message in messages} if jobs else {}
-    rows = []
+    rows, visible = [], may_view(site, request, StagedJob)
     for job in jobs[:MAX_LINKED]:
-        state = _state_of_job(job, processed.get(str(job.pk)), key.read_at)
+        error = first_line_of(job.last_error) if visible else gettext(NOT_VISIBLE)
+        state = _state_of_job(job, error, processed.get(str(job.pk)), key.read_at)
         rows.append(Row(job.job_name, admin_url(site, request, StagedJob, job.pk), state, job.failed_at is not None))
     return Linked(gettext("staged job"), rows, more=len(jobs) > MAX_LINKED)
 
 
-def _state_of_job(job: StagedJob, processed_at: datetime | None, now: datetime) -> str:
-    error = first_line_of(job.last_error)
+def _state_of_job(job: StagedJob, error: str, processed_at: datetime | None, now: datetime) -> str:
     if processed_at is not None:
         return gettext("took effect at %(time)s") % {"time": written(processed_at)}
     if job.failed_at is not None:
@@ -122,11 +131,12 @@ def _state_of_job(job: StagedJob, processed_at: datetime | None, now: datetime) 
 
 def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked:
     calls = list(ForeignCall.objects.using(using).filter(key=key.pk).order_by("pk")[: MAX_LINKED + 1])
-    rows = []
+    rows, visible = [], may_view(site, request, ForeignCall)
     for call in calls[:MAX_LINKED]:
+        result = first_line_of(str(call.result)) if visible else gettext(NOT_VISIBLE)
         unknown = call.recorded_at is None
         text = gettext("begun %(ago)s, result unknown") if unknown else gettext("begun %(ago)s, result %(result)s")
-        state = text % {"ago": _ago(call.started_at, key.read_at), "result": first_line_of(str(call.result))}
+        state = text % {"ago": _ago(call.started_at, key.read_at), "result": result}
         rows.append(Row(call.name, admin_url(site, request, ForeignCall, call.pk), state, unknown))
     return Linked(gettext("foreign call"), rows, more=len(calls) > MAX_LINKED)
 

@@ -78,7 +78,8 @@ class BulkAction:
 
 @dataclass(slots=True)
 class Work:
-    """A question, its time, and how far the work is. ``expected`` rows matched; ``more``: they were not all counted."""
+    """A question, its time, and how far the work is. ``expected`` rows matched; ``more``: they were not all counted. The work
+    begins behind the row ``after``, and ends with the row ``until``, the last that was counted; each is a place and a pk."""
 
     as_of: str
     expected: int
@@ -86,6 +87,7 @@ class Work:
     done: int = 0
     left: dict[str, int] = field(default_factory=dict)
     after: tuple[str, str] | None = None
+    until: tuple[str, str] | None = None
 
     @property
     def read_at(self) -> datetime | None:
@@ -119,21 +121,22 @@ class Work:
         return f"{done} {gettext('Left alone: %(reasons)s.') % {'reasons': '; '.join(left)}}" if left else done
 
 
-def in_order(action: BulkAction, rows: QuerySet[Any], after: tuple[str, str] | None = None) -> QuerySet[Any]:
-    """Return the rows that the action concerns, in its order: those behind ``after``, the place and the pk of a row."""
+def in_order(action: BulkAction, rows: QuerySet[Any], work: Work | None = None) -> QuerySet[Any]:
+    """Return the rows that the action concerns, in its order: those that are left of ``work``."""
     # The place is the time as the database writes it. On SQLite, which compares texts, Django's own is longer.
     place = Cast(action.column, TextField())
     following: QuerySet[Any] = action.concerned(rows).annotate(place=place).order_by(action.column, "pk")
-    if after is None:
-        return following
-    passed = Value(after[0], output_field=TextField())
-    return following.filter(**{f"{action.column}__gte": passed}).exclude(**{action.column: passed, "pk__lte": after[1]})
+    for border, inner, outer in ((work.until, "lte", "gt"), (work.after, "gte", "lte")) if work else ():
+        if border is not None:
+            at, pk = Value(border[0], output_field=TextField()), border[1]
+            following = following.filter(**{f"{action.column}__{inner}": at}).exclude(**{action.column: at, f"pk__{outer}": pk})
+    return following
 
 
 def work_on(action: BulkAction, rows: QuerySet[Any], work: Work, changed: list[Any], *, by: str, note: str) -> bool:
     """Work on the next rows, and add those that were changed to ``changed``; return whether none is left."""
     begun = monotonic()
-    following, visited = list(in_order(action, rows, work.after)[: CHUNK_ROWS + 1]), work.visited
+    following, visited = list(in_order(action, rows, work)[: CHUNK_ROWS + 1]), work.visited
     for row in following[:CHUNK_ROWS]:
         if reason := action.why_not(row) or _changed(action, row, work) or action.act(row, by=by, note=note):
             work.left[reason] = work.left.get(reason, 0) + 1

@@ -175,11 +175,12 @@ def _question(action: BulkAction, rows: QuerySet[Any], ids: str | None) -> dict[
     eligible = [row for row in counted if not action.why_not(row)]
     groups: Counter[Group] = Counter(action.group(row) for row in counted)
     as_of = counted[0].read_at.isoformat() if counted else ""
+    until = (counted[-1].place, str(counted[-1].pk)) if counted else None
     return {
         "groups": groups.most_common(),
         "eligible": len(eligible),
         "more": more,
         "sample": eligible[:MAX_SAMPLE],
         "others": len(ids.split(",")) - len(counted) if ids else 0,
-        "work": Work(as_of, len(counted), more),
+        "work": Work(as_of, len(counted), more, until=None if more else until),
     }

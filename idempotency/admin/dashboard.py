@@ -69,7 +69,7 @@ def numbers(request: HttpRequest, site: AdminSite) -> dict[str, Any]:
     """Return what the template shows, in four queries, and in three more for who may see staged jobs."""
     alias = router.db_for_read(IdempotencyKey)
     url, jobs_url = _list_url(site, "idempotencykey"), _list_url(site, "stagedjob")
-    keys, processes = measures.unfinished_keys(alias, MAX_READ), _recent_processes(alias)
+    keys, processes = measures.unfinished_keys(alias, MAX_READ), _known_processes(alias)
     shown: dict[str, Any] = _of_keys(keys, measures.groups_of_stuck_keys(alias, MAX_READ), url)
     shown |= {"keys_url": url, "key_actions": _actions(request, site, IdempotencyKey)}
     shown |= {"max_read": MAX_READ, "more_keys": keys.count == MAX_READ, "as_of": timezone.now(), **_of_processes(processes)}
@@ -169,9 +169,11 @@ def _of_jobs(jobs: measures.StagedJobs, groups: list[measures.ErrorGroup], url: 
     }
 
 
-def _recent_processes(alias: str) -> list[measures.Process]:
-    """Return the processes with a heartbeat in the last KEPT_DAYS, the youngest first."""
-    return [process for process in measures.processes(alias) if process.age < heartbeats.KEPT_DAYS * 86400]
+def _known_processes(alias: str) -> list[measures.Process]:
+    """Return the processes with a heartbeat in the last KEPT_DAYS, and the last one of each loop, the youngest first."""
+    known = measures.processes(alias)
+    lags = measures.lags(known)
+    return [process for process in known if process.age < heartbeats.KEPT_DAYS * 86400 or process.age == lags[process.name]]
 
 
 def _of_processes(processes: list[measures.Process]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
 from idempotency.admin.stuck_codes import STUCK_CODES
-from idempotency.models import IdempotencyKey
+from idempotency.models import FINISHED, IdempotencyKey
 from idempotency.monitoring.error_groups import group_of
 from idempotency.monitoring.measures import request_group
 
@@ -128,12 +128,22 @@ class StuckCodeFilter(ChosenFilter):
     parameter_name = "stuck_code"
     known = STUCK_CODES
 
+    def chosen(self, rows: Any, value: str) -> QuerySet[Any]:
+        # No finished key has a code. Unfinished keys have an index.
+        stuck: QuerySet[Any] = rows.unfinished().filter(stuck_code=value)
+        return stuck
+
 
 class RecoveryPointFilter(ChosenFilter):
-    """Where a key stands."""
+    """Where a key stands: one that is finished, refused if the filter by state says so, or else unfinished, which has an
+    index."""
 
     title = _("recovery point")
     parameter_name = "recovery_point"
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> QuerySet[Any]:
+        among_all = self.value() in (None, "", FINISHED) or request.GET.get("state") == KeyState.REFUSED
+        return super().queryset(request, queryset if among_all else queryset.unfinished())
 
 
 class PathFilter(ChosenFilter):

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.contrib.admin import AdminSite
 from django.contrib.admin.views.main import PAGE_VAR
+from django.contrib.auth import get_permission_codename
 from django.core.paginator import Paginator
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse
@@ -149,10 +150,16 @@ def masked(text: str) -> SafeString:
     return mark_safe(escaped.replace(REDACTED, mask).replace(_ENCODED_REDACTED, mask))  # nosec B308, B703  # both are escaped above
 
 
+def may_view(site: AdminSite, request: HttpRequest, model: type[Model]) -> bool:
+    """Return whether the person may view the rows of a model, also if the admin does not show them to anybody."""
+    if (row_admin := site._registry.get(model)) is not None:
+        return bool(row_admin.has_view_permission(request))
+    return request.user.has_perm(f"{model._meta.app_label}.{get_permission_codename('view', model._meta)}")
+
+
 def admin_url(site: AdminSite, request: HttpRequest, model: type[Model], pk: Any) -> str:
     """Return where the admin shows a row; "" if it does not, or not to this person."""
-    row_admin = site._registry.get(model)
-    if row_admin is None or not row_admin.has_view_permission(request):
+    if model not in site._registry or not may_view(site, request, model):
         return ""
     try:
         return reverse(f"{site.name}:{model._meta.app_label}_{model._meta.model_name}_change", args=(pk,))

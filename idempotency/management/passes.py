@@ -123,7 +123,8 @@ class Loop:
             logger.warning("%s: recovered", self.name)
         self._failure, self._failures = None, 0
         if any(asdict(counts).values()):
-            self._say(counts)
+            with contextlib.suppress(OSError):  # The reader of the output may be gone, or its disk full.
+                self._say(counts)
 
     def _note_failure(self, error: BaseException) -> None:
         """Log the first of consecutive failures of the same kind."""

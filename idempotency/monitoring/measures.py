@@ -86,17 +86,24 @@ def _pages(code: str) -> bool:
     return code != StuckCode.REFUSED_WHEN_REBUILT
 
 
+def _stuck_kinds(stuck: Any) -> tuple[Any, Any]:
+    """Return the stuck keys for which somebody is paged, and the others."""
+    return stuck.exclude(stuck_code=StuckCode.REFUSED_WHEN_REBUILT), stuck.filter(stuck_code=StuckCode.REFUSED_WHEN_REBUILT)
+
+
 def unfinished_keys(using: str, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
-    """Measure the unfinished keys in one query; in a second one too if there are more than ``limit``."""
+    """Measure the unfinished keys in one query; if there are more than ``limit``, in one for each kind, so that no kind hides
+    another."""
     keys: Any = IdempotencyKey.objects.using(using).unfinished().with_state().order_by("created_at")
     open_to_completer = ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField())
     keys = keys.annotate(age=Now() - F("created_at"), lag=Now() - due_at(), open=open_to_completer)
     keys = keys.annotate(stuck_for=Now() - F("stuck_at"))
     keys = keys.values_list("state", "stuck_code", "recovery_point", "age", "lag", "open", "stuck_for", named=True)
     rows = list(keys[:limit])
-    if len(rows) == limit:  # Nobody deletes acknowledged keys: they must not hide the younger ones.
-        rows = [row for row in rows if row.state == KeyState.ACKNOWLEDGED]
-        rows += keys.exclude(state=KeyState.ACKNOWLEDGED)[:limit]
+    if len(rows) == limit:
+        others = (KeyState.IN_FLIGHT, KeyState.ACKNOWLEDGED, KeyState.ABANDONED, KeyState.WAITING)
+        kinds = [*_stuck_kinds(keys.filter(state=KeyState.STUCK)), *(keys.filter(state=state) for state in others)]
+        rows = [row for kind in kinds for row in kind[:limit]]
     ages: dict[str, list[float]] = {}
     for row in rows:
         ages.setdefault(row.recovery_point, []).append(_seconds(row.age))
@@ -129,10 +136,14 @@ def staged_jobs(using: str, limit: int = COUNT_LIMIT) -> StagedJobs:
 
 
 def groups_of_stuck_keys(using: str, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
-    """Group the stuck keys, the oldest ``limit`` of them, by stuck code, error and request; the largest group first."""
+    """Group the stuck keys by stuck code, error and request; the largest group first. If there are more than ``limit``, these
+    are the oldest ``limit`` keys for which somebody is paged, and the oldest ``limit`` others."""
     keys: Any = IdempotencyKey.objects.using(using).stuck().order_by("created_at")
     since, text = Now() - F("stuck_at"), Left("stuck_reason", _GROUPED_CHARACTERS)
-    rows = keys.values_list("stuck_code", text, "request_method", "request_path", since)[:limit]
+    keys = keys.values_list("stuck_code", text, "request_method", "request_path", since)
+    rows = list(keys[:limit])
+    if len(rows) == limit:
+        rows = [row for kind in _stuck_kinds(keys) for row in kind[:limit]]
     return _groups((code, reason, request_group(method, path), _seconds(age)) for code, reason, method, path, age in rows)
 
 

@@ -12,7 +12,7 @@ from django.db.models.functions import Now
 from django.test import Client
 
 from idempotency import interventions
-from idempotency.admin import bulk
+from idempotency.admin import bulk, filters
 from idempotency.admin.keys import IdempotencyKeyAdmin
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
@@ -169,6 +169,19 @@ def test_the_ages_of_rows_are_those_at_the_time_of_the_question() -> None:
     assert IdempotencyKey.objects.get(pk=grown.pk).acknowledged_at is None
 
 
+def test_rows_that_come_into_a_group_of_errors_during_the_work_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is looked for among the oldest errors: each chunk makes room for younger ones."""
+    monkeypatch.setattr(filters, "MAX_GROUPED", 5)
+    for number in range(12):
+        StagedJobFactory(failed_at=ago(hours=20 - number), last_error=f"OSError: order {number}")
+    client, url = person(), f"{JOBS}bulk/discard/?state=failed&error_group=OSError%3A+order+%23"
+    page = client.get(url)
+    assert (page.context["eligible"], page.context["more"]) == (5, False)
+    text, _ = work_to_the_end(client, url, sent_by(page))
+    assert numbers(text) == [5]
+    assert StagedJob.objects.count() == 7
+
+
 def test_rows_that_match_since_a_question_about_none_are_left_alone() -> None:
     client, url = person(), f"{ACKNOWLEDGE}?state=stuck&age=day"
     action = next(action for action in bulk_actions() if action.name == "acknowledge")
@@ -319,6 +332,6 @@ def test_jobs_that_failed_anew_since_the_question_are_left_alone() -> None:
     StagedJob.objects.filter(pk=anew.pk).update(failed_at=Now())
     StagedJob.objects.filter(pk=_gone.pk).delete()
     text, _ = work_to_the_end(client, f"{JOBS}bulk/discard/", sent)
-    assert numbers(text) == [1, 1, 1]
+    assert numbers(text) == [1, 2]
     assert StagedJob.objects.get() == anew
     assert LogEntry.objects.get().object_id == str(same.pk)

@@ -153,6 +153,13 @@ def test_an_empty_site_and_one_without_processes_are_shown() -> None:
 
 
 @pytest.mark.django_db
+def test_a_loop_that_is_dead_for_days_stays_a_finding() -> None:
+    ProcessHeartbeat.objects.create(name="complete_keys", host="dead", pid=1, beat_at=ago(hours=25))
+    findings = [finding.code for finding, _ in staff().get(DASHBOARD).context["findings"]]
+    assert findings == ["process_silent"]
+
+
+@pytest.mark.django_db
 def test_who_may_not_view_keys_sees_no_dashboard() -> None:
     assert staff(is_superuser=False).get(DASHBOARD).status_code == 403
 
@@ -169,6 +176,7 @@ def test_more_rows_than_are_read_are_said_to_be_more(monkeypatch: pytest.MonkeyP
 PAGES = [
     KEYS, f"{KEYS}?state=stuck", f"{KEYS}?state=abandoned", f"{KEYS}?state=waiting_for_a_retry", f"{KEYS}?state=finished",
     f"{KEYS}?state=stuck&stuck_code=view_gave_up", f"{KEYS}?state=unfinished&recovery_point=started&age=older",
+    f"{KEYS}?stuck_code=view_gave_up", f"{KEYS}?recovery_point=charged",
     f"{KEYS}?q=user:1", f"{KEYS}?q=1-2-3-4", f"{KEYS}?status=5xx", f"{KEYS}?path=/none", f"{KEYS}?path=/none&state=stuck",
     f"{KEYS}?error_group=none", f"{KEYS}?mine=1", f"{KEYS}?state=stuck&o=-6", f"{KEYS}csv/?state=stuck",
     JOBS, f"{JOBS}?state=failed", f"{JOBS}?error_group=none", f"{JOBS}?state=waiting&age=hour", DASHBOARD,

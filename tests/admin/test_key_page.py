@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from django.conf import settings
+from django.contrib import admin
 from django.contrib.auth.models import Group, Permission
 from django.db import connection
 from django.db.models.functions import Now
@@ -24,6 +25,7 @@ from idempotency.admin.key_timeline import MAX_ROWS
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.inbox import STAGED_JOBS
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from rides_demo.models import Ride
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago
 
@@ -251,6 +253,36 @@ def test_a_person_who_may_not_see_a_model_sees_no_state_of_its_rows() -> None:
     text = page(person("view_idempotencykey"), key).text
     assert f"ride: {ride.pk}" in text
     assert "ch_7" not in text
+
+
+def test_a_person_who_may_not_see_jobs_and_calls_sees_neither_errors_nor_results() -> None:
+    key = IdempotencyKeyFactory()
+    ForeignCall.objects.create(key=key, name="sms", token=uuid4(), recorded_at=timezone.now(), result={"to": "+4915112345"})
+    StagedJobFactory(idempotency_key=key, job_name="receipt", failed_at=timezone.now(), last_error="card 4242")
+    text = page(person("view_idempotencykey"), key).text
+    assert "foreign call: sms" in text
+    assert "staged job: receipt" in text
+    assert "+4915112345" not in text
+    assert "4242" not in text
+    text = page(person("view_idempotencykey", "view_stagedjob", "view_foreigncall"), key).text
+    assert "+4915112345" in text
+    assert "4242" in text
+
+
+class NeedsItsList(admin.ModelAdmin):
+    """Its column reads what only its list sets."""
+
+    list_display = ("id", "price")
+
+    def price(self, ride: Any) -> str:
+        return f"{ride.pk} in {self.currency}"  # type: ignore[attr-defined]
+
+
+def test_a_column_of_another_app_that_fails_is_left_out(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(admin.site._registry, Ride, NeedsItsList(Ride, admin.site))
+    key = IdempotencyKeyFactory()
+    ride = RideFactory(idempotency_key=key)
+    assert f"{ride.pk}</a>" in page(staff, key).text
 
 
 def test_the_page_costs_the_same_whatever_belongs_to_the_key(staff: Client) -> None:

@@ -13,7 +13,7 @@ from tests.kit.threads import background
 
 
 @contextmanager
-def looping(work: Callable[..., Any]) -> Iterator[list[int]]:
+def looping(work: Callable[..., Any], *, say: Callable[[Any], None] = lambda counts: None) -> Iterator[list[int]]:
     """Run the passes ``work`` one after another while the block runs, as ``this_loop``; yield a list with an item for each."""
     passes: list[int] = []
     done = threading.Event()
@@ -23,7 +23,7 @@ def looping(work: Callable[..., Any]) -> Iterator[list[int]]:
         return work(**given)
 
     stop: Any = SimpleNamespace(requested=lambda wait_seconds=0: done.wait(wait_seconds))
-    loop = Loop("this_loop", run_pass, interval=0.01, stop=stop, say=lambda counts: None)
+    loop = Loop("this_loop", run_pass, interval=0.01, stop=stop, say=say)
     with background(loop.run):
         try:
             yield passes

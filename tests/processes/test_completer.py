@@ -25,10 +25,11 @@ from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import IdempotencyKey
+from idempotency.phases import atomic_phase
 from idempotency.signals import key_conflict, key_replayed, key_stuck
 from rides_demo.processes.ports import free_port
-from tests.factories import IdempotencyKeyFactory
-from tests.kit.ageing import abandon
+from tests.factories import IdempotencyKeyFactory, UserFactory
+from tests.kit.ageing import abandon, ago
 from tests.kit.serving import Sender
 from tests.kit.shop import Shop, open_shop
 from tests.kit.threads import Gate, all_at_once, background
@@ -385,6 +386,28 @@ def test_a_reason_of_a_subclass_is_told_whatever_it_is(sender: Sender, serve: An
     assert IdempotencyKey.objects.stuck().get().stuck_reason == "{'ours': 5, 'theirs': 500}"
 
 
+def test_a_key_that_is_abandoned_during_a_pass_does_not_wait_for_its_end(serve: Any, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"COMPLETER_MIN_AGE_SECONDS": 1, "COMPLETER_IDLE_SECONDS": 1}
+    scopes: list[str] = []
+    values: dict[str, Any] = {"request_path": "/view/", "user": UserFactory(), "created_at": ago(hours=2)}
+
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for _ in key.phases():
+            scopes.append(key.scope)
+            if len(scopes) == 1:
+                IdempotencyKeyFactory(scope="late", last_run_at=Now() - timedelta(seconds=1), **values)
+            with atomic_phase(key) as phase:
+                phase.set_response(HttpResponse(status=201))
+        return key.response()
+
+    serve(view=idempotent(recovery_points=[])(view))
+    for _ in range(15):
+        IdempotencyKeyFactory(scope="backlog", last_run_at=ago(hours=1), **values)
+    assert complete_once(batch_size=10) == CompletePass(finished=16)
+    assert scopes.index("late") < 15
+
+
 def test_a_point_of_another_deploy_is_marked_and_finished_by_code_that_knows_it(shop: Shop, sender: Sender) -> None:
     sender.send()
     IdempotencyKey.objects.update(recovery_point="point_of_next_deploy")
@@ -479,14 +502,14 @@ def test_a_pass_takes_each_key_once_although_it_is_due_again(shop: Shop, sender:
 
     def let_the_first_be_due_again() -> bool:
         asked.append(True)
-        if len(asked) == 2:
+        if len(asked) == 3:
             (first,) = IdempotencyKey.objects.filter(completer_attempts=1)
             IdempotencyKey.objects.filter(pk=first.pk).update(next_run_at=None)
             eventually(lambda: IdempotencyKey.objects.abandoned().filter(pk=first.pk).exists())
         return len(asked) > 10
 
     assert complete_once(batch_size=1, stop=let_the_first_be_due_again) == CompletePass(failed=3)
-    assert len(asked) == 4
+    assert len(asked) == 5
 
 
 def test_a_dry_run_changes_nothing(shop: Shop, sender: Sender) -> None:

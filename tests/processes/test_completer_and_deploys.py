@@ -1,9 +1,12 @@
 """Keys that the completer leaves in peace: what this code does not know after a deploy, what a person has just given back."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.db.models.functions import Now
 from django.http import HttpResponse
+from django.utils import timezone
 from pytest_django import Settings
 
 from idempotency import interventions
@@ -45,8 +48,23 @@ def test_nothing_comes_between_a_person_and_the_key(left: IdempotencyKey, caplog
     for _ in range(3):
         IdempotencyKey.objects.update(next_run_at=None)
         assert complete_once() == CompletePass()
-    assert IdempotencyKey.objects.values().get() == before | {"next_run_at": None}
+    after = IdempotencyKey.objects.values().get()
+    assert after == before | {"next_run_at": after["next_run_at"]}
     assert not IdempotencyKey.objects.stuck().exists(), "what was acknowledged stays off the list"
+
+
+@pytest.mark.parametrize(("stuck_hours", "wait_seconds"), [(0, 60), (2, 720), (100, 3600)])
+def test_the_completer_looks_at_it_again_after_a_tenth_of_its_time(
+    left: IdempotencyKey, stuck_hours: float, wait_seconds: float
+) -> None:
+    stuck_at = Now() - timedelta(hours=stuck_hours)
+    IdempotencyKey.objects.update(next_run_at=None, acknowledged_at=None, stuck_at=stuck_at)
+    asked: list[bool] = []
+    complete_once(stop=lambda: bool(asked.append(True)))
+    assert len(asked) == 2, "each such key lets the process stop, and renew its heartbeat"
+    wait = IdempotencyKey.objects.get().next_run_at - timezone.now()
+    assert wait_seconds - 10 < wait.total_seconds() < wait_seconds + 10
+    assert not IdempotencyKey.objects.abandoned().exists()
 
 
 def test_it_goes_on_once_the_code_knows_the_point(left: IdempotencyKey, shop: Shop) -> None:

@@ -6,10 +6,12 @@ import pytest
 from django.db import connection
 from django.test import Client
 
+from idempotency.completer import CompletePass
 from idempotency.models import ProcessHeartbeat
 from idempotency.monitoring.heartbeats import LOOPS, Heartbeat
 from tests.kit.ageing import ago
 from tests.kit.commands import start
+from tests.kit.loops import looping
 from tests.kit.waiting import eventually
 
 DASHBOARD = "/admin/idempotency/idempotencykey/dashboard/"
@@ -43,6 +45,15 @@ def test_each_loop_gives_signs_of_life_until_it_is_told_to_stop(admin_client: Cl
         process.terminate()
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, ProcessHeartbeat.objects.count()) == (0, 0), errors
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_loop_outlives_the_reader_of_its_output() -> None:
+    def say(counts: Any) -> None:
+        raise BrokenPipeError
+
+    with looping(lambda stop: CompletePass(finished=1), say=say) as passes:
+        eventually(lambda: len(passes) > 2)
 
 
 class NoTable:
