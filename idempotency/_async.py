@@ -42,7 +42,7 @@ class EitherContext(Generic[Given]):
 
     async def __aenter__(self) -> Given:
         try:
-            return await _in_thread(self._enter_for, asyncio.current_task())
+            return await in_thread(self._enter_for, asyncio.current_task())
         except asyncio.CancelledError:
             if self._entered:  # The thread opened the block after the cancellation; close it.
                 await self.__aexit__(NeverEntered, NeverEntered(), None)
@@ -51,7 +51,7 @@ class EitherContext(Generic[Given]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        return await _in_thread(self._exit, kind, error, traceback)
+        return await in_thread(self._exit, kind, error, traceback)
 
     def _enter_for(self, task: Any) -> Given:
         open_blocks = vars(_tasks).setdefault("open", [])
@@ -75,9 +75,11 @@ class EitherContext(Generic[Given]):
                 _tasks.open.pop()
 
 
-async def _in_thread(function: Callable[..., Result], *args: Any) -> Result:
-    """Call ``function`` in the thread of the connection and wait for it; raise a cancellation only after it returns. If a
-    queued ``__aexit__`` were cancelled, its transaction would stay open and include later writes."""
+async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
+    """Call ``function`` in the thread of the connection and wait for it; raise a cancellation only after it returns.
+
+    If a queued ``__aexit__`` were cancelled, its transaction would stay open and include later writes.
+    """
     context, cancelled = copy_context(), None
     work = asyncio.create_task(sync_to_async(function)(*args), context=context)
     while not work.done():

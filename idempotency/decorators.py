@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 from asgiref.sync import sync_to_async
 from django.http import HttpRequest, HttpResponseBase
 
+from idempotency._async import in_thread
 from idempotency._request.atomic_requests import EVERY_ALIAS, outside_of_atomic_requests
 from idempotency._request.entry import answer_request
 from idempotency._request.options import Options
@@ -122,7 +123,10 @@ def _protected(view: View, options: Options) -> View:
             call.request.idempotency_key = None  # type: ignore[attr-defined]
             return await view(*args, **kwargs)  # type: ignore[no-any-return]
         # The transaction belongs to the thread of the request. That thread runs the view on the event loop.
-        return await sync_to_async(answer_request)(call, options)
+        if options.recovery_points is None:
+            return await sync_to_async(answer_request)(call, options)
+        # A client that hangs up rolls a plain view back. A phased view may be in a foreign call, so it goes on, as under WSGI.
+        return await in_thread(answer_request, call, options)
 
     made: View = protected_async if iscoroutinefunction(view) else protected
     made.idempotency = options  # type: ignore[attr-defined]

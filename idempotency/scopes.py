@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from uuid import UUID
 
+from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.contrib.sessions.backends.base import UpdateError
 from django.contrib.sessions.backends.signed_cookies import SessionStore as SignedCookies
@@ -41,7 +42,8 @@ def session(request: HttpRequest) -> str:
 
     The scope is an id that is derived from the first session key, so that two first requests get the same one. It is stored
     in the session and survives a new session key. On return it is saved, so that a retry finds it after a 500 or a login.
-    With signed_cookies there is no scope, because different sessions may have equal cookies.
+    With signed_cookies there is no scope, because different sessions may have equal cookies. A session that this request has
+    created is none either: a client that gets no answer retries without its cookie.
     Raises UpdateError if the session is deleted concurrently.
     """
     store = getattr(request, "session", None)
@@ -55,6 +57,12 @@ def session(request: HttpRequest) -> str:
         return ""
     if "idempotency_scope" not in store:
         if store.session_key is None:  # Loading a deleted session resets its key.
+            return ""
+        if store.modified and store.session_key != request.COOKIES.get(settings.SESSION_COOKIE_NAME):
+            logger.warning(
+                "No scope: the session was created by this request, and a client that gets no answer does not get its cookie. "
+                "Create the session before, for example with the page from which the request is sent."
+            )
             return ""
         # A separate store: the other changes of this request are saved with its response, or not at all.
         saved = type(store)(store.session_key)

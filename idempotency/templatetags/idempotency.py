@@ -20,6 +20,6 @@ def idempotency_key(context: template.Context, name: str = "idempotency_key") ->
     without a session gets one, if the template is rendered with a request: the session is the scope of the key.
     """
     request: Any = getattr(context, "request", None)
-    if hasattr(request, "session") and not (user(request) or session(request)):
+    if hasattr(request, "session") and not (user(request) or session(request) or request.session.session_key):
         request.session.create()
     return format_html('<input type="hidden" name="{}" value="{}">', name, time_ordered_uuid())

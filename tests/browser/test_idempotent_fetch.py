@@ -16,6 +16,7 @@ from tests.murphy.service import SLOW_SECONDS, Service
 
 pytestmark = pytest.mark.processes
 
+JSON = {"Content-Type": "application/json"}
 HOWTO = "call-from-a-client.md"
 FUNCTION = file_of(HOWTO, "shop/static/idempotent-fetch.js")
 DEFINED = FUNCTION.replace("export async function idempotentFetch", "globalThis.idempotentFetch = async function")
@@ -82,9 +83,12 @@ def test_what_may_succeed_is_sent_again_with_its_key(service: FaultyService, pag
 
 @pytest.mark.parametrize(
     "step",
-    [problem(503, False), problem(409, False, **{"Retry-After": "0"}), (409, {}, b""), (400, PROBLEM, b"null"), (404, {}, b"")],
+    [
+        problem(503, False), problem(409, False, **{"Retry-After": "0"}), (409, JSON, b"{}"), (400, PROBLEM, b'""'),
+        (404, JSON, b'{"detail": "Not found."}'),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_would_fail_again_is_final_and_the_next_operation_has_a_new_key(
     service: FaultyService, page: Page, step: Step
 ) -> None:
@@ -175,7 +179,7 @@ def test_a_caller_can_give_up(service: FaultyService, page: Page) -> None:
 UNDECIDED = [(status, {}, b"") for status in sorted(Settings().NEVER_STORED_STATUSES - RETRIED_STATUSES)]
 
 
-CODES = {"key_reused": 422, "key_stuck": 409, "scope_missing": 400}
+CODES = {"key_missing": 400, "key_invalid": 400, "key_reused": 422, "key_stuck": 409, "scope_missing": 400}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,9 @@ CODES = {"key_reused": 422, "key_stuck": 409, "scope_missing": 400}
     [
         *UNDECIDED,
         *((status, PROBLEM, b'{"code": "%s", "retryable": false}' % code.encode()) for code, status in CODES.items()),
-        (422, {"Content-Type": "application/json"}, b'{"code": "key_reused"}'),
+        (422, JSON, b'{"code": "key_reused"}'),
+        (409, JSON, b'{"error": {"type": "idempotency_error", "code": "key_stuck"}}'),
+        (404, {"Content-Type": "text/html"}, b"<h1>Not Found</h1>"),
     ],
     ids=str,
 )

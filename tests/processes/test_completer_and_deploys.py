@@ -57,8 +57,8 @@ def test_nothing_comes_between_a_person_and_the_key(left: IdempotencyKey, caplog
 def test_the_completer_looks_at_it_again_after_a_tenth_of_its_time(
     left: IdempotencyKey, stuck_hours: float, wait_seconds: float
 ) -> None:
-    stuck_at = Now() - timedelta(hours=stuck_hours)
-    IdempotencyKey.objects.update(next_run_at=None, acknowledged_at=None, stuck_at=stuck_at)
+    abandon()
+    IdempotencyKey.objects.update(stuck_at=Now() - timedelta(hours=stuck_hours))
     asked: list[bool] = []
     complete_once(stop=lambda: bool(asked.append(True)))
     assert len(asked) == 2, "each such key lets the process stop, and renew its heartbeat"

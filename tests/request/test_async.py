@@ -206,6 +206,42 @@ def test_a_request_whose_client_hung_up_leaves_nothing_and_can_be_sent_again(tra
 
 
 @pytest.mark.postgres
+def test_a_phased_view_goes_on_after_its_client_has_hung_up(transactional_db: None, serve: Any) -> None:
+    """Otherwise a foreign call would be in doubt whenever a tab is closed."""
+
+    async def scenario() -> None:
+        reached, hung_up = asyncio.Event(), asyncio.Event()
+        sent: list[str] = []
+
+        @csrf_exempt
+        @idempotent(recovery_points=[], scope=lambda request: "everybody")
+        async def view(request: HttpRequest) -> HttpResponseBase:
+            key = request.idempotency_key
+            async for _ in key.aphases():
+                async with foreign_call(key, "sms") as call:
+                    if call.due:
+                        reached.set()
+                        await hung_up.wait()
+                        sent.append("sms")
+                        call.record("sent")
+                async with atomic_phase(key) as phase:
+                    phase.set_response(HttpResponse(status=201))
+            return key.response()
+
+        serve(view=view)
+        application = await begin("/view/", "key-1", b"{}")
+        await asyncio.wait_for(reached.wait(), WAIT_SECONDS)
+        await application.send_input({"type": "http.disconnect"})
+        await asyncio.sleep(0.1)  # for a cancellation
+        hung_up.set()
+        await application.wait(WAIT_SECONDS)
+        status, headers, _ = await ask("/view/", "key-1")
+        assert (status, "Idempotent-Replayed" in headers, sent) == (201, True, ["sms"])
+
+    run(scenario)
+
+
+@pytest.mark.postgres
 def test_two_tasks_of_one_thread_share_no_transaction_but_wait_for_calls_together(transactional_db: None) -> None:
     """Each asyncio task has a key; the connection is that of the one thread in which both wait for the database."""
     refused: list[str] = []

@@ -338,6 +338,25 @@ def test_a_session_that_is_a_plain_dict(kind: Any, rf: Any, sender: Sender) -> N
     assert kind(create)(request).status_code == 201
 
 
+def test_a_session_that_the_request_has_created_is_no_scope(serve: Serve, transactional_db: None) -> None:
+    """The client that gets no answer gets no cookie either: its retry would create another session."""
+
+    def creates_a_session(view: View) -> View:
+        def outer(request: HttpRequest) -> HttpResponse:
+            if request.session.session_key is None:
+                request.session.create()
+            request.session["seen"] = True
+            return view(request)
+
+        return outer
+
+    serve(view=creates_a_session(plain(Counted())))
+    client = Client()
+    first = client.post("/view/", {}, headers={"Idempotency-Key": "one"})
+    assert (first.status_code, first.json()["code"]) == (400, "scope_missing")
+    assert client.post("/view/", {}, headers={"Idempotency-Key": "one"}).status_code == 201
+
+
 def test_a_session_is_written_for_its_scope_once(serve: Serve, visitor: Client) -> None:
     serve(view=idempotent(create))
     writes = []
