@@ -30,8 +30,11 @@ class KeyState(models.TextChoices):
 
 
 #: The condition of the partial index. It is part of each state except FINISHED and REFUSED.
-UNFINISHED = Q(finished_at__isnull=True, refused=False)
-_OVER = {KeyState.FINISHED: Q(finished_at__isnull=False), KeyState.REFUSED: Q(finished_at__isnull=True, refused=True)}
+UNFINISHED = Q(finished_at__isnull=True, refused_at__isnull=True)
+_OVER = {
+    KeyState.FINISHED: Q(finished_at__isnull=False),
+    KeyState.REFUSED: Q(finished_at__isnull=True, refused_at__isnull=False),
+}
 #: The condition of keys that the completer may run. It includes keys that are stuck because of a deploy: new code may declare
 #: their recovery point.
 NOT_GIVEN_UP = Q(stuck_at__isnull=True) | Q(stuck_code=StuckCode.UNKNOWN_RECOVERY_POINT)
@@ -150,7 +153,7 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         integer = IntegerField()  # SQLite multiplies a duration by no other kind of integer.
         own, least = Coalesce("retention_hours", 0, output_field=integer) * 3600, _least_seconds(least_hours)
         cutoff = Now() - _seconds(Greatest(own, least, output_field=integer) + late_seconds)
-        refused = Q(finished_at__isnull=True, refused=True, refused_at__lt=cutoff)
+        refused = Q(finished_at__isnull=True, refused_at__lt=cutoff)
         return self.perhaps_expired(least_hours, late_seconds=late_seconds).filter(Q(finished_at__lt=cutoff) | refused)
 
     def perhaps_expired(self, least_hours: float | None = None, *, late_seconds: int = 0) -> "IdempotencyKeyQuerySet":

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 
 from django.conf import settings
 from django.db import models
-from django.db.models import F, Q
+from django.db.models import Q
 from django.db.models.functions import Now
 from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
@@ -102,27 +102,17 @@ class IdempotencyKey(ClaimedKey):
     attempts = models.PositiveIntegerField(
         _("attempts"), default=0, help_text=_("Number of claims, by clients and by the completer.")
     )
-    # The key is untouched while this number equals ``attempts``. A flag would not work: an older version of the app does not
-    # know this column. It increases only ``attempts``, and may have begun a phase or a call. A key that such a version ran
-    # counts as touched, and as not refused.
-    untouched_attempts = models.PositiveIntegerField(
-        _("untouched attempts"),
-        default=0,
-        db_default=0,
-        help_text=_("While it equals attempts, no attempt has begun a phase or a downstream call."),
+    begun = models.BooleanField(
+        _("begun"),
+        default=False,
+        db_default=False,
+        help_text=_("Whether an attempt has committed a phase or begun a downstream call."),
     )
     refused_at = models.DateTimeField(
         _("refused at"),
         null=True,
         blank=True,
-        help_text=_("Time at which the client got a status that is never stored. Each claim clears it."),
-    )
-    refused = models.GeneratedField(
-        expression=Q(refused_at__isnull=False, untouched_attempts=F("attempts")),  # type: ignore[arg-type]  # a Q is one
-        output_field=models.BooleanField(),
-        db_persist=True,
-        verbose_name=_("refused"),
-        help_text=_("The client got a refusal before any phase or call began. Only a retry of the client runs the request."),
+        help_text=_("Time at which the client was refused before anything was begun. Only its retry runs the request."),
     )
     call_begun_at = models.DateTimeField(
         _("call begun at"), null=True, blank=True, help_text=_("Time at which the last key.call() began.")
@@ -181,9 +171,6 @@ class IdempotencyKey(ClaimedKey):
             models.CheckConstraint(
                 condition=Q(locked_at__isnull=True) | Q(claim_token__isnull=False), name="idempotency_key_locked_by_claim"
             ),
-            models.CheckConstraint(
-                condition=Q(untouched_attempts__lte=F("attempts")), name="idempotency_key_untouched_attempts"
-            ),
         ]
         indexes = [
             # Neither an UPDATE of a phase nor that of a plain view touches an indexed column: they stay HOT.
@@ -202,7 +189,7 @@ class IdempotencyKey(ClaimedKey):
     @property
     def untouched(self) -> bool:
         """Whether no attempt has begun anything that outlives it: a phase, a ``foreign_call``, a ``key.call()``."""
-        return self.recovery_point == STARTED and self.untouched_attempts == self.attempts
+        return self.recovery_point == STARTED and not self.begun
 
     @property
     def request_params(self) -> Any:

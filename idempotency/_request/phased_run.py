@@ -132,7 +132,7 @@ class PhasedRun:
 
     def has_begun(self) -> None:
         """Record a commit that outlives this attempt: the key is not untouched any more."""
-        self.key.untouched_attempts = 0
+        self.key.begun = True
 
     def has_moved(self, recovery_point: str) -> None:
         self.has_begun()

@@ -70,7 +70,7 @@ def hand_back(decision: Decision) -> bool:
     return _change(
         decision,
         f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, handed_back_at = {text.now}, {CLEAR_STUCK}",
-        f"{text.unlocked} AND NOT k.refused AND k.stuck_code <> '{StuckCode.ON_ABANDON}'",
+        f"{text.unlocked} AND k.refused_at IS NULL AND k.stuck_code <> '{StuckCode.ON_ABANDON}'",
         event=HistoryEvent.HANDED_BACK,
         detail=f"to the completer, {decision.signed}",
     )

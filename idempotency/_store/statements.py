@@ -21,10 +21,10 @@ READ = tuple(
     if field.name not in {"request_body", "request_content_type", "request_headers", "remote_addr", "last_error", "history"}
 )
 #: The columns that a claim returns, with age and place: those that it does not write itself.
-CLAIMED = ("id", "user_id", "attempts", "untouched_attempts", "seed", "recovery_point")
+CLAIMED = ("id", "user_id", "attempts", "begun", "seed", "recovery_point")
 #: The columns of an existing key that a claim returns, with ``expired`` and the remaining seconds of its lock.
 MET = (
-    *("id", "user_id", "attempts", "untouched_attempts", "recovery_point", "request_fingerprint"),
+    *("id", "user_id", "attempts", "begun", "recovery_point", "request_fingerprint"),
     *("finished_at", "stuck_at", "stuck_code", "response_code", "response_headers", "response_body"),
 )
 _COLUMNS = {field.attname: field.column for field in IdempotencyKey._meta.concrete_fields}
@@ -44,22 +44,20 @@ def parts(values: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, tuple[Any, .
 #: The first is for claims of clients, the second for the completer.
 _OPEN_TO_RETRIES = f"(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, OPEN_TO_RETRIES))!r})"
 _NOT_STUCK = f"(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')"
-#: Both counts increase, so that a key with an effect never becomes untouched again.
-_NEXT_ATTEMPT = "attempts = k.attempts + 1, untouched_attempts = k.untouched_attempts + 1, refused_at = NULL"
+_NEXT_ATTEMPT = "attempts = k.attempts + 1, refused_at = NULL"
+#: With ``refused_at``, for a task of the view that outlives its refusal.
+_BEGUN = "begun = true, refused_at = NULL"
 CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 #: If a run does not know that its last COMMIT succeeded, it must not overwrite it.
 _REACHED = "k.recovery_point = %(reached)s"
-_UNTOUCHED = "k.untouched_attempts = k.attempts"
+_UNTOUCHED = "NOT k.begun"
 #: While nothing is begun, each request of the client replaces these parts of the stored one: the completer runs the last one.
 _OF_REQUEST = (
     *("user_id", "request_path", "request_body", "request_content_type", "request_headers", "remote_addr"),
     "retention_hours",
 )
-_LAST_REQUEST = ", ".join(
-    f"{name} = CASE WHEN {_UNTOUCHED} AND k.recovery_point = '{STARTED}' THEN excluded.{name} ELSE k.{name} END"
-    for name in _OF_REQUEST
-)
+_LAST_REQUEST = ", ".join(f"{name} = CASE WHEN {_UNTOUCHED} THEN excluded.{name} ELSE k.{name} END" for name in _OF_REQUEST)
 _NOTHING_CLAIMED = ", ".join(["NULL"] * (len(CLAIMED) + 2))
 _NOTHING_MET = ", ".join(["NULL"] * (len(MET) + 2))
 _OF_MET = ", ".join(f"met.{name}" for name in [*(_COLUMNS[name] for name in MET), "expired", "lock_seconds"])
@@ -125,7 +123,7 @@ class Statements:
             "recovery_point": f"'{FINISHED if finished else STARTED}'",
             "locked_at": "NULL" if finished else self.now,
             "attempts": "1",
-            "untouched_attempts": "1",
+            "begun": "false",
             "completer_attempts": "0",
             "stuck_code": "''",
             "stuck_reason": "''",
@@ -197,7 +195,7 @@ class Statements:
             f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at = {self.now}, "  # nosec B608  # see the docstring
             f"{_NEXT_ATTEMPT}, completer_attempts = k.completer_attempts + 1, "
             f"next_run_at = {self.dialect.later.format('%(delay)s')}, {CLEAR_STUCK}, history = {self.history_of_unlocked} "
-            f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND NOT k.refused AND {self.unlocked} AND {_NOT_STUCK} "
+            f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} "
             f"AND (%(early)s OR k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._claimed(READ)}"
         )
 
@@ -213,7 +211,7 @@ class Statements:
     @cached_property
     def advance(self) -> str:
         return (
-            f"UPDATE {TABLE} AS k SET recovery_point = %(recovery_point)s, locked_at = {self.now}, {CLEAR_STUCK}, "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET recovery_point = %(recovery_point)s, locked_at = {self.now}, {_BEGUN}, {CLEAR_STUCK}, "  # nosec B608  # see the docstring
             f"history = {self.history} WHERE {_FENCE} AND {_REACHED}"
         )
 
@@ -221,7 +219,7 @@ class Statements:
     def renew(self) -> str:
         """Renew the lock, and mark that something is begun. A late run must begin nothing once its key is stuck."""
         return (
-            f"UPDATE {TABLE} AS k SET locked_at = {self.now}, untouched_attempts = 0 "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET locked_at = {self.now}, {_BEGUN} "  # nosec B608  # see the docstring
             f"WHERE {_FENCE} AND {_REACHED} AND k.stuck_at IS NULL"
         )
 
@@ -229,7 +227,7 @@ class Statements:
     def begin_call(self) -> str:
         """Renew the lock before a call with a derived key. The key of ``on_abandon`` is stuck with its own code."""
         return (
-            f"UPDATE {TABLE} AS k SET locked_at = {self.now}, untouched_attempts = 0, call_begun_at = {self.now}, "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET locked_at = {self.now}, {_BEGUN}, call_begun_at = {self.now}, "  # nosec B608  # see the docstring
             f"history = {self.history} WHERE {_FENCE} AND {_REACHED} AND k.stuck_code = %(stuck_code)s"
         )
 
@@ -281,7 +279,7 @@ class Statements:
 
     @cached_property
     def give_up(self) -> str:
-        condition = f"k.id = %(id)s AND k.stuck_at IS NULL AND NOT k.refused AND {self.unlocked}"
+        condition = f"k.id = %(id)s AND k.stuck_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}"
         return self._mark_stuck(condition, self.history_of_unlocked)
 
 

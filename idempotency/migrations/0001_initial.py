@@ -46,9 +46,8 @@ class Migration(migrations.Migration):
                 ('next_run_at', models.DateTimeField(blank=True, help_text='The completer does not run the key before this time.', null=True, verbose_name='next run at')),
                 ('completer_attempts', models.PositiveIntegerField(default=0, verbose_name='completer attempts')),
                 ('attempts', models.PositiveIntegerField(default=0, help_text='Number of claims, by clients and by the completer.', verbose_name='attempts')),
-                ('untouched_attempts', models.PositiveIntegerField(db_default=0, default=0, help_text='While it equals attempts, no attempt has begun a phase or a downstream call.', verbose_name='untouched attempts')),
-                ('refused_at', models.DateTimeField(blank=True, help_text='Time at which the client got a status that is never stored. Each claim clears it.', null=True, verbose_name='refused at')),
-                ('refused', models.GeneratedField(db_persist=True, expression=models.Q(('refused_at__isnull', False), ('untouched_attempts', models.F('attempts'))), help_text='The client got a refusal before any phase or call began. Only a retry of the client runs the request.', output_field=models.BooleanField(), verbose_name='refused')),  # type: ignore[arg-type]  # a Q is one
+                ('begun', models.BooleanField(db_default=False, default=False, help_text='Whether an attempt has committed a phase or begun a downstream call.', verbose_name='begun')),
+                ('refused_at', models.DateTimeField(blank=True, help_text='Time at which the client was refused before anything was begun. Only its retry runs the request.', null=True, verbose_name='refused at')),
                 ('call_begun_at', models.DateTimeField(blank=True, help_text='Time at which the last key.call() began.', null=True, verbose_name='call begun at')),
                 ('claim_token', models.UUIDField(blank=True, help_text='The random token of the current claim, which the fence compares.', null=True, verbose_name='claim token')),
                 ('last_run_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), help_text='Time of the last claim.', verbose_name='last run at')),
@@ -143,7 +142,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='idempotencykey',
-            index=models.Index(condition=models.Q(('finished_at__isnull', True), ('refused', False)), fields=['created_at'], name='idempotency_key_unfinished'),
+            index=models.Index(condition=models.Q(('finished_at__isnull', True), ('refused_at__isnull', True)), fields=['created_at'], name='idempotency_key_unfinished'),
         ),
         migrations.AddConstraint(
             model_name='idempotencykey',
@@ -168,10 +167,6 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name='idempotencykey',
             constraint=models.CheckConstraint(condition=models.Q(('locked_at__isnull', True), ('claim_token__isnull', False), _connector='OR'), name='idempotency_key_locked_by_claim'),
-        ),
-        migrations.AddConstraint(
-            model_name='idempotencykey',
-            constraint=models.CheckConstraint(condition=models.Q(('untouched_attempts__lte', models.F('attempts'))), name='idempotency_key_untouched_attempts'),
         ),
         migrations.AddConstraint(
             model_name='foreigncall',

@@ -38,7 +38,7 @@ def one_of_each_state():
     return {
         "finished": IdempotencyKeyFactory(finished=True),
         "in flight": IdempotencyKeyFactory(locked_at=timezone.now(), claim_token=uuid4()),
-        "refused": IdempotencyKeyFactory(refused_at=timezone.now(), attempts=1, untouched_attempts=1, **old),
+        "refused": IdempotencyKeyFactory(refused_at=timezone.now(), **old),
         "stuck": IdempotencyKeyFactory(**stuck, **old),
         "acknowledged": IdempotencyKeyFactory(acknowledged_at=timezone.now(), **stuck, **old),
         "abandoned": IdempotencyKeyFactory(**old),

@@ -34,7 +34,7 @@ def fill() -> None:
     IdempotencyKeyFactory.create_batch(4, **OLD)
     IdempotencyKeyFactory()
     IdempotencyKeyFactory(finished=True, **OLD)
-    IdempotencyKeyFactory(refused_at=timezone.now(), attempts=1, untouched_attempts=1, **OLD)
+    IdempotencyKeyFactory(refused_at=timezone.now(), **OLD)
     for since in ({"minutes": 3}, {"seconds": 9}, {"hours": -1}):
         StagedJobFactory(run_at=ago(**since))
     StagedJobFactory.create_batch(2, failed_at=timezone.now())

@@ -22,7 +22,7 @@ STUCK = {"stuck_at": ago(hours=1), "stuck_reason": "x"}
 LOCKED = {"claim_token": uuid4(), "locked_at": LATER}
 #: What a row may have in its columns, by what the columns say.
 PARTS: list[list[dict[str, Any]]] = [
-    [{}, {"refused_at": LONG_AGO, "attempts": 1, "untouched_attempts": 1}],
+    [{}, {"refused_at": LONG_AGO}],
     [{}, LOCKED, {**LOCKED, "locked_at": LONG_AGO}],
     [{}, {**STUCK, "stuck_code": "call_in_doubt"}, {**STUCK, "stuck_code": "unknown_recovery_point"}],
     [{}, {"acknowledged_at": LONG_AGO}, {"acknowledged_at": LATER}],
