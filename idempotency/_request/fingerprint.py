@@ -6,8 +6,8 @@ boundary. All other bodies are compared by bytes. So is JSON with a duplicate me
 its value would lose information. The kind of comparison is part of the fingerprint.
 
 A fingerprint begins with the way in which it was made: its version, ``h`` if it includes the host, and ``k`` with the id of
-its secret. A request is compared in the way of the stored fingerprint, so deploys and changed settings or secrets do not
-reject retries. Keep an old version for at least one retention after the release that replaces it.
+its secret. A request is compared in the way of the stored fingerprint, so changed settings or secrets do not reject
+retries. A release that changes the computation must keep the old one for at least one retention.
 """
 
 import hashlib
@@ -33,10 +33,8 @@ from django.utils.encoding import escape_uri_path, force_bytes, force_str
 from idempotency._store.advisory_locks import way_of
 
 #: The version of new fingerprints. A change of the computation needs a new number.
-VERSION = 2
-VERSIONS = (1, 2)
-#: The way of a fingerprint. Version 1 does not name its secret.
-_WAY = re.compile(r"v(?P<version>\d+)(?P<host>h?)(?P<keyed>k?)(?P<secret>[0-9a-f]*)")
+VERSION = 1
+_WAY = re.compile(rf"v{VERSION}(?P<host>h?)(?:k(?P<secret>[0-9a-f]+))?")
 #: Integers up to this length are compared by value in any notation; longer ones must be written out.
 _SHORT_DIGITS = 22
 _DOUBLE_DIGITS = 310
@@ -61,31 +59,25 @@ def fingerprint(request: HttpRequest, body: bytes | None, secret: str | bytes | 
     Raises BadRequest for a multipart body in an unreadable charset.
     """
     way = f"v{VERSION}{'h' * by_host}{'' if secret is None else f'k{_name(secret)}'}"
-    return _made(way, request, body, secret, VERSION, by_host=by_host)
+    return _made(way, request, body, secret, by_host=by_host)
 
 
 def made_alike(stored: str, request: HttpRequest, body: bytes | None, secrets: Sequence[str | bytes]) -> str | None:
     """Return the fingerprint of a request, made in the way of a stored one; None if its version or secret is unknown. The
     argument ``secrets`` has the current secret and former ones."""
     way = way_of(stored)
-    found = _WAY.fullmatch(way)
-    if found is None or (version := int(found["version"])) not in VERSIONS:
+    if (found := _WAY.fullmatch(way)) is None:
         return None
-    by_host = bool(found["host"])
-    if not found["keyed"]:
-        return _made(way, request, body, None, version, by_host=by_host)
-    if found["secret"]:
-        secrets = [secret for secret in secrets if _name(secret) == found["secret"]]
-    made = [_made(way, request, body, secret, version, by_host=by_host) for secret in secrets]
-    return stored if stored in made else next(iter(made), None)
+    secret = next((each for each in secrets if _name(each) == found["secret"]), None)
+    if found["secret"] is not None and secret is None:
+        return None
+    return _made(way, request, body, secret, by_host=bool(found["host"]))
 
 
-def _made(
-    way: str, request: HttpRequest, body: bytes | None, secret: str | bytes | None, version: int, *, by_host: bool
-) -> str:
-    kind, content = _content(request, body, version)
+def _made(way: str, request: HttpRequest, body: bytes | None, secret: str | bytes | None, *, by_host: bool) -> str:
+    kind, content = _content(request, body)
     parts = [(request.method or "").encode(), target(request).encode(), kind, content]
-    if version > 1 and (urlconf := chosen_urlconf(request)):
+    if urlconf := chosen_urlconf(request):
         parts.append(b"urlconf " + urlconf.encode())
     if by_host:
         parts += [b"host " + host_of(request).lower().encode(), request.META.get("SCRIPT_NAME", "").encode()]
@@ -135,32 +127,26 @@ def is_multipart(request: HttpRequest) -> bool:
     return request.content_type == "multipart/form-data" and request.META.get("CONTENT_LENGTH") not in (None, "", "0")
 
 
-def _content(request: HttpRequest, body: bytes | None, version: int) -> tuple[bytes, bytes]:
+def _content(request: HttpRequest, body: bytes | None) -> tuple[bytes, bytes]:
     if is_multipart(request):
-        return b"multipart", _multipart(request, body, version)
+        return b"multipart", _multipart(request, body)
     body = body or b""
     content_type = request.content_type or ""
     if content_type == "application/json" or content_type.endswith("+json"):
         try:
-            return b"json", _canonical_json(body, version)
+            return b"json", _canonical_json(body)
         except (ValueError, ArithmeticError, RecursionError):
             pass
-    if version > 1 and content_type == "application/x-www-form-urlencoded":
+    if content_type == "application/x-www-form-urlencoded":
         body = _CSRF_PAIR.sub(b"", body)
     return b"bytes", body
 
 
-def _canonical_json(body: bytes, version: int) -> bytes:
-    integer, number = (int, _number_of_version_1) if version == 1 else (_integer, _number)
-    value = json.loads(body, parse_int=integer, parse_float=number, parse_constant=_refuse_constant, object_pairs_hook=_object)
+def _canonical_json(body: bytes) -> bytes:
+    value = json.loads(
+        body, parse_int=_integer, parse_float=_number, parse_constant=_refuse_constant, object_pairs_hook=_object
+    )
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _number_of_version_1(text: str) -> int | float:
-    exact = Decimal(text)
-    if exact.adjusted() < _DOUBLE_DIGITS and exact == exact.to_integral_value():
-        return int(exact)
-    return _double(text, exact)
 
 
 def _integer(text: str) -> int | float:
@@ -200,10 +186,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _multipart(request: HttpRequest, body: bytes | None, version: int) -> bytes:
+def _multipart(request: HttpRequest, body: bytes | None) -> bytes:
     """Return the sorted fields and files, each file by its hash. The files are rewound."""
     fields, files = _parts(request, body)
-    counting = [pair for pair in fields.lists() if version == 1 or pair[0] != _CSRF_FIELD]
+    counting = [pair for pair in fields.lists() if pair[0] != _CSRF_FIELD]
     named = sorted(files.lists(), key=itemgetter(0))
     return json.dumps(
         [
