@@ -78,29 +78,25 @@ def reap_once(
         deleted = keys.expired(older_than_hours).exclude(held()).count()
         return ReapPass(deleted=deleted, stuck=keys.overdue().count(), messages=_old_messages(alias).count())
     counts: Counter[str] = Counter()
+    # First the keys that clients wait for.
     batches = chain(
-        # First what clients wait for.
-        ((batch, 0.0) for batch in _settle_overdue(alias, batch_size)),
-        _timed(_reap_expired(alias, older_than_hours, batch_size)),
-        _timed(_reap_messages(alias, batch_size)),
+        _settle_overdue(alias, batch_size),
+        _reap_expired(alias, older_than_hours, batch_size),
+        _reap_messages(alias, batch_size),
     )
-    while not stop() and (reaped := next(batches, None)) is not None:
-        batch, took = reaped
+    while not stop():
+        start = time.monotonic()
+        if (batch := next(batches, None)) is None:
+            break
+        took = time.monotonic() - start
         counts.update(batch)
         progress(ReapPass(**counts))
-        _rest(RESTS_FOR_A_BATCH * took, stop)
+        if not batch.keys() & {"settled", "stuck"}:
+            _rest(RESTS_FOR_A_BATCH * took, stop)
     if not stop():
         # At most some thirty rows a minute: one statement deletes them.
         TrafficCount.objects.using(alias).filter(minute__lt=time.time() // 60 - TRAFFIC_RETENTION_MINUTES).delete()
     return ReapPass(**counts)
-
-
-def _timed(batches: Iterator[dict[str, int]]) -> Iterator[tuple[dict[str, int], float]]:
-    while True:
-        start = time.monotonic()
-        if (batch := next(batches, None)) is None:
-            return
-        yield batch, time.monotonic() - start
 
 
 def _rest(seconds: float, stop: Callable[[], bool]) -> None:
