@@ -227,7 +227,4 @@ def _give_up(pk: int, alias: str) -> bool:
     if key is None or key.completer_attempts < conf.get().COMPLETER_MAX_ATTEMPTS or on_abandon_of(key) is not None:
         return False
     reason = f"{key.completer_attempts} runs of the completer failed, the last with: {summary(key.last_error)}"
-    if not settlement.give_up(pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias):
-        return False
-    events.announce_stuck(pk, None, using=alias)
-    return True
+    return settlement.give_up(pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias)

@@ -31,25 +31,22 @@ def settle(pk: int, *, using: str) -> bool | None:
     with the response of ``on_abandon`` (True) or stuck (False). Return None if a run or another process has the key. Before
     ``on_abandon`` runs, outside any transaction, the key is marked as stuck. If the process dies during it, the key stays
     stuck and ``on_abandon`` does not run again."""
-    key = rows.read(pk, using=using)
-    on_abandon = on_abandon_of(key) if key is not None else None
-    if on_abandon is None:
+    if (key := rows.read(pk, using=using)) is None:
+        return None
+    if (on_abandon := on_abandon_of(key)) is None:
         reason = (
             f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation or its last hand-back. "
-            f"Its last error: {_text.summary(key.last_error if key is not None else '')}"
+            f"Its last error: {_text.summary(key.last_error)}"
         )
-        if not settlement.give_up(pk, StuckCode.RETENTION_PASSED, reason, using=using):
-            return None
-    else:
-        key = claims.claim_by_id(pk, delay_seconds=0, early=True, using=using)
-        if key is None:
-            return None
-        try:
-            if _run(on_abandon, key, using):
-                events.emit(signals.key_finished, rows.read(pk, using=using), None)
-                return True
-        except LockLost:
-            return None  # It was answered in the admin meanwhile.
+        return False if settlement.give_up(pk, StuckCode.RETENTION_PASSED, reason, using=using) else None
+    if (key := claims.claim_by_id(pk, delay_seconds=0, early=True, using=using)) is None:
+        return None
+    try:
+        if _run(on_abandon, key, using):
+            events.emit(signals.key_finished, rows.read(pk, using=using), None)
+            return True
+    except LockLost:
+        return None  # It was answered in the admin meanwhile.
     events.announce_stuck(pk, None, using=using)
     return False
 

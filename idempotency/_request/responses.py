@@ -136,10 +136,9 @@ def answer_without_running(claim: Claim, call: Call, options: Options, *, using:
         return replay(key, call, options)
     problem = _conflict(claim)
     events.emit(signals.key_conflict, key, call.request, code=problem.code)
-    if claim.outcome is Outcome.UNKNOWN_POINT and settlement.give_up(
-        key.pk, StuckCode.UNKNOWN_RECOVERY_POINT, unknown_point(key), using=using
-    ):
-        events.announce_stuck(key.pk, call.request, using=using)
+    if claim.outcome is Outcome.UNKNOWN_POINT:
+        code, reason = StuckCode.UNKNOWN_RECOVERY_POINT, unknown_point(key)
+        settlement.give_up(key.pk, code, reason, using=using, request=call.request)
     raise problem
 
 

@@ -12,7 +12,9 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from idempotency._store.events import about
+from django.http import HttpRequest
+
+from idempotency._store.events import about, announce_stuck
 from idempotency._store.fence import stuck_parameters
 from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
@@ -54,9 +56,12 @@ def _calls(using: str) -> str:
     )
 
 
-def give_up(pk: int, code: str, reason: str, *, using: str) -> bool:
-    """Mark a key as stuck if no run holds it; return whether this call did it."""
-    return execute(statements_for(using).give_up, {"id": pk, **stuck_parameters(code, reason)}, using) == 1
+def give_up(pk: int, code: str, reason: str, *, using: str, request: HttpRequest | None = None) -> bool:
+    """Mark a key as stuck if no run holds it, and announce it; return whether this call did it."""
+    if execute(statements_for(using).give_up, {"id": pk, **stuck_parameters(code, reason)}, using) == 0:
+        return False
+    announce_stuck(pk, request, using=using)
+    return True
 
 
 def release_lock(decision: Decision) -> bool:
