@@ -43,20 +43,15 @@ def first_line(error: BaseException) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with a suitable unit: ``20 ms``, ``1.4 s``, ``45 s``, ``3 min``, ``2 h``, ``5 d``."""
+    """Return a duration with its unit: ``20 ms``, ``1.4 s`` (``1,4 s`` in German), ``45 s``, ``3 min``, ``2 h``, ``5 d``."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 9.95:
-        return f"{seconds:.1f} s"
+        return with_decimal_sign(f"{seconds:.1f} s")
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def localized_duration(seconds: float) -> str:
-    """Return a duration as pages write it in the language of the person: ``1.4 s``, in German ``1,4 s``."""
-    return with_decimal_sign(duration(seconds))
 
 
 def with_decimal_sign(number: str) -> str:

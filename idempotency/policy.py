@@ -3,7 +3,7 @@
 Source: draft-07, section 2.5.2 ("Idempotency Key Specification": the resource documents its policy).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import getclosurevars, isfunction
 from typing import Any
@@ -14,8 +14,7 @@ from idempotency import conf
 from idempotency._request.lookup import class_of, every_view, options_of
 from idempotency._request.options import Options
 from idempotency._request.outside import runs_before, wrapped
-
-View = Callable[..., Any]
+from idempotency._request.view_call import View
 
 #: The methods whose options are read. GET is included to find protected views with safe methods only.
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")

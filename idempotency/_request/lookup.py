@@ -15,13 +15,12 @@ from django.utils import translation
 
 from idempotency._request.options import OnAbandon, Options
 from idempotency._request.stored_request import urlconf_of
+from idempotency._request.view_call import View
 from idempotency._store.events import about
 from idempotency._text import error_text
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
-
-View = Callable[..., Any]
 
 #: Functions that find the options of views of other frameworks; ``contrib`` adds them.
 FINDERS: list[Callable[[View, str], Options | None]] = []

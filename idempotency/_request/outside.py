@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from inspect import getclosurevars, isfunction, unwrap
 from typing import Any
 
-from idempotency._request.lookup import View, class_of
+from idempotency._request.lookup import class_of
+from idempotency._request.view_call import View
 
 #: Packages whose ``dispatch()`` judges the request and its sender only.
 _FRAMEWORKS = ("django", "rest_framework", "ninja", "idempotency")

@@ -14,7 +14,7 @@ from django.http import HttpRequest
 from django.utils.html import strip_tags
 from django.utils.translation import gettext, gettext_noop, ngettext
 
-from idempotency._text import error_text, localized_duration
+from idempotency._text import duration, error_text
 from idempotency.admin.reading import admin_url, first_line_of, may_view
 from idempotency.inbox import STAGED_JOBS
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
@@ -119,7 +119,7 @@ def _state_of_job(job: StagedJob, error: str, processed_at: datetime | None, now
     if job.failed_at is not None:
         return gettext("failed %(ago)s: %(error)s") % {"ago": _ago(job.failed_at, now), "error": error}
     if not job.hand_overs and job.run_at > now:
-        return gettext("due in %(duration)s") % {"duration": localized_duration((job.run_at - now).total_seconds())}
+        return gettext("due in %(duration)s") % {"duration": duration((job.run_at - now).total_seconds())}
     state = gettext("handed over, no effect yet")
     if not job.hand_overs:
         state = gettext("waiting, due %(ago)s") % {"ago": _ago(job.run_at, now)}

@@ -12,7 +12,7 @@ from django.utils.html import format_html
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from idempotency._text import localized_duration
+from idempotency._text import duration
 from idempotency.admin.bulk_jobs import Discard, Retry
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.filters import AgeFilter, ChosenFilter, JobErrorGroupFilter, row_id
@@ -109,8 +109,8 @@ class StagedJobAdmin(BulkAdmin):
             return gettext("failed %(ago)s") % {"ago": ago((job.read_at - job.failed_at).total_seconds())}
         waited = (job.read_at - job.run_at).total_seconds()
         if waited < 0:
-            return gettext("due in %(duration)s") % {"duration": localized_duration(-waited)}
-        return gettext("waiting for %(duration)s") % {"duration": localized_duration(waited)}
+            return gettext("due in %(duration)s") % {"duration": duration(-waited)}
+        return gettext("waiting for %(duration)s") % {"duration": duration(waited)}
 
     @admin.display(description=_("key"))
     def key(self, job: StagedJob) -> str:

@@ -15,7 +15,7 @@ from idempotency._request.lookup import on_abandon_of, options_for
 from idempotency._request.stored_request import urlconf_of
 from idempotency._states import KeyState, retention_of
 from idempotency._store.history import HistoryEvent
-from idempotency._text import localized_duration as duration
+from idempotency._text import duration
 from idempotency.admin.history import history_of, is_whole
 from idempotency.admin.reading import first_line_of, masked
 from idempotency.admin.stuck_codes import STUCK_CODES

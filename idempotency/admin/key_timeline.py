@@ -11,7 +11,7 @@ from django.utils.translation import gettext as _
 from idempotency import conf
 from idempotency._states import KeyState
 from idempotency._store.history import HistoryEvent
-from idempotency._text import localized_duration as duration
+from idempotency._text import duration
 from idempotency.admin.history import LOST, Event, Run, event_label, runs_of
 from idempotency.admin.timeline import Bar, Mark, Row, draw
 from idempotency.templatetags.idempotency_admin import aware, written

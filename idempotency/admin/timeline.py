@@ -12,7 +12,7 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 
-from idempotency._text import localized_duration
+from idempotency._text import duration
 
 #: The part of the width, in percent, that is left free on each side, for the marks at the ends.
 MARGIN = 1.5
@@ -197,7 +197,7 @@ def _guides(scale: Scale, now: float | None, bottom: int) -> SafeString:
 def _axis(scale: Scale, axis: tuple[str, str], top: int) -> SafeString:
     begin, end = axis
     line = format_html('<line class="idem-axis" x1="0" x2="100%" y1="{}" y2="{}"/>', top, top)
-    lengths = _labels([(x, localized_duration(seconds)) for x, seconds in scale.breaks], top + 13)
+    lengths = _labels([(x, duration(seconds)) for x, seconds in scale.breaks], top + 13)
     return _joined([line, *lengths, *_labels([(0, begin), (100, end)], top + 29)])
 
 

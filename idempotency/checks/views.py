@@ -16,9 +16,9 @@ from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from idempotency import conf, scopes
 from idempotency._request.lookup import class_of, options_of
 from idempotency._request.outside import foreign_dispatches, handlers, outside, wrapped
-from idempotency._request.view_call import access_is_checked_inside
+from idempotency._request.view_call import View, access_is_checked_inside
 from idempotency.models import IdempotencyKey
-from idempotency.policy import Protected, View, allowed_methods, protected_views
+from idempotency.policy import Protected, allowed_methods, protected_views
 
 #: Scopes with these attributes are meant for senders that are not Django users; Django users have ``scopes.user``.
 _IDS_OF_USER = ("user.pk", "user.id")

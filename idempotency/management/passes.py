@@ -186,7 +186,7 @@ class PassCommand(BaseCommand):
         def say(counts: Any) -> None:
             if options["verbosity"]:
                 self.stdout.write(
-                    in_words(name, counts) if not options["dry_run"] else f"{name}: would be: {self.would_be(counts)}"
+                    f"{name}: would be: {self.would_be(counts)}" if options["dry_run"] else f"{name}: {in_words(counts)}"
                 )
                 self.stdout.flush()
 
@@ -200,15 +200,11 @@ class PassCommand(BaseCommand):
 
     def would_be(self, counts: Any) -> str:
         """Return the counts of a dry run as text."""
-        return _in_words(counts)
+        return in_words(counts)
 
 
-def in_words(name: str, counts: Any) -> str:
-    """Return the line about a pass."""
-    return f"{name}: {_in_words(counts)}"
-
-
-def _in_words(counts: Any) -> str:
+def in_words(counts: Any) -> str:
+    """Return the counts of a pass as text, as ``3 finished, 1 failed, 0 stuck``."""
     return ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in asdict(counts).items())
 
 
@@ -236,8 +232,7 @@ def _is_unreachable(error: BaseException) -> bool:
     return isinstance(error, _UNREACHABLE) or is_read_only(error)
 
 
-def add_database_argument(parser: CommandParser) -> None:
-    """Add the option ``--database``."""
+def add_database_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--database",
         default=DEFAULT_DB_ALIAS,

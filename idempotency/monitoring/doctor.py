@@ -16,7 +16,7 @@ from django.utils.translation import gettext as _
 from idempotency import conf
 from idempotency._states import KeyState
 from idempotency._store import replication
-from idempotency._text import localized_duration as duration
+from idempotency._text import duration
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS

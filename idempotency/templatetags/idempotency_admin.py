@@ -8,18 +8,18 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 
-from idempotency._text import localized_duration
+from idempotency._text import duration
 
 register = template.Library()
 
 
-register.filter("humanize_seconds", localized_duration)
+register.filter("humanize_seconds", duration)
 
 
 @register.filter
 def ago(seconds: float) -> str:
     """Return how long ago a moment was; a time of the future was just now."""
-    return gettext("%(duration)s ago") % {"duration": localized_duration(max(0.0, seconds))}
+    return gettext("%(duration)s ago") % {"duration": duration(max(0.0, seconds))}
 
 
 @register.filter

@@ -130,9 +130,9 @@ def test_the_lines_of_the_processes_are_those_that_they_write() -> None:
     page = (ROOT / "docs" / "how-to" / "run-the-processes.md").read_text()
     written = re.findall(r"^\| `(\w+: \d[\w ,]+)` \|", page, re.M)
     assert written == [
-        in_words("enqueue_jobs", EnqueuePass(handed_over=12)),
-        in_words("complete_keys", CompletePass(finished=3, failed=1)),
-        in_words("reap_keys", ReapPass(deleted=400, messages=9)),
+        f"enqueue_jobs: {in_words(EnqueuePass(handed_over=12))}",
+        f"complete_keys: {in_words(CompletePass(finished=3, failed=1))}",
+        f"reap_keys: {in_words(ReapPass(deleted=400, messages=9))}",
     ]
 
 

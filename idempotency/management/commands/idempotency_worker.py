@@ -72,5 +72,5 @@ class Command(BaseCommand):
                 thread.join()
 
     def _say(self, name: str, counts: Any) -> None:
-        self.stdout.write(in_words(name, counts))
+        self.stdout.write(f"{name}: {in_words(counts)}")
         self.stdout.flush()

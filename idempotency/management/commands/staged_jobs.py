@@ -8,12 +8,11 @@ from typing import Any
 from uuid import UUID
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.models import F
 
 from idempotency.enqueuer import backlog
 from idempotency.interventions import discard_jobs, retry_jobs
-from idempotency.management.passes import count, exit_1_explained
+from idempotency.management.passes import add_database_argument, count, exit_1_explained
 from idempotency.models import StagedJob
 
 
@@ -28,12 +27,7 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         database = argparse.ArgumentParser(add_help=False)
-        database.add_argument(
-            "--database",
-            default=DEFAULT_DB_ALIAS,
-            choices=tuple(connections),
-            help="The database with the jobs (default: %(default)s).",
-        )
+        add_database_argument(database)
         actions = parser.add_subparsers(dest="action", required=True, parser_class=argparse.ArgumentParser)
         listing = actions.add_parser(
             "list", parents=[database], help="Print a line for each job: state, id, hand-overs, refusals, queue, name, error."
