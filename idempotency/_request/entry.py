@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from django.db.utils import Error
 from django.http import HttpResponseBase
@@ -15,7 +14,7 @@ from idempotency._request.options import Options
 from idempotency._request.phased import run_claimed, run_phased
 from idempotency._request.phased_run import completion_of
 from idempotency._request.plain import run_plain
-from idempotency._request.problems import NOT_CLAIMED, Problem
+from idempotency._request.problems import Problem
 from idempotency._request.responses import HTTP_EXCEPTIONS, SAFE_METHODS
 from idempotency._request.view_call import Call
 from idempotency._store import events
@@ -26,6 +25,9 @@ from idempotency.exceptions import NotReplicated
 from idempotency.signals import RequestOutcome
 
 logger = logging.getLogger("idempotency")
+
+#: The codes of requests that have a key and claim none.
+_NOT_CLAIMED = frozenset({"body_incomplete", "scope_missing"})
 
 
 def answer_request(call: Call, options: Options) -> HttpResponseBase:
@@ -44,7 +46,7 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
             if options.required:
                 raise problems.key_missing()
             return _unprotected(call)
-        return _announced(call, partial(_protected, call, options, value))
+        return _announced(call, options, value)
     except Problem as problem:
         return problem.response(request)
 
@@ -76,11 +78,11 @@ def _protected(call: Call, options: Options, value: str) -> HttpResponseBase:
         return run(call, options, captured, using=using)
 
 
-def _announced(call: Call, run: Callable[[], HttpResponseBase]) -> HttpResponseBase:
-    """Call ``run``, and send ``request_answered`` with the outcome of the request and its time."""
+def _announced(call: Call, options: Options, value: str) -> HttpResponseBase:
+    """Run a protected request, and send ``request_answered`` with the outcome of the request and its time."""
     start, outcome = time.monotonic(), RequestOutcome.FAILED
     try:
-        response = run()
+        response = _protected(call, options, value)
         outcome = _outcome_of(response)
         return response
     except Problem as problem:
@@ -106,7 +108,7 @@ def _outcome_of(response: HttpResponseBase) -> RequestOutcome:
 def _outcome_of_problem(problem: Problem) -> RequestOutcome:
     if problem.status >= 500:
         return RequestOutcome.FAILED
-    return RequestOutcome.REFUSED if problem.code in NOT_CLAIMED else RequestOutcome.CONFLICT
+    return RequestOutcome.REFUSED if problem.code in _NOT_CLAIMED else RequestOutcome.CONFLICT
 
 
 def _scope(call: Call, options: Options) -> str:

@@ -11,6 +11,7 @@ from idempotency._request import problems, responses
 from idempotency._request.options import Options
 from idempotency._request.phased_run import Completion, PhasedRun
 from idempotency._request.retry import Attempts, RequestState
+from idempotency._request.stored_request import CannotRun
 from idempotency._request.view_call import Call
 from idempotency._request.wait import Patience
 from idempotency._store import claims, events, fence, rows
@@ -23,10 +24,6 @@ from idempotency.exceptions import KeyStuck, LockLost, NotReplicated, ResponseNo
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
-
-
-class _UnknownPoint(KeyStuck):
-    code = StuckCode.UNKNOWN_RECOVERY_POINT
 
 
 def run_phased(call: Call, options: Options, captured: ClaimedRequest, *, using: str) -> HttpResponseBase:
@@ -45,7 +42,7 @@ def run_phased(call: Call, options: Options, captured: ClaimedRequest, *, using:
 
 def run_claimed(call: Call, options: Options, key: IdempotencyKey, *, completion: Completion | None = None) -> HttpResponseBase:
     """Run the view with a claimed key. On return or exception the key is finished, stuck or released."""
-    using = key._state.db or options.alias(call.request)
+    using = str(key._state.db)  # where it was claimed
     sender = call.request if completion is None else None
     run = PhasedRun(key, call, options.every_point(), sender, using=using)
     try:
@@ -81,7 +78,7 @@ def run_claimed(call: Call, options: Options, key: IdempotencyKey, *, completion
 def _in_attempts(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
     """Run the view, and again after a serialization failure. An HTTP exception releases or refuses the key."""
     if run.key.recovery_point not in run.order:
-        raise _UnknownPoint(responses.unknown_point(run.key))
+        raise CannotRun(StuckCode.UNKNOWN_RECOVERY_POINT, responses.unknown_point(run.key))
     try:
         for attempt in Attempts(RequestState(call), lambda: run.level):
             with attempt:

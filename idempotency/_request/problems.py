@@ -29,12 +29,9 @@ _TITLES = {
 #: The arguments of ERROR_RENDERER, by name.
 RENDERED_FROM = ("request", "status", "code", "title", "detail", "retryable", "headers")
 
-#: The codes of requests that have claimed no key.
-NOT_CLAIMED = frozenset({"key_missing", "key_invalid", "body_incomplete", "scope_missing"})
-
 
 class Problem(Exception):
-    """An error response of this app; ``entry.answer`` catches it and returns its response."""
+    """An error response of this app; ``entry.answer_request`` catches it and returns its response."""
 
     def __init__(
         self, status: int, code: str, detail: str, *, retryable: bool = False, retry_after: float | None = None

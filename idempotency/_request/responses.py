@@ -157,7 +157,7 @@ def answer_of_other_run(
 
 def replay(key: IdempotencyKey, call: Call, options: Options) -> HttpResponseBase:
     """Return the stored response, or the refusal of ``replay_check``, which does not change the key. Raises NotReplicated."""
-    replication.confirm(key._state.db or options.alias(call.request))
+    replication.confirm(str(key._state.db))
     if (check := options.replay_check) is not None:
         refusal = awaited(check(call.seen_request, key, **call.named_by(check)))
         if refusal is not None:
