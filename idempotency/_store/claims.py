@@ -111,10 +111,10 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             continue  # Another claim inserted the key; the next attempt reads it.
         if (comparable := _comparable(row, request)) is None:
             return Claim(Outcome.IN_PROGRESS, row.key, lock_seconds=1)
+        if refusal := _refusal(row, comparable, recovery_points):
+            return refusal
         if comparable is not request:
             return claim_phased(comparable, recovery_points, using=using)
-        if refusal := _refusal(row, request, recovery_points):
-            return refusal
     return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
 
 
@@ -147,10 +147,8 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First | None = No
         if not row.expired:
             if (comparable := _comparable(row, request)) is None:
                 return Claim(Outcome.IN_PROGRESS, row.key, lock_seconds=1)
-            if comparable is not request:
-                return claim_plain(comparable, using=using)
             # A plain view leaves no unfinished row: the view was phased before a deploy.
-            return _refusal(row, request, ()) or Claim(Outcome.UNKNOWN_POINT, row.key)
+            return _refusal(row, comparable, ()) or Claim(Outcome.UNKNOWN_POINT, row.key)
         execute(text.retire, {"id": row.key.pk, "scope": request.scope}, using)
     return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
 
