@@ -1,6 +1,8 @@
 """Make text safe for logs and for both databases."""
 
+import json
 from traceback import walk_tb
+from typing import Any
 
 from django.utils.formats import get_format
 
@@ -27,6 +29,15 @@ def summary(text: str, length: int = _MAX_SUMMARY_LENGTH) -> str:
     there is more."""
     line, _, more = storable(text).strip().partition("\n")
     return cut(f"{line.rstrip()} …" if more else line, length)
+
+
+def refuse_unstorable_json(value: Any) -> None:
+    """Raise TypeError, ValueError or RecursionError for a value that is not JSON, or that PostgreSQL does not store as jsonb: a
+    failed INSERT would break the transaction of the caller."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    text.encode()  # refuses lone surrogates
+    if "\\u0000" in text.replace("\\\\", ""):
+        raise ValueError("it contains a NUL character")
 
 
 def cut(text: str, length: int) -> str:

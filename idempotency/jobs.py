@@ -4,7 +4,6 @@ Both commit or neither does. The enqueuer then moves the rows to the broker.
 Source: Brandur Leach, "Transactionally Staged Job Drains in Postgres".
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from inspect import isasyncgen, isgenerator
@@ -21,6 +20,7 @@ from django.utils.module_loading import import_string
 from idempotency import conf
 from idempotency._async import awaited
 from idempotency._request.view_call import current_key
+from idempotency._text import refuse_unstorable_json
 from idempotency.exceptions import JobNotAllowed, NoOpenTransaction
 from idempotency.models import StagedJob
 
@@ -197,14 +197,12 @@ def _refuse_arguments(name: str, args: JobArgs) -> None:
 
 def _json_problem(value: Any) -> str:
     try:
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-        text.encode()
+        refuse_unstorable_json(value)
         if not _has_names_only(value):
             return "an object in it has a key that is not a string, and JSON would change that key to a string"
     except (TypeError, ValueError, RecursionError) as error:
         return str(error)
-    # PostgreSQL rejects NUL in jsonb, and the failed INSERT would break the transaction of the caller.
-    return "it contains a NUL character" if "\\u0000" in text.replace("\\\\", "") else ""
+    return ""
 
 
 def _has_names_only(value: Any) -> bool:

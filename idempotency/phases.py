@@ -23,6 +23,7 @@ from idempotency._request.phased_run import PhasedRun, run_of
 from idempotency._store import events, fence, replication
 from idempotency._store.database_errors import drop_connection
 from idempotency._store.transactions import OwnTransaction, durable_transaction
+from idempotency._text import refuse_unstorable_json
 from idempotency.conf import ChosenIsolation
 from idempotency.exceptions import CallNotRecorded, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
@@ -152,11 +153,8 @@ class MadeCall:
         Raises TypeError if the result is not JSON. Its ``repr()`` is recorded instead, because the call was made.
         """
         try:
-            text = json.dumps(result, cls=DjangoJSONEncoder, allow_nan=False)
-            kept = json.loads(text)
-            json.dumps(kept, ensure_ascii=False).encode()  # PostgreSQL takes no lone surrogate,
-            if "\\u0000" in text.replace("\\\\", ""):  # and no NUL.
-                raise ValueError("it contains a NUL character")
+            kept = json.loads(json.dumps(result, cls=DjangoJSONEncoder, allow_nan=False))
+            refuse_unstorable_json(kept)
         except Exception as error:  # its methods may raise anything
             self.result, self.recorded = _described(result), True
             raise TypeError(
