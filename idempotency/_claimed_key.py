@@ -5,7 +5,7 @@ import hmac
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from django.db import models
 from django.http import HttpResponseBase
@@ -19,22 +19,14 @@ _NOT_PHASED = (
 )
 
 
-class BoundRun(Protocol):
-    """The run of a request or of the completer that a key is bound to (``idempotency._request.phased_run.PhasedRun``)."""
-
-    def phases(self) -> Iterator[str]: ...
-
-    def response(self) -> HttpResponseBase: ...
-
-
 class ClaimedKey(models.Model):
     """The base class of ``IdempotencyKey``, with the claim that an instance represents. It has no column."""
 
     #: The column of ``IdempotencyKey``.
     seed: Any
 
-    #: The run of this instance; None on an instance that was only read.
-    run: BoundRun | None = None
+    #: The ``PhasedRun`` of this instance; None on an instance that was only read.
+    run: Any = None
     #: A function that commits the start of a call with a derived key; None where no such call may be made.
     begin_call: Callable[[str], None] | None = None
     #: The token of the claim that this instance represents. Not a field: refresh_from_db() must not adopt another claim's.
@@ -99,7 +91,7 @@ class ClaimedKey(models.Model):
 
     def phases(self) -> Iterator[str]:
         """Yield the recovery point to continue from, until the key is finished."""
-        return self._bound().phases()
+        return self.bound_run().phases()  # type: ignore[no-any-return]
 
     async def aphases(self) -> AsyncIterator[str]:
         """Yield the same recovery points as ``phases()``, to an async view."""
@@ -108,9 +100,10 @@ class ClaimedKey(models.Model):
 
     def response(self) -> HttpResponseBase:
         """Return the response that a phase of this run or of an earlier one has stored."""
-        return self._bound().response()
+        return self.bound_run().response()  # type: ignore[no-any-return]
 
-    def _bound(self) -> BoundRun:
+    def bound_run(self) -> Any:
+        """Return the run of this instance. Raises RuntimeError if there is none."""
         if self.run is None:
             raise RuntimeError(_NOT_PHASED)
         return self.run

@@ -205,9 +205,7 @@ def call_in_doubt(name: str) -> str:
 
 def run_of(key: IdempotencyKey) -> PhasedRun:
     """Return the run of the key. Raises RuntimeError if there is none, and if the key is finished."""
-    run = key.run
-    if not isinstance(run, PhasedRun):
-        raise RuntimeError("This function needs the request.idempotency_key of a view with @idempotent(recovery_points=[...]).")
+    run: PhasedRun = key.bound_run()
     if run.finished:
         raise RuntimeError("This key is finished: no phase or call can follow the stored response.")
     return run
