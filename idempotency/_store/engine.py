@@ -84,6 +84,16 @@ def examine(connection: BaseDatabaseWrapper) -> tuple[str, bool]:
     return problem and f"The database {connection.alias!r}, which stores the idempotency keys, {problem}.", citus
 
 
+def opened(connection: BaseDatabaseWrapper) -> "psycopg.Connection[Any]":
+    """Open a connection to PostgreSQL, or check that it is usable, as Django does before a cursor. Return the connection of
+    psycopg that the next statement will use."""
+    connection.close_if_health_check_failed()
+    connection.ensure_connection()
+    refuse_other_engines(connection)
+    own: psycopg.Connection[Any] = connection.connection
+    return own
+
+
 def lock_timeout(connection: BaseDatabaseWrapper, limit: str) -> list[str]:
     """Return the statements that limit each wait for a lock in the open transaction, in the order of their messages. A worker
     of Citus gets the whole text of the message with the last one, so that must be a message of its own."""

@@ -20,7 +20,7 @@ from psycopg.pq import DiagnosticField, ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 
 from idempotency import conf
-from idempotency._store.engine import is_citus
+from idempotency._store.engine import is_citus, opened
 from idempotency.exceptions import NotReplicated
 
 #: The time limit of a barrier. A connected standby confirms within milliseconds.
@@ -80,7 +80,7 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
     if not conf.get().CONFIRM_REPLICATED or connection.vendor != "postgresql" or connection.in_atomic_block:
         yield
         return
-    own = _opened(connection)
+    own = opened(connection)
     cancelled: list[str] = []
 
     def note(notice: Diagnostic) -> None:
@@ -110,7 +110,7 @@ def confirm_at_commit(using: str) -> None:
 
 
 def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
-    own = _opened(connection)
+    own = opened(connection)
     if is_citus(connection) and conf.get().CONFIRM_REPLICATED != "storage":
         raise NotReplicated(
             "The engine is Citus: a commit of its coordinator proves nothing about the standbys of its workers."
@@ -129,14 +129,6 @@ def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
     settings = [(result.get_value(0, column) or b"").decode() for column in range(3)]
     if why := obstacle(*settings):
         raise NotReplicated(f"The server confirms nothing: {why}.")
-
-
-def _opened(connection: BaseDatabaseWrapper) -> "psycopg.Connection[Any]":
-    """Return the connection of psycopg that the next statement will use."""
-    connection.close_if_health_check_failed()
-    connection.ensure_connection()
-    own: psycopg.Connection[Any] = connection.connection
-    return own
 
 
 def _result_in_time(own: "psycopg.Connection[Any]") -> PGresult | None:

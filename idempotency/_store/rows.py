@@ -11,9 +11,9 @@ from django.db import OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import DEFERRED
 
-from idempotency._store import round_trips, statements
+from idempotency._store import engine, round_trips, statements
 from idempotency._store.round_trips import Result, StaleStatement
-from idempotency._store.transactions import open_connection, own_cursor, own_errors
+from idempotency._store.transactions import own_cursor, own_errors
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 
@@ -41,7 +41,7 @@ def _run(text: str, parameters: dict[str, Any], using: str) -> Result:
     connection = connections[using]
     postgresql = connection.vendor == "postgresql"
     if postgresql:
-        open_connection(connection)
+        engine.opened(connection)
         if round_trips.can_send(connection):
             with own_errors(connection):
                 return _sent(connection, text, parameters)

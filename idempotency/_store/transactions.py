@@ -172,7 +172,7 @@ def durable_transaction(
         if connection.vendor == "postgresql" and not connection.in_atomic_block:
             if connection.connection is not None and connection.connection.closed:
                 connection.close()  # Django opens a new one.
-            open_connection(connection)  # Receivers of ``connection_created`` may begin transactions of theirs.
+            engine.opened(connection)  # Receivers of ``connection_created`` may begin transactions of theirs.
             vars(connection)[_BEGIN_HOOK] = own.begin
         with confirmed_commit(connection), transaction.atomic(using=using, durable=True):
             begun = True
@@ -267,8 +267,8 @@ def own_cursor(using: str, factory: type[psycopg.Cursor[Any]] = psycopg.Cursor) 
         with connection.cursor() as cursor:
             yield cursor
         return
-    open_connection(connection)  # A health check while the cursor opens would replace the connection, and the kind of cursor.
-    psycopg_connection = connection.connection
+    # A health check while the cursor opens would replace the connection, and the kind of cursor.
+    psycopg_connection = engine.opened(connection)
     former = psycopg_connection.cursor_factory
     psycopg_connection.cursor_factory = factory
     try:
@@ -277,13 +277,6 @@ def own_cursor(using: str, factory: type[psycopg.Cursor[Any]] = psycopg.Cursor) 
         psycopg_connection.cursor_factory = former
     with own_errors(connection), cursor:
         yield cursor
-
-
-def open_connection(connection: BaseDatabaseWrapper) -> None:
-    """Open a connection to PostgreSQL, or check that it is usable, as Django does before a cursor."""
-    connection.close_if_health_check_failed()
-    connection.ensure_connection()
-    engine.refuse_other_engines(connection)
 
 
 @contextmanager
