@@ -5,7 +5,8 @@ module the first sign would be a request that ran twice.
 """
 
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -101,47 +102,36 @@ def lock_timeout(connection: BaseDatabaseWrapper, limit: str) -> list[str]:
     return ["SET LOCAL citus.propagate_set_commands = 'local'", statement] if is_citus(connection) else [statement]
 
 
-class WorkerErrors:
-    """The errors of workers of Citus.
+@contextmanager
+def worker_errors(connection: BaseDatabaseWrapper) -> Iterator[None]:
+    """Raise the error of a worker of Citus instead of the internal error (XX000) of the coordinator.
 
-    If a worker refuses a COMMIT, the coordinator reports the error as a warning, and raises an internal error (XX000). For a
-    worker that it has lost, it raises an internal error without a warning, in words of several libraries.
+    If a worker refuses a COMMIT, the coordinator reports the error as a warning. For a worker that it has lost it reports none,
+    and the internal error is in words of several libraries. Any other internal error is treated as the loss of a worker:
+    whether the transaction was committed is unknown too.
     """
+    own = connection.connection
+    if own is None or not is_citus(connection):
+        yield
+        return
+    noted: list[psycopg.Error] = []
 
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
-        self._connection = connection
-        self._noted: list[psycopg.Error] = []
-
-    def note(self, diagnostic: psycopg.errors.Diagnostic) -> None:
-        """Keep an error; the handler of notices. Warnings of the coordinator itself have the class 01."""
+    def note(diagnostic: psycopg.errors.Diagnostic) -> None:
         sqlstate = diagnostic.sqlstate or ""
-        if not sqlstate.startswith("01") and sqlstate != _INTERNAL_ERROR:
+        if not sqlstate.startswith("01") and sqlstate != _INTERNAL_ERROR:  # 01: a warning of the coordinator itself
             with suppress(KeyError):  # no error, or an unknown one
-                self._noted.append(psycopg.errors.lookup(sqlstate)(diagnostic.message_primary or ""))
+                noted.append(psycopg.errors.lookup(sqlstate)(diagnostic.message_primary or ""))
 
-    def watch(self) -> None:
-        """Begin to keep errors, if the engine of the open connection is Citus."""
-        if is_citus(self._connection):
-            self._connection.connection.add_notice_handler(self.note)
-
-    def stop(self) -> None:
-        """Keep no more errors."""
-        if is_citus(self._connection) and self._connection.connection is not None:
-            with suppress(ValueError):  # Another connection may have been opened.
-                self._connection.connection.remove_notice_handler(self.note)
-
-    def told(self, error: DatabaseError) -> DatabaseError:
-        """Return the error of the worker for an internal error of the coordinator, else the error itself. An internal error
-        of another kind is treated as the loss of a worker: whether the transaction was committed is unknown too."""
-        if not is_citus(self._connection) or getattr(error.__cause__, "sqlstate", None) != _INTERNAL_ERROR:
-            return error
-        try:
-            with self._connection.wrap_database_errors:
-                raise (
-                    self._noted[-1] if self._noted else psycopg.errors.ConnectionFailure(f"A worker of Citus was lost: {error}")
-                )
-        except DatabaseError as of_worker:
-            return of_worker
+    own.add_notice_handler(note)
+    try:
+        yield
+    except DatabaseError as error:
+        if getattr(error.__cause__, "sqlstate", None) != _INTERNAL_ERROR:
+            raise
+        with connection.wrap_database_errors:
+            raise noted[-1] if noted else psycopg.errors.ConnectionFailure(f"A worker of Citus was lost: {error}") from None
+    finally:
+        own.remove_notice_handler(note)
 
 
 def problem_of_version(version: str) -> str:

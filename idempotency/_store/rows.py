@@ -13,7 +13,7 @@ from django.db.models import DEFERRED
 
 from idempotency._store import engine, round_trips, statements
 from idempotency._store.round_trips import Result, StaleStatement
-from idempotency._store.transactions import own_cursor, own_errors
+from idempotency._store.transactions import classified_errors, own_cursor
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 
@@ -43,7 +43,7 @@ def _run(text: str, parameters: dict[str, Any], using: str) -> Result:
     if postgresql:
         engine.opened(connection)
         if round_trips.can_send(connection):
-            with own_errors(connection):
+            with classified_errors(connection):
                 return _sent(connection, text, parameters)
     # psycopg parses a text of over 4,096 characters with named parameters at each use. Django's log of a cursor with
     # server-side binding needs them.

@@ -54,7 +54,6 @@ class OwnTransaction:
     def __init__(
         self, connection: BaseDatabaseWrapper, isolation: Isolation | None, *, of_phase: bool, first: First | None
     ) -> None:
-        self.workers = engine.WorkerErrors(connection)
         self._connection, self._isolation, self._of_phase, self._first = connection, isolation, of_phase, first
         self._merged = False
         #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
@@ -66,7 +65,6 @@ class OwnTransaction:
         error the connection is outside of a transaction, or closed."""
         connection, first = self._connection, self._first
         del vars(connection)[_BEGIN_HOOK]  # for this transaction only
-        self.workers.watch()
         self._merged = round_trips.can_be_merged(connection)
         begin = self._statements_of_begin()
         try:
@@ -75,7 +73,7 @@ class OwnTransaction:
                 connection.connection.autocommit = False
             if self._merged and first is not None:
                 first.ran = True
-                with own_errors(connection):
+                with classified_errors(connection):
                     first.row = round_trips.run(connection, first.text, first.parameters, before=begin).row
             else:
                 # The lock timeout of Citus is a message of its own.
@@ -129,7 +127,7 @@ class OwnTransaction:
         Raises TransactionEnded if the view has ended the transaction of a phase."""
         if self._last is not None:
             text, parameters, then = self._last
-            with own_errors(self._connection):
+            with classified_errors(self._connection):
                 then(round_trips.run(self._connection, text, parameters, after=["COMMIT"]).row)
 
 
@@ -174,17 +172,16 @@ def durable_transaction(
                 connection.close()  # Django opens a new one.
             engine.opened(connection)  # Receivers of ``connection_created`` may begin transactions of theirs.
             vars(connection)[_BEGIN_HOOK] = own.begin
-        with confirmed_commit(connection), transaction.atomic(using=using, durable=True):
+        with classified_errors(connection, own=False), transaction.atomic(using=using, durable=True):
             begun = True
             yield own
             own.end()
     except DatabaseError as error:
         if not begun:  # On SQLite with ``transaction_mode``, BEGIN takes the write lock.
             refuse_second_wait(error)
-        raise as_lost(own.workers.told(error), connection, own=False)  # noqa: B904 - its cause is set
+        raise
     finally:
         vars(connection).pop(_BEGIN_HOOK, None)
-        own.workers.stop()
 
 
 @contextmanager
@@ -275,19 +272,17 @@ def own_cursor(using: str, factory: type[psycopg.Cursor[Any]] = psycopg.Cursor) 
         cursor = connection.cursor()
     finally:
         psycopg_connection.cursor_factory = former
-    with own_errors(connection), cursor:
+    with classified_errors(connection), cursor:
         yield cursor
 
 
 @contextmanager
-def own_errors(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """Classify the errors of this app's own statements on an open connection, and confirm their commits."""
-    workers = engine.WorkerErrors(connection)
-    workers.watch()
+def classified_errors(connection: BaseDatabaseWrapper, *, own: bool = True) -> Iterator[None]:
+    """Classify the errors of a block on an open connection, and confirm its commits. Without ``own`` the block has statements
+    of a view too."""
     with confirmed_commit(connection):
         try:
-            yield
+            with engine.worker_errors(connection):
+                yield
         except DatabaseError as error:
-            raise as_lost(workers.told(error), connection, own=True)  # noqa: B904 - its cause is set
-        finally:
-            workers.stop()
+            raise as_lost(error, connection, own=own)  # noqa: B904 - its cause is set
