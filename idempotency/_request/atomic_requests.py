@@ -16,6 +16,7 @@ from django.urls import URLResolver, get_resolver, get_urlconf
 
 from idempotency._request.lookup import every_view, options_of
 from idempotency._request.options import Options
+from idempotency._store.transactions import atomic_aliases
 
 _METHODS = ("POST", "PUT", "PATCH", "DELETE")
 
@@ -33,7 +34,7 @@ EVERY_ALIAS = _EveryAlias()
 def leave_out_protected_views(**kwargs: Any) -> None:
     """Exclude each protected view from ATOMIC_REQUESTS, at the first request after the URLs have changed. All methods of a
     view are excluded, also unprotected ones, because Django knows only the callback."""
-    if any(values.get("ATOMIC_REQUESTS") for values in connections.settings.values()):
+    if atomic_aliases():
         _mark(get_resolver(get_urlconf()))
 
 
@@ -53,8 +54,7 @@ def _blocks_of_django(request: HttpRequest, options: Options) -> list[Atomic]:
     """Return the blocks that Django opened around the view of a request; none if other blocks are open, which is refused
     later."""
     view = request.resolver_match.func if request.resolver_match else None
-    left_out = getattr(view, "_non_atomic_requests", ())
-    aliases = [name for name, of in connections.settings.items() if of.get("ATOMIC_REQUESTS") and name not in left_out]
+    aliases = atomic_aliases(view)
     # A view that only calls the protected one may have written in its transaction.
     if view is None or not aliases or options_of(view, request.method or "") is not options:
         return []

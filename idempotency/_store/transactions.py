@@ -184,13 +184,17 @@ def durable_transaction(
         vars(connection).pop(_BEGIN_HOOK, None)
 
 
+def atomic_aliases(view: Callable[..., Any] | None = None) -> list[str]:
+    """Return the databases with ATOMIC_REQUESTS from which the view is not excluded; without a view, all of them."""
+    left_out = getattr(view, "_non_atomic_requests", ())
+    return [name for name, of in connections.settings.items() if of.get("ATOMIC_REQUESTS") and name not in left_out]
+
+
 @contextmanager
 def atomic_request(view: Callable[..., Any], *, besides: str | None = None) -> Iterator[list[str]]:
     """Run the block in a transaction on each database with ATOMIC_REQUESTS, unless the view is ``non_atomic_requests``. Yield
     their aliases, without ``besides``: its transaction is already open, and commits after these."""
-    left_out = getattr(view, "_non_atomic_requests", ())
-    settings = connections.settings.items()
-    aliases = [name for name, of in settings if of.get("ATOMIC_REQUESTS") and name != besides and name not in left_out]
+    aliases = [name for name in atomic_aliases(view) if name != besides]
     with ExitStack() as stack:
         for alias in aliases:
             stack.enter_context(transaction.atomic(using=alias))

@@ -17,6 +17,7 @@ from idempotency import conf, scopes
 from idempotency._request.lookup import class_of, options_of
 from idempotency._request.outside import foreign_dispatches, handlers, outside, wrapped
 from idempotency._request.view_call import View, access_is_checked_inside
+from idempotency._store.transactions import atomic_aliases
 from idempotency.models import IdempotencyKey
 from idempotency.policy import Protected, allowed_methods, protected_views
 
@@ -142,8 +143,7 @@ def _strangers(view: Protected) -> Iterator[CheckMessage]:
 
 def _losses(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
     """A warning for unprotected methods of the view: Django excludes a whole view from ATOMIC_REQUESTS."""
-    atomic_requests = any(values.get("ATOMIC_REQUESTS") for values in connections.settings.values())
-    if not atomic_requests or not view.methods or class_of(view.callback) is None:
+    if not atomic_aliases() or not view.methods or class_of(view.callback) is None:
         return
     if view is not next(other for other in every if other.callback is view.callback):
         return  # reported for its first policy
@@ -182,8 +182,7 @@ def _other_databases(view: Protected) -> set[str]:
     """Return the databases besides the key's that have a transaction of ATOMIC_REQUESTS in this view."""
     layers = [layer for handler in handlers(view.callback, *view.methods) for layer in wrapped(handler)]
     protected = next((layer.__wrapped__ for layer in reversed(layers) if hasattr(layer, "idempotency")), None)  # type: ignore[attr-defined]
-    left_out = getattr(protected, "_non_atomic_requests", ())
-    aliases = {name for name, of in connections.settings.items() if of.get("ATOMIC_REQUESTS") and name not in left_out}
+    aliases = set(atomic_aliases(protected))
     using = view.options.using
     if callable(using):
         return aliases if len(aliases) > 1 else set()  # One of them may contain the key.
