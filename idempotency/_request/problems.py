@@ -1,11 +1,16 @@
-"""The error responses of this app, one function each. Source: RFC 9457 and draft-07 of the header's specification."""
+"""The error responses of this app, one function each. Source: RFC 9457 and draft-07 of the header's specification.
+
+A browser gets a page instead of a problem document. A project replaces the template ``idempotency/problem.html``.
+"""
 
 import math
+from pathlib import Path
+from typing import Any
 
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.template import Context, Engine, TemplateDoesNotExist, loader
 
 from idempotency import conf
-from idempotency._request.problem_page import page, prefers_html
 from idempotency.exceptions import StuckCode
 from idempotency.http import not_stored
 
@@ -25,6 +30,11 @@ _TITLES = {
     "not_replicated": "The response is not confirmed by a standby yet",
     "unknown_recovery_point": "This version of the service cannot continue the request",
 }
+
+_TEMPLATE = "idempotency/problem.html"
+_FOLDER = Path(__file__).parents[1] / "templates"
+#: The types of an error response, in the order of preference for a client that accepts them alike.
+_TYPES = ("application/problem+json", "application/json", "text/html")
 
 #: The arguments of ERROR_RENDERER, by name.
 RENDERED_FROM = ("request", "status", "code", "title", "detail", "retryable", "headers")
@@ -60,11 +70,27 @@ class Problem(Exception):
         if limits.ERROR_RENDERER is not None:
             rendered: HttpResponseBase = conf.named(limits.ERROR_RENDERER)(request=request, **members, headers=self.headers)
             return rendered
-        if prefers_html(request):
-            content = page(request, members | {"retry_after": self.headers.get("Retry-After", "")})
+        if _prefers_html(request):
+            content = _page(request, members | {"retry_after": self.headers.get("Retry-After", "")})
             return HttpResponse(content, status=self.status, headers=self.headers)
         document = {"type": limits.PROBLEM_TYPE_BASE + self.code, **members}
         return JsonResponse(document, status=self.status, headers=self.headers, content_type="application/problem+json")
+
+
+def _prefers_html(request: HttpRequest) -> bool:
+    """Return whether the client prefers HTML to JSON. A client that accepts everything does not."""
+    # Django compares types slowly, and most clients of an API name none of these.
+    return "text/" in request.META.get("HTTP_ACCEPT", "").lower() and request.get_preferred_type(_TYPES) == "text/html"
+
+
+def _page(request: HttpRequest, context: dict[str, Any]) -> str:
+    """Return the page. Without the database no context processor is called, because it may read it."""
+    try:
+        template = loader.get_template(_TEMPLATE)
+    except TemplateDoesNotExist:  # The project has no engine that looks into apps.
+        return Engine(dirs=[str(_FOLDER)]).get_template(_TEMPLATE).render(Context(context))
+    rendered: str = template.render(context, None if context["code"] == "database_unavailable" else request)
+    return rendered
 
 
 def key_missing() -> Problem:
