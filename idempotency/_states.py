@@ -1,4 +1,7 @@
-"""The states of a key. Only this module defines them; it compares times with the clock of the database."""
+"""The states of a key, as conditions of the ORM; they compare times with the clock of the database.
+
+Only this module defines them, but ``_store/statements.py`` has the same conditions in SQL, for claims and settlements.
+"""
 
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any

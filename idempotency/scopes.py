@@ -23,8 +23,8 @@ logger = logging.getLogger("idempotency")
 Scope = Callable[[HttpRequest], str]
 
 _MAX_LENGTH = 200
-#: The prefix of scopes from outside this module, so that they never equal ``user:<pk>`` and the others here.
-OWN = "scope="
+#: The prefix of the scopes of a project's ``scope=`` function, so that they never equal ``user:<pk>`` and the others here.
+PROJECT_PREFIX = "scope="
 
 
 class NoScope(Exception):
@@ -153,8 +153,8 @@ def scope_of(request: HttpRequest, scope: Scope | None) -> str:
     found = _named(scope or user_or_session, request)
     if not isinstance(found, str) or len(found) > _MAX_LENGTH or found.startswith(RETIRED_SCOPE) or "\x00" in found:
         raise ValueError(
-            f"The function scope= must return a string of at most {_MAX_LENGTH - len(OWN)} characters without NUL. A scope of "
-            f"idempotency.scopes.attribute() must not begin with {RETIRED_SCOPE!r}."
+            f"The function scope= must return a string of at most {_MAX_LENGTH - len(PROJECT_PREFIX)} characters without NUL. "
+            f"A scope of idempotency.scopes.attribute() must not begin with {RETIRED_SCOPE!r}."
         )
     if not found:
         raise NoScope
@@ -165,7 +165,7 @@ def _named(scope: Scope, request: HttpRequest) -> str:
     """Return the scope, with a prefix if its function is not in this module."""
     found = scope(request)
     ours = getattr(scope, "__globals__", None) is globals()
-    return found if ours or not found or not isinstance(found, str) else OWN + found
+    return found if ours or not found or not isinstance(found, str) else PROJECT_PREFIX + found
 
 
 def user_of(request: HttpRequest) -> Any:

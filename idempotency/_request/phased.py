@@ -1,4 +1,18 @@
-"""A phased view: claim its key, then run the view from the recovery point of the key."""
+"""A phased view: claim its key, then run the view from the recovery point of the key.
+
+==============================================================================  ======================================
+outcome of a run                                                                its key
+==============================================================================  ======================================
+the response that a phase stored                                                finished, by the commit of that phase
+an error before any phase or call, which is stored                              ``fence.finish``
+a 4xx or an HTTP exception that is not stored, to a client                      ``fence.refuse``
+another response that is not stored, an exception, no attempt left              ``fence.release``
+the same, if the database fails twice                                           ``release_later``
+``LockLost``: another run has taken over                                        ``fence.release``, which changes no other claim
+``KeyStuck``, or an unknown recovery point                                      ``fence.mark_stuck``
+``NotReplicated``                                                               ``release_later``
+==============================================================================  ======================================
+"""
 
 import logging
 

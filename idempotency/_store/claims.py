@@ -137,9 +137,9 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First | None = No
             key = _key_of_claim(look, request, uuid.UUID(str(parameters["claim_token"])), using)
             key.born_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.
             return Claim(Outcome.CLAIMED, key)
-        if look.verdict == "same":
+        if look.verdict == "same":  # A run of the same request holds the key, and has not committed.
             return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
-        if look.verdict == "other":
+        if look.verdict == "other":  # Another run holds the key: its holder tells whether the request is the same.
             return _refusal_by_holder(parameters, using) or Claim(Outcome.IN_PROGRESS, lock_seconds=1)
         row = look.row if postgresql else _look(text.read, parameters, request, using).row
         if row is None:

@@ -19,7 +19,7 @@ from django.utils.translation import gettext_lazy as _
 from idempotency.admin.belongings import linked_models
 from idempotency.admin.filters import NEWEST, newest, of_the_newest, row_id
 from idempotency.models import IdempotencyKey, StagedJob
-from idempotency.scopes import OWN
+from idempotency.scopes import PROJECT_PREFIX
 
 MIN_PREFIX = 4
 HELP = of_the_newest(
@@ -46,7 +46,7 @@ def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest
     with suppress(ValueError):
         found.update(StagedJob.objects.using(keys.db).filter(pk=UUID(term)).values_list("idempotency_key_id", flat=True))
     found.update(_by_linked_rows(term, site, request, keys.db))
-    scopes = [term, OWN + term, *(f"user:{pk}" for pk in _users(term))]
+    scopes = [term, PROJECT_PREFIX + term, *(f"user:{pk}" for pk in _users(term))]
     return keys.filter(Q(pk__in=found - {None}) | Q(scope__in=scopes))
 
 
