@@ -13,7 +13,6 @@ class IdempotencyConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Import the modules that register checks and receivers."""
         from idempotency import _prompt, signals  # noqa: F401
         from idempotency._request import atomic_requests
         from idempotency.checks import jobs, settings, views  # noqa: F401

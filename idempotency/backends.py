@@ -145,7 +145,6 @@ class CallableBackend(OneByOne):
         self._function = function
 
     def hand_over_one(self, queue: str, job: StagedJob) -> object:
-        """Call the function."""
         return self._function(job)
 
 

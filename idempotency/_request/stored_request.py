@@ -59,7 +59,7 @@ MAX_KEPT_BYTES = 4096
 
 
 class CannotRun(KeyStuck):
-    """The stored request cannot be run."""
+    """The request of a key cannot be run: the key becomes stuck with this code and reason."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)

@@ -122,8 +122,6 @@ class ChosenFilter(admin.SimpleListFilter):
 
 
 class StuckCodeFilter(ChosenFilter):
-    """Why a key is stuck."""
-
     title = _("stuck because")
     parameter_name = "stuck_code"
     known = STUCK_CODES
@@ -215,8 +213,6 @@ class RequestGroupFilter(ChosenFilter):
 
 
 class JobErrorGroupFilter(ErrorGroupFilter):
-    """The group of the error of failed jobs."""
-
     def texts(self, rows: Any) -> Any:
         return rows.filter(failed_at__isnull=False).order_by("failed_at").values_list("pk", Left("last_error", 1000))
 

@@ -49,15 +49,11 @@ class DueFilter(AgeFilter):
 
 
 class JobNameFilter(ChosenFilter):
-    """The function or task of a job."""
-
     title = _("job name")
     parameter_name = "job_name"
 
 
 class QueueFilter(ChosenFilter):
-    """The queue of a job."""
-
     title = _("queue")
     parameter_name = "queue"
 

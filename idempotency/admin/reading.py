@@ -112,7 +112,6 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
 
     @admin.display(description=_("last error"))
     def last_error_line(self, row: Any) -> str:
-        """Return the first line of the last error."""
         return first_line_of(row.last_error)
 
 

@@ -55,7 +55,6 @@ class IdempotentTransport(httpx.BaseTransport):
             time.sleep(pause)
 
     def close(self) -> None:
-        """Close the connections."""
         self._transport.close()
 
 
@@ -84,7 +83,6 @@ class AsyncIdempotentTransport(httpx.AsyncBaseTransport):
             await anyio.sleep(pause)
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._transport.aclose()
 
 

@@ -16,7 +16,6 @@ class OpenAPISchema(schema.OpenAPISchema):
     """The OpenAPI document of an API with the policies of its operations."""
 
     def operation_details(self, operation: Operation) -> dict[str, Any]:
-        """Return the description of one operation."""
         details: dict[str, Any] = super().operation_details(operation)
         options = getattr(operation.view_func, "idempotency", None)
         unsafe = tuple(method for method in operation.methods if method not in SAFE_METHODS)

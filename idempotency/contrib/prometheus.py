@@ -93,7 +93,6 @@ class DatabaseCollector(Collector):
         return []
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges."""
         alias = self._using or router.db_for_write(IdempotencyKey)
         # Django closes no connection of a scrape outside a request.
         opened_here = connections[alias].connection is None

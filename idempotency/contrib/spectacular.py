@@ -20,7 +20,6 @@ class AutoSchema(openapi.AutoSchema):
     """
 
     def get_operation(self, path: str, path_regex: str, path_prefix: str, method: str, registry: Any) -> dict[str, Any] | None:
-        """Return the operation for one method of a view."""
         operation: dict[str, Any] | None = super().get_operation(path, path_regex, path_prefix, method, registry)
         callback = SimpleNamespace(cls=type(self.view), actions=getattr(self.view, "action_map", None))
         options = options_of(callback, method)  # type: ignore[arg-type]  # options_of() needs only these attributes

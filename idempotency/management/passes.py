@@ -199,7 +199,6 @@ class PassCommand(BaseCommand):
                 say(run_pass(stop=stop.requested))
 
     def would_be(self, counts: Any) -> str:
-        """Return the counts of a dry run as text."""
         return in_words(counts)
 
 
@@ -242,7 +241,6 @@ def add_database_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_concurrency_argument(parser: CommandParser) -> None:
-    """Add the option ``--concurrency``."""
     parser.add_argument(
         "--concurrency",
         type=count,
@@ -258,7 +256,6 @@ def seconds(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Parse a number of rows or threads."""
     return number(text, int, "a whole number", 100_000)
 
 

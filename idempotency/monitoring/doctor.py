@@ -122,7 +122,6 @@ def _jobs(found: Diagnosis) -> Iterator[Finding]:
 
 
 def findings_of_jobs(jobs: measures.StagedJobs) -> Iterator[Finding]:
-    """Yield what is wrong with the staged jobs."""
     if jobs.oldest > LATE_SECONDS:
         yield Finding(
             "jobs_late",

@@ -7,8 +7,6 @@ from idempotency.management.passes import PassCommand, add_concurrency_argument
 
 
 class Command(PassCommand):
-    """Call ``complete_once``."""
-
     help = (
         "Run abandoned requests from their last recovery point, each as its sender. Several instances of this command may run "
         "at once. The command does one pass and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, even "

@@ -11,8 +11,6 @@ from idempotency.policy import Policy, policies
 
 
 class Command(BaseCommand):
-    """Print ``policies()``."""
-
     help = (
         "Print the policy of each protected view of the URLconf: its path and methods, the place and form of the key, the "
         "stored statuses and the retention. No database is queried. Exit status: 0 if printed, 2 for wrong usage."

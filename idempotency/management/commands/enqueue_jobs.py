@@ -5,8 +5,6 @@ from idempotency.management.passes import PassCommand
 
 
 class Command(PassCommand):
-    """Call ``enqueue_once``."""
-
     help = (
         "Hand all due staged jobs to their broker, and delete their rows. Several instances of this command may run at once. "
         "The command does one pass and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, or after "

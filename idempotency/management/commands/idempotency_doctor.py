@@ -12,8 +12,6 @@ from idempotency.monitoring.heartbeats import LOOPS, SILENT_SECONDS, silent_here
 
 
 class Command(BaseCommand):
-    """Print the diagnosis or the silent loops."""
-
     help = (
         "Find stuck keys, processes that lag or have no heartbeat, and problems of the tables. Print what to do about each. "
         "Nothing is written. With --process, check only the heartbeats of loops on this host, as a container probe. Exit "

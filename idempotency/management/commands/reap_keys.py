@@ -10,8 +10,6 @@ from idempotency.reaper import ReapPass, reap_once
 
 
 class Command(PassCommand):
-    """Call ``reap_once``."""
-
     help = (
         "Delete finished keys and inbox messages past their retention. Settle keys that are unfinished after RETENTION_HOURS "
         "with on_abandon, or mark them as stuck. Several instances of this command may run at once. The command does one pass "

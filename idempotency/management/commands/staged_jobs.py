@@ -17,8 +17,6 @@ from idempotency.models import StagedJob
 
 
 class Command(BaseCommand):
-    """Call the method of the subcommand."""
-
     help = (
         "List the staged jobs, failed ones first (list), hand failed jobs over again (retry), delete failed jobs (purge), or "
         "print the backlog (stats). Exit status: 0 if done; 1 if the database cannot be reached or a job is not among the "
