@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from django.apps import apps
 from django.db import IntegrityError
 
+from idempotency._text import summary
 from idempotency.models import IdempotencyKey
 from idempotency.testing.comparing import GONE, Answer, Difference
 from idempotency.testing.downstream import living
@@ -44,6 +45,10 @@ OTHER_ANSWER = (
     "Build the response from rows that the phases committed, read at the last recovery point; not from variables, counts or "
     "random values of the run that happens to answer."
 )
+NOT_REBUILT = (
+    "The completer runs the stored request without middleware: it has no session, and only a few headers. Name each value that "
+    "the view reads in @idempotent(keep=[...]), or set it in the function of IDEMPOTENCY['PREPARE_REQUEST']."
+)
 FOR_A_PERSON = "The view must store a response, or refuse the request in the same way, in each later run."
 
 
@@ -74,6 +79,12 @@ def explained(
         or (f"The answer depends on the run that gives it; it is stored at {_storing(undisturbed)}.", OTHER_ANSWER)
     )
     return Failure(course, cause, cure, tuple(differences))
+
+
+def not_completed(course: str, last_error: str) -> Failure:
+    """Return the failure of a request that the completer cannot finish; its client may never come back."""
+    cause = f"No run of the completer finished the request. The last error: {summary(last_error)}"
+    return Failure(course, cause, NOT_REBUILT, ())
 
 
 def _of_effects(differences: Sequence[Difference], derived: set[str], effects: Sequence[str]) -> tuple[str, str] | None:

@@ -12,7 +12,7 @@ from idempotency import conf
 from idempotency.exceptions import CallInDoubt
 from idempotency.testing.attempts import Attempt, Threads, may_be_held
 from idempotency.testing.comparing import GONE, Answer, Difference, Leaves, compare, random_paths
-from idempotency.testing.failures import Failure, explained
+from idempotency.testing.failures import Failure, explained, not_completed
 from idempotency.testing.observing import Died, Run, foreign_calls_noticed, observed
 from idempotency.testing.places import Place, shortened
 from idempotency.testing.report import CannotProve, Report
@@ -69,9 +69,9 @@ class Proof(Stage):
     def crashes(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
         """Yield each death of the process, with what happens afterwards, as a title and a check."""
         for place in self._undisturbed.places:
-            for how, recover in (("the client retries", self._retried), ("the completer takes over", self._completed)):
+            for how, by_completer in (("the client retries", False), ("the completer takes over", True)):
                 title = f"The process dies {place}\n   and {how}."
-                yield title, partial(self._crash, place, title, recover)
+                yield title, partial(self._crash, place, title, by_completer)
 
     def races(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
         """Yield each way in which two attempts with one key are interleaved; with an expired lock the first one is late."""
@@ -139,7 +139,7 @@ class Proof(Stage):
         self._effect_lines = places_of_effects or sorted(set(foreign))
         return run
 
-    def _crash(self, place: Place, title: str, recover: Callable[[str], Answer]) -> Failure | None:
+    def _crash(self, place: Place, title: str, by_completer: bool) -> Failure | None:
         done: list[Any] = []
 
         def die_there(run: Run, here: Place) -> None:
@@ -160,10 +160,16 @@ class Proof(Stage):
             )
         if isinstance(self._effects, list):
             self._effects[:] = done  # A dead process does nothing more, whatever ``finally`` and ``except`` say.
-        if recover == self._completed and not self._keys().unfinished().exists():
-            return None  # The client alone knows of the request.
         self._derived |= run.derived
-        return self._checked(title, key, recover(key))
+        if not by_completer:
+            return self._checked(title, key, self._retried(key))
+        if not self._keys().unfinished().exists():
+            return None  # The client alone knows of the request.
+        left = self._complete()
+        failure = self._checked(title, key, self._ask(key))
+        if failure is None and left is not None:
+            return not_completed(title, left.last_error)  # The full request of the client has finished it.
+        return failure
 
     def _race(self, first: int, second: int, expired: bool, title: str, stopped: list[bool]) -> Failure | None:
         key = self._fresh()

@@ -11,6 +11,7 @@ from django.core.signals import got_request_exception
 from django.db import transaction
 
 from idempotency import conf
+from idempotency._request.lookup import on_abandon_of
 from idempotency._states import IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
@@ -24,6 +25,8 @@ T = TypeVar("T")
 Send = Callable[[str], Any]
 #: How often a client comes back, each time after the lock has expired.
 _CLIENT_TRIES = 4
+#: The number of completer runs. After as many refused runs a key without any effect is left to its client.
+_COMPLETER_RUNS = 5
 #: These ask a client to come again.
 COME_BACK = (409, 425, 429)
 
@@ -108,19 +111,24 @@ class Stage:
             self._age(conf.get().LOCK_TIMEOUT_SECONDS + 1)
         return answer
 
-    def _completed(self, key: str) -> Answer:
-        """Let the completer finish it; the client, who comes later, finds the answer."""
-        limits = conf.get()
-        for _ in range(_CLIENT_TRIES):
-            waits = (limits.LOCK_TIMEOUT_SECONDS, limits.COMPLETER_MIN_AGE_SECONDS, limits.COMPLETER_IDLE_SECONDS)
-            self._age(max(waits) + 1)
+    def _complete(self) -> IdempotencyKey | None:
+        """Let the completer run the request. Return the key if it is neither finished nor stuck afterwards.
+
+        A key without any effect is not returned if its view has ``on_abandon``: the reaper settles the key.
+        """
+        limits, key = conf.get(), None
+        for number in range(_COMPLETER_RUNS):
+            idle = limits.COMPLETER_IDLE_SECONDS * 2**number
+            self._age(max(limits.LOCK_TIMEOUT_SECONDS, limits.COMPLETER_MIN_AGE_SECONDS, idle) + 1)
             run = Run()
             with observed(run):
                 complete_once()
             self._derived |= run.derived
-            if not self._keys().unfinished().exists():
+            key = self._keys().unfinished().filter(stuck_at=None).first()
+            if key is None:
                 break
-        return self._ask(key)
+        settled = key is not None and key.untouched and on_abandon_of(key) is not None
+        return None if settled else key
 
     def _keys(self) -> IdempotencyKeyQuerySet:
         """Return the keys of this course of events."""
