@@ -18,7 +18,7 @@ from idempotency.models import IdempotencyKey
 from idempotency.testing.snapshots import Snapshot
 
 Path = tuple[str, ...]
-#: Each single value of what is left behind, by where it stands.
+#: Each single value of what is left behind, and each empty container, by where it stands.
 Leaves = dict[Path, Any]
 #: The rows of each table that are not as they were, by primary key.
 ChangedRows = dict[str, dict[Any, Any]]
@@ -108,8 +108,13 @@ def compare(expected: Leaves, found: Leaves, random: set[Path]) -> list[Differen
     return [
         Difference(path, expected.get(path, GONE), found.get(path, GONE))
         for path in paths
-        if expected.get(path, GONE) != found.get(path, GONE)
+        if expected.get(path, GONE) != found.get(path, GONE) and not (_filled(path, expected) or _filled(path, found))
     ]
+
+
+def _filled(path: Path, there: Leaves) -> bool:
+    """Tell whether a container that is empty elsewhere has contents there. They are the difference, not the container."""
+    return path not in there and any(other[: len(path)] == path for other in there)
 
 
 def changed_rows(snapshot: Snapshot) -> ChangedRows:
@@ -161,8 +166,8 @@ def _flatten(path: Path, value: Any, into: Leaves) -> None:
     elif isinstance(value, list | tuple) and value:
         for number, item in enumerate(value, 1):
             _flatten((*path, str(number)), item, into)
-    elif value not in ({}, [], ()):
-        into[path] = value
+    else:
+        into[path] = value  # An empty container too: a call without arguments is an effect.
 
 
 def _plain(value: Any, names: dict[str, str]) -> Any:

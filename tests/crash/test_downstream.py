@@ -1,0 +1,60 @@
+"""The fake of another system: each call counts, and a key is honoured as such systems do."""
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.http import HttpRequest, HttpResponseBase, JsonResponse
+
+from idempotency.decorators import idempotent
+from idempotency.phases import atomic_phase
+from idempotency.testing import DoesNotSurvive, Downstream, Failure, assert_survives
+from idempotency.testing import failures as cures
+from tests.kit.serving import Sender
+from tests.models import Entry
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def failures_of(view: Any, serve: Callable[..., None], sender: Sender) -> list[Failure]:
+    """Return what the kit reports of a view."""
+    serve(view=view)
+    with pytest.raises(DoesNotSurvive) as caught:
+        assert_survives(lambda key: sender.send(key=key), races=False)
+    return caught.value.failures
+
+
+@pytest.mark.parametrize(
+    ("key", "arguments", "cure"),
+    [(None, dict, cures.UNSAFE_CALL), ("key", lambda: {"key": uuid.uuid4().hex}, cures.RANDOM_KEY)],
+)
+def test_a_call_without_arguments_that_is_made_twice_is_caught(
+    key: str | None, arguments: Callable[[], Any], cure: str, serve: Callable[..., None], sender: Sender
+) -> None:
+    ping = Downstream("ping", key=key)
+
+    @idempotent
+    def pings(request: HttpRequest) -> HttpResponseBase:
+        Entry.objects.create(name="made")
+        ping(**arguments())
+        return JsonResponse({}, status=201)
+
+    assert {failure.cure for failure in failures_of(pings, serve, sender)} == {cure}
+
+
+def test_an_empty_list_in_an_answer_is_compared(serve: Callable[..., None], sender: Sender) -> None:
+    @idempotent(recovery_points=["made"])
+    def lists(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        new = False
+        for recovery_point in key.phases():
+            with atomic_phase(key) as phase:
+                if recovery_point == "started":
+                    new = True
+                    phase.set_recovery_point("made")
+                else:
+                    phase.set_response(JsonResponse({"entries": []} if new else {}, status=201))
+        return key.response()
+
+    assert {failure.cure for failure in failures_of(lists, serve, sender)} == {cures.OTHER_ANSWER}
