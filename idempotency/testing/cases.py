@@ -56,7 +56,8 @@ def assert_survives(
 
     On return the database is as it was before.
     Raises DoesNotSurvive with each place, cause and cure.
-    Raises CannotProve if the undisturbed request fails, is not protected, or has different results in two runs.
+    Raises CannotProve if the undisturbed request fails, is not protected, or has different results in two runs, or if a run
+    writes a model in another database than that of the router.
     """
     with Proof(send, effects=effects, reset=reset, state=state, ignore=ignore) as proof:
         failures = [failure for course in _courses(proof, races=races) if (failure := course.find())]

@@ -5,6 +5,7 @@ no new one opens, and each further statement, COMMIT or foreign call dies again.
 What the death of a real process takes away and this one cannot is memory: module globals and caches stay.
 """
 
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from idempotency.models import IdempotencyKey
 from idempotency.signals import phase_committed
 from idempotency.testing.places import KEYS, Place, What, When, shortened, users_line
+
+#: A write, with its table.
+_WRITE = re.compile(r"""\b(?:INTO|UPDATE|DELETE\s+FROM|TRUNCATE)\s+["`]?(\w+)""", re.IGNORECASE)
 
 
 class Died(BaseException):
@@ -33,6 +37,8 @@ class Run:
         self.dead = False
         #: What ``key.derive()`` gave.
         self.derived: set[str] = set()
+        #: The database and the table of each write.
+        self.written: set[tuple[str, str]] = set()
         #: The number of the last place of each phase that ended with no_op().
         self.no_ops: list[int] = []
         #: The connections that were cut, what each one was, and the process that served it.
@@ -167,6 +173,7 @@ def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
 
     def around_statement(execute: Callable[..., Any], sql: Any, *arguments: Any) -> Any:
         # The last statement of a transaction may be sent together with COMMIT.
+        run.written |= {(connection.alias, table) for table in _WRITE.findall(str(sql))}
         what: What = "COMMIT" if str(sql).endswith("; COMMIT") else "statement"
         run.reach("before", what, str(sql), connection=connection)
         result = execute(sql, *arguments)

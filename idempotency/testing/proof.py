@@ -115,6 +115,7 @@ class Proof(Stage):
             with observed(run):
                 answer = self._ask(key)
                 run.reach("before", "response")
+            self._note(run)
             if answer.error is not None:
                 raise CannotProve("The undisturbed request fails already; see the error above.") from answer.error
             if answer.status >= 500 or not (self._keys().exists() or self._messages()):
@@ -160,7 +161,7 @@ class Proof(Stage):
             )
         if isinstance(self._effects, list):
             self._effects[:] = done  # A dead process does nothing more, whatever ``finally`` and ``except`` say.
-        self._derived |= run.derived
+        self._note(run)
         if not by_completer:
             return self._checked(title, key, self._retried(key))
         if not self._keys().unfinished().exists():
@@ -188,7 +189,8 @@ class Proof(Stage):
         one.settle()
         other.go_on()
         answers = [one.result(), other.result()]
-        self._derived |= one.run.derived | other.run.derived
+        self._note(one.run)
+        self._note(other.run)
         last = self._retried(key)
         for answer in answers:
             if answer.status == last.status and answer.status not in COME_BACK and answer.content != last.content:

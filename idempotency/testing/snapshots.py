@@ -4,6 +4,7 @@ Each table gets ids from a range of its own while the kit is at work. So an id i
 key, in the arguments of a job, in an answer.
 """
 
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,12 +75,16 @@ class Table:
         return {row[self.model._meta.pk.attname]: row for row in manager.order_by("pk").values()}
 
 
-def tables() -> list[Table]:
-    """Return the tables of all installed apps."""
-    found = []
+def _models() -> Iterator[type[models.Model]]:
+    """Yield the models of all installed apps that have a table of their own."""
     for model in apps.get_models(include_auto_created=True):
         if model._meta.managed and not model._meta.proxy and not model._meta.swapped:
-            found.append(Table(model, router.db_for_write(model)))
+            yield model
+
+
+def tables() -> list[Table]:
+    """Return the table of each model, in the database to which the router sends its writes."""
+    found = [Table(model, router.db_for_write(model)) for model in _models()]
     existing = {alias: set(connections[alias].introspection.table_names()) for alias in {table.alias for table in found}}
     return [table for table in found if table.model._meta.db_table in existing[table.alias]]
 
@@ -98,6 +103,14 @@ class Snapshot:
         """Return the tables whose rows are not as they were."""
         marks = self._marked()
         return [table for table in self.tables if marks[table.label] != self._marks[table.label]]
+
+    def unseen(self, written: set[tuple[str, str]], ignored: Container[str]) -> list[str]:
+        """Return the model and the database of each written table that is not in the snapshot. ``written`` has pairs of a
+        database and a table."""
+        seen = {(table.alias, table.model._meta.db_table) for table in self.tables}
+        labels = {model._meta.db_table: model._meta.label for model in _models()}
+        elsewhere = [(labels[table], alias) for alias, table in written - seen if table in labels]
+        return sorted(f"{label} in the database {alias!r}" for label, alias in elsewhere if label not in ignored)
 
     def restore(self) -> None:
         """Put everything back, and let ids begin anew, each table with a range of its own."""

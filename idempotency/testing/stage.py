@@ -19,6 +19,7 @@ from idempotency.testing.comparing import Answer, Leaves, changed_rows, leaves
 from idempotency.testing.downstream import effects_of, living
 from idempotency.testing.moved_time import age
 from idempotency.testing.observing import Run, observed
+from idempotency.testing.report import CannotProve
 from idempotency.testing.snapshots import Snapshot
 
 T = TypeVar("T")
@@ -94,6 +95,17 @@ class Stage:
         rows = self._aside(partial(changed_rows, self._snapshot))
         return leaves(self._snapshot, rows, answer, effects_of(self._effects), ignored=self._ignore, state=self._state)
 
+    def _note(self, run: Run) -> None:
+        """Keep what a run derived. Raises CannotProve if it wrote to a table that the kit neither compares nor restores."""
+        self._derived |= run.derived
+        unseen = self._snapshot.unseen(run.written, self._ignore) if self._state is None else []
+        if unseen:
+            raise CannotProve(
+                f"The request writes {', '.join(unseen)}. The kit compares a model only in the database to which the router "
+                "sends its writes. Let a router in DATABASE_ROUTERS send the model to that database, exclude the model with "
+                "ignore=[...], or pass state=, which returns the data to compare, and reset=, which restores that data."
+            )
+
     def _aside(self, work: Callable[[], T]) -> T:
         """Do what the kit itself does with all tables; between two runs of the request."""
         return work()
@@ -104,7 +116,7 @@ class Stage:
             run = Run()
             with observed(run):
                 answer = self._ask(key)
-            self._derived |= run.derived
+            self._note(run)
             again = answer.status in COME_BACK or answer.status >= 500
             if answer.status == self._answer.status or not again or self._keys().stuck().exists():
                 break
@@ -123,7 +135,7 @@ class Stage:
             run = Run()
             with observed(run):
                 complete_once()
-            self._derived |= run.derived
+            self._note(run)
             key = self._keys().unfinished().filter(stuck_at=None).first()
             if key is None:
                 break
