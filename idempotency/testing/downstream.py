@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -30,12 +31,14 @@ class Downstream:
     """
 
     _all: "WeakSet[Downstream]" = WeakSet()
+    _numbers = count()
 
     def __init__(self, name: str, answer: Any = None, *, key: str | None = None) -> None:
         self.name = name
         self.key = key
         self._answer = answer if callable(answer) else lambda *args, **kwargs: answer
         self._lock = threading.Lock()
+        self.number = next(self._numbers)
         self.reset()
         self._all.add(self)
 
@@ -60,11 +63,15 @@ class Downstream:
 
 
 def living() -> list[Downstream]:
-    """Return the fakes that there are, by name."""
-    return sorted(Downstream._all, key=lambda fake: fake.name)
+    """Return the fakes that there are, by name, and those of one name in the order of their creation."""
+    return sorted(Downstream._all, key=lambda fake: (fake.name, fake.number))
 
 
 def effects_of(call: Callable[[], Any] | list[Any] | None) -> dict[str, Any]:
-    """Return what took effect elsewhere: what the user's own fake says, and every Downstream that did something."""
-    own = {} if call is None else {"effects": call() if callable(call) else list(call)}
-    return own | {fake.name: list(fake.effects) for fake in living() if fake.effects}
+    """Return what took effect elsewhere: what the user's own fake says, and the effects of the Downstreams of each name."""
+    own = {} if call is None else {"effects=": call() if callable(call) else list(call)}
+    found: dict[str, list[Any]] = {}
+    for fake in living():
+        if fake.effects:
+            found.setdefault(fake.name, []).extend(fake.effects)
+    return own | found

@@ -17,11 +17,11 @@ from tests.models import Entry
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-def failures_of(view: Any, serve: Callable[..., None], sender: Sender) -> list[Failure]:
+def failures_of(view: Any, serve: Callable[..., None], sender: Sender, **options: Any) -> list[Failure]:
     """Return what the kit reports of a view."""
     serve(view=view)
     with pytest.raises(DoesNotSurvive) as caught:
-        assert_survives(lambda key: sender.send(key=key), races=False)
+        assert_survives(lambda key: sender.send(key=key), races=False, **options)
     return caught.value.failures
 
 
@@ -58,3 +58,32 @@ def test_an_empty_list_in_an_answer_is_compared(serve: Callable[..., None], send
         return key.response()
 
     assert {failure.cure for failure in failures_of(lists, serve, sender)} == {cures.OTHER_ANSWER}
+
+
+@pytest.mark.parametrize("first", ["charge", "customer"])
+def test_two_functions_of_one_system_do_not_hide_each_other(first: str, serve: Callable[..., None], sender: Sender) -> None:
+    second = {"charge": "customer", "customer": "charge"}[first]
+    fakes = {name: Downstream("bank", {"id": name}, key="key") for name in (first, second)}
+
+    @idempotent
+    def charges_twice(request: HttpRequest) -> HttpResponseBase:
+        Entry.objects.create(name="made")
+        fakes["charge"](amount=5, key=uuid.uuid4().hex)
+        fakes["customer"](email="jane", key="always the same")
+        return JsonResponse({}, status=201)
+
+    assert {failure.cure for failure in failures_of(charges_twice, serve, sender)} == {cures.RANDOM_KEY}
+
+
+def test_a_fake_of_the_test_is_not_hidden_by_a_downstream(serve: Callable[..., None], sender: Sender) -> None:
+    sent: list[str] = []
+    fake = Downstream("effects", key="key")
+
+    @idempotent
+    def texts(request: HttpRequest) -> HttpResponseBase:
+        Entry.objects.create(name="made")
+        sent.append("hello")
+        fake(amount=5, key="always the same")
+        return JsonResponse({}, status=201)
+
+    assert failures_of(texts, serve, sender, effects=sent)
