@@ -197,8 +197,8 @@ def insert(alias: str, run: str, last: int, *, first: int = 1, of: int = 0, **va
         "oldest_hours": 0,
         "at_least_hours": 0,
         "body": views.BODY.encode(),
-        "headers": json.dumps(described.headers | {"urlconf": __name__}),
-        "fingerprint": described.fingerprint,
+        "headers": json.dumps(described.request_headers | {"urlconf": __name__}),
+        "fingerprint": described.request_fingerprint,
         "response": b'{"id": 1}',
     }
     with connections[alias].cursor() as cursor:

@@ -39,18 +39,18 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClaimedRequest:
-    """The parts of a request that a claim stores, to compare a retry with it and to run it again."""
+    """The columns of a request that a claim stores, to compare a retry with it and to run it again."""
 
     scope: str
     idempotency_key: str
     user_id: Any
-    method: str
-    path: str
-    body: bytes | None
-    content_type: str
-    headers: dict[str, str]
+    request_method: str
+    request_path: str
+    request_body: bytes | None
+    request_content_type: str
+    request_headers: dict[str, str]
     remote_addr: str
-    fingerprint: str
+    request_fingerprint: str
     #: None: that of the setting.
     retention_hours: int | None = None
     #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
@@ -224,9 +224,9 @@ def _key_of_claim(look: _Look, request: ClaimedRequest, token: uuid.UUID, using:
         using,
         scope=request.scope,
         idempotency_key=request.idempotency_key,
-        request_method=request.method,
-        request_path=request.path,
-        request_fingerprint=request.fingerprint,
+        request_method=request.request_method,
+        request_path=request.request_path,
+        request_fingerprint=request.request_fingerprint,
         claim_token=token,
         stuck_at=None,
         stuck_code="",
@@ -244,16 +244,16 @@ def _key_of_claim(look: _Look, request: ClaimedRequest, token: uuid.UUID, using:
 def _comparable(row: _Row, request: ClaimedRequest) -> ClaimedRequest | None:
     """Return the request with a fingerprint made in the way of the key's; None if that way is unknown here."""
     stored = row.key.request_fingerprint
-    if request.made_alike is None or way_of(stored) == way_of(request.fingerprint):
+    if request.made_alike is None or way_of(stored) == way_of(request.request_fingerprint):
         return request
     made = request.made_alike(stored)
-    return replace(request, fingerprint=made) if made is not None else None
+    return replace(request, request_fingerprint=made) if made is not None else None
 
 
 def _refusal(row: _Row, request: ClaimedRequest, recovery_points: tuple[str, ...]) -> Claim | None:
     """Return why this key cannot be claimed, or None. A mismatch is first: another request must learn nothing else."""
     key = row.key
-    if key.request_fingerprint != request.fingerprint:
+    if key.request_fingerprint != request.request_fingerprint:
         return Claim(Outcome.MISMATCH, key)
     if key.finished_at is not None:
         return None if row.expired else Claim(Outcome.FINISHED, key)
@@ -279,20 +279,12 @@ def _refusal_by_holder(parameters: dict[str, Any], using: str) -> Claim | None:
 
 def _parameters(request: ClaimedRequest, using: str) -> tuple[uuid.UUID, dict[str, Any]]:
     token = uuid.uuid4()
-    return token, lock_parameters(request.scope, request.idempotency_key, request.fingerprint) | {
-        "scope": request.scope,
-        "idempotency_key": request.idempotency_key,
+    locks = lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
+    return token, locks | {name: getattr(request, name) for name in statements.REQUEST} | {
         "user_id": IdempotencyKey._meta.get_field("user").get_db_prep_save(request.user_id, connections[using]),
+        "request_headers": json.dumps(request.request_headers),
         "claim_token": token_parameter(token, using),
-        "request_method": request.method,
-        "request_path": request.path,
-        "request_body": request.body,
-        "request_content_type": request.content_type,
-        "request_headers": json.dumps(request.headers),
-        "remote_addr": request.remote_addr,
-        "request_fingerprint": request.fingerprint,
         "seed": random_seed(),
-        "retention_hours": request.retention_hours,
         "event": HistoryEvent.CLAIMED,
         "detail": "client",
     }

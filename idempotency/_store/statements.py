@@ -53,11 +53,13 @@ _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 _REACHED = "k.recovery_point = %(reached)s"
 _UNTOUCHED = "NOT k.begun"
 #: While nothing is begun, each request of the client replaces these parts of the stored one: the completer runs the last one.
-_OF_REQUEST = (
+_REPLACED = (
     *("user_id", "request_path", "request_body", "request_content_type", "request_headers", "remote_addr"),
     "retention_hours",
 )
-_LAST_REQUEST = ", ".join(f"{name} = CASE WHEN {_UNTOUCHED} THEN excluded.{name} ELSE k.{name} END" for name in _OF_REQUEST)
+#: The columns of a request: fields of ``ClaimedRequest``, and parameters of a claim.
+REQUEST = ("scope", "idempotency_key", "request_method", "request_fingerprint", *_REPLACED)
+_LAST_REQUEST = ", ".join(f"{name} = CASE WHEN {_UNTOUCHED} THEN excluded.{name} ELSE k.{name} END" for name in _REPLACED)
 _NOTHING_CLAIMED = ", ".join(["NULL"] * (len(CLAIMED) + 2))
 _NOTHING_MET = ", ".join(["NULL"] * (len(MET) + 2))
 _OF_MET = ", ".join(f"met.{name}" for name in [*(_COLUMNS[name] for name in MET), "expired", "lock_seconds"])
@@ -129,7 +131,7 @@ class Statements:
             "stuck_reason": "''",
             "last_error": "''",
             "history": self.dialect.first_event.format(event=self.dialect.event),
-        } | {name: f"%({name})s" for name in PARAMETERS}
+        } | {name: f"%({name})s" for name in ("claim_token", "seed", *REQUEST)}
         return f"INSERT INTO {TABLE} AS k ({', '.join(values)}) SELECT {', '.join(values.values())} {source} "
 
     @cached_property
@@ -281,13 +283,6 @@ class Statements:
     def give_up(self) -> str:
         condition = f"k.id = %(id)s AND k.stuck_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}"
         return self._mark_stuck(condition, self.history_of_unlocked)
-
-
-#: The parameters of a claim that are columns of the key.
-PARAMETERS = (
-    *("scope", "idempotency_key", "user_id", "claim_token", "request_method", "request_path", "request_body"),
-    *("request_content_type", "request_headers", "remote_addr", "request_fingerprint", "seed", "retention_hours"),
-)
 
 
 _statements = cache(Statements)

@@ -16,13 +16,13 @@ def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:o
         scope=scope,
         idempotency_key=key,
         user_id=None,
-        method="POST",
-        path="/rides",
-        body=b"{}",
-        content_type="application/json",
-        headers={},
+        request_method="POST",
+        request_path="/rides",
+        request_body=b"{}",
+        request_content_type="application/json",
+        request_headers={},
         remote_addr="127.0.0.1",
-        fingerprint=fingerprint,
+        request_fingerprint=fingerprint,
     )
 
 
@@ -55,4 +55,4 @@ def hand_back_and_meet_another_run(hand_back: Any, pk: int, *args: Any, **kwargs
 
 def locks(asked: ClaimedRequest) -> dict[str, int]:
     """Return the numbers of the advisory locks of a request."""
-    return lock_parameters(asked.scope, asked.idempotency_key, asked.fingerprint)
+    return lock_parameters(asked.scope, asked.idempotency_key, asked.request_fingerprint)

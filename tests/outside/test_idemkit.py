@@ -135,13 +135,13 @@ def _request(effective_key: str, fingerprint: str) -> ClaimedRequest:
         scope=SCOPE,
         idempotency_key=effective_key,
         user_id=None,
-        method="POST",
-        path="/idemkit",
-        body=b"",
-        content_type="",
-        headers={},
+        request_method="POST",
+        request_path="/idemkit",
+        request_body=b"",
+        request_content_type="",
+        request_headers={},
         remote_addr="",
-        fingerprint=fingerprint,
+        request_fingerprint=fingerprint,
     )
 
 
@@ -186,7 +186,7 @@ def _unseen_record(request: ClaimedRequest) -> StoredRecord:
     return StoredRecord(
         effective_key=request.idempotency_key,
         state=State.CLAIMED,
-        fingerprint=request.fingerprint,
+        fingerprint=request.request_fingerprint,
         fingerprint_version=1,
         claim_token="",
         claimed_at=0,

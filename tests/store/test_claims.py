@@ -246,7 +246,7 @@ def test_a_claim_that_waited_for_the_row_of_another_tells_what_it_says(look: Cal
             finished=True,
             scope=described.scope,
             idempotency_key=described.idempotency_key,
-            request_fingerprint=described.fingerprint,
+            request_fingerprint=described.request_fingerprint,
         )
 
     with meanwhile(insert, look) as other:
@@ -548,7 +548,7 @@ def test_a_claim_whose_result_is_lost_is_released(by_completer: bool, short_fold
 def test_a_claim_that_was_not_sent_or_was_refused_has_nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "release_later", lambda key, error, using: pytest.fail("It tries to release."))
     with pytest.raises(DataError):
-        claim(replace(request(), method="M" * 30))
+        claim(replace(request(), request_method="M" * 30))
     connection.close()
     monkeypatch.setitem(connection.settings_dict["OPTIONS"], "host", "/nowhere")
     with pytest.raises(OperationalError):
