@@ -22,12 +22,17 @@ def downstream_call(name: str) -> Iterator[None]:
     reach("after", "foreign call", name)
 
 
+class KeyReused(Exception):
+    """A downstream service refuses a call: its idempotency key belongs to a call with other arguments."""
+
+
 class Downstream:
     """A fake of another system: call it in place of the function that makes the call; it remembers each effect.
 
     ``answer`` is the return value of a call, or a function that computes it from the arguments of the call. ``key`` names the
     argument that carries the idempotency key, for a system that honours one: a second call with the same key has no effect and
-    gets the first answer. Without ``key`` each call takes effect. The kit finds the instances of this class itself.
+    gets the first answer. If its other arguments differ from those of the first call, it is refused with an exception, and the
+    kit reports a failure. Without ``key`` each call takes effect. The kit finds the instances of this class itself.
     """
 
     _all: "WeakSet[Downstream]" = WeakSet()
@@ -48,18 +53,43 @@ class Downstream:
         self.effects: list[dict[str, Any]] = []
         #: The keys and lines of those calls, in the same order.
         self.origins: list[tuple[Any, str]] = []
-        self._answers: dict[Any, Any] = {}
+        #: A sentence on each call that was refused.
+        self.refused: list[str] = []
+        #: The arguments and the answer of the first call with each key.
+        self._first: dict[Any, tuple[dict[str, Any], Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with downstream_call(self.name), self._lock:
             given = kwargs.get(self.key) if self.key else None
-            if given is not None and given in self._answers:
-                return self._answers[given]
+            named = {name: value for name, value in kwargs.items() if name != self.key}
+            arguments = {f"argument {number}": value for number, value in enumerate(args, 1)} | named
+            if given is not None and given in self._first:
+                first, answer = self._first[given]
+                self._refuse_others(first, arguments)
+                return answer
             answer = self._answer(*args, **kwargs)
-            self.effects.append({"args": list(args), **{name: value for name, value in kwargs.items() if name != self.key}})
+            self.effects.append({"args": list(args), **named})
             self.origins.append((given, users_line()))
-            self._answers[given] = answer
+            self._first[given] = arguments, answer
             return answer
+
+    def _refuse_others(self, first: dict[str, Any], arguments: dict[str, Any]) -> None:
+        differing = [name for name in first | arguments if not _same(first.get(name), arguments.get(name))]
+        if differing:
+            told = ", ".join(differing)
+            self.refused.append(f"{self.name} got the same key with another value of {told}, at {users_line()}.")
+            raise KeyReused(self.refused[-1])
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Tell whether two arguments are equal. Objects of one class that compares by identity cannot be told apart."""
+    by_identity = type(one).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
+    return bool(one == other) or (by_identity and type(one) is type(other))
+
+
+def refusals() -> list[str]:
+    """Return a sentence on each call that was refused."""
+    return [sentence for fake in living() for sentence in fake.refused]
 
 
 def living() -> list[Downstream]:

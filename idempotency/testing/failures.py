@@ -9,7 +9,7 @@ from django.db import IntegrityError
 from idempotency._text import summary
 from idempotency.models import IdempotencyKey
 from idempotency.testing.comparing import GONE, Answer, Difference
-from idempotency.testing.downstream import living
+from idempotency.testing.downstream import living, refusals
 from idempotency.testing.observing import Run
 from idempotency.testing.places import Place, line_of_error
 
@@ -32,6 +32,10 @@ UNSAFE_CALL = (
 )
 RANDOM_KEY = (
     "Pass the key of request.idempotency_key.call(NAME): it is the same in each run of this request, and nobody else's."
+)
+OTHER_ARGUMENTS = (
+    "A service refuses a known key with other arguments. Compute each argument in a phase, store it in a row, and read it from "
+    "that row before the call; or call with other arguments under another key, key.call(ANOTHER_NAME)."
 )
 LOST = (
     "Work after the last COMMIT, or in on_commit, is lost if the process dies. Do it before the phase that stores the "
@@ -73,7 +77,8 @@ def explained(
 ) -> Failure:
     """Return the likeliest cause of the differences. ``effects`` says where the undisturbed run did something elsewhere."""
     cause, cure = (
-        _of_effects(differences, derived, effects)
+        _of_refusals()
+        or _of_effects(differences, derived, effects)
         or _of_rows(differences, answer, undisturbed)
         or _of_failure(answer, differences)
         or (f"The answer depends on the run that gives it; it is stored at {_storing(undisturbed)}.", OTHER_ANSWER)
@@ -85,6 +90,10 @@ def not_completed(course: str, last_error: str) -> Failure:
     """Return the failure of a request that the completer cannot finish; its client may never come back."""
     cause = f"No run of the completer finished the request. The last error: {summary(last_error)}"
     return Failure(course, cause, NOT_REBUILT, ())
+
+
+def _of_refusals() -> tuple[str, str] | None:
+    return next(((sentence, OTHER_ARGUMENTS) for sentence in refusals()), None)
 
 
 def _of_effects(differences: Sequence[Difference], derived: set[str], effects: Sequence[str]) -> tuple[str, str] | None:

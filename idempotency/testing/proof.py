@@ -12,6 +12,7 @@ from idempotency import conf
 from idempotency.exceptions import CallInDoubt
 from idempotency.testing.attempts import Attempt, Threads, may_be_held
 from idempotency.testing.comparing import GONE, Answer, Difference, Leaves, compare, random_paths
+from idempotency.testing.downstream import refusals
 from idempotency.testing.failures import Failure, explained, not_completed
 from idempotency.testing.observing import Died, Run, foreign_calls_noticed, observed
 from idempotency.testing.places import Place, shortened
@@ -220,7 +221,8 @@ class Proof(Stage):
             again = self._ask(key)
             if again.content != answer.content or again.status != answer.status:
                 differences = [Difference(("answer", "to the same request once more"), answer.body(), again.body())]
-        if not differences:
+        # A view may handle the exception of a refused call, and leave no difference.
+        if not differences and not refusals():
             return None
         return explained(title, differences, answer, self._undisturbed, self._derived, self._effect_lines)
 

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,10 +12,28 @@ from idempotency.decorators import idempotent
 from idempotency.phases import atomic_phase
 from idempotency.testing import DoesNotSurvive, Downstream, Failure, assert_survives
 from idempotency.testing import failures as cures
+from idempotency.testing.downstream import KeyReused
 from tests.kit.serving import Sender
 from tests.models import Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def test_a_downstream_honours_its_keys_and_refuses_other_arguments() -> None:
+    bank = Downstream("bank", lambda *card, amount, key: {"amount": amount}, key="key")
+    assert [bank(amount=5, key="a"), bank(amount=5, key="a"), bank(amount=7, key="b")] == [{"amount": n} for n in (5, 5, 7)]
+    for changed in ({"amount": 6}, {"amount": 5, "currency": "eur"}, {}):
+        with pytest.raises(KeyReused, match=r"another value of (amount|currency)"):
+            bank(key="a", **changed)
+    with pytest.raises(KeyReused, match="another value of argument 1"):
+        bank("visa", amount=5, key="a")
+    assert bank.effects == [{"args": [], "amount": 5}, {"args": [], "amount": 7}]
+
+
+def test_arguments_that_compare_by_identity_are_no_reason_to_refuse() -> None:
+    bank = Downstream("bank", "paid", key="key")
+    assert [bank(order=object(), key="a") for _ in range(2)] == ["paid", "paid"]
+    assert len(bank.effects) == 1
 
 
 def failures_of(view: Any, serve: Callable[..., None], sender: Sender, **options: Any) -> list[Failure]:
@@ -87,3 +106,22 @@ def test_a_fake_of_the_test_is_not_hidden_by_a_downstream(serve: Callable[..., N
         return JsonResponse({}, status=201)
 
     assert failures_of(texts, serve, sender, effects=sent)
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_a_known_key_with_another_argument_is_caught(handled: bool, serve: Callable[..., None], sender: Sender) -> None:
+    charge = Downstream("bank", {"id": "ch_1"}, key="key")
+
+    @idempotent(recovery_points=[])
+    def charges(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        for _ in key.phases():
+            with key.call("charge") as downstream_key, suppress(*[KeyReused] * handled):
+                charge(amount=5, reference=uuid.uuid4().hex, key=downstream_key)
+            with atomic_phase(key) as phase:
+                phase.set_response(JsonResponse({}, status=201))
+        return key.response()
+
+    failures = failures_of(charges, serve, sender)
+    assert {failure.cure for failure in failures} == {cures.OTHER_ARGUMENTS}
+    assert all("another value of reference, at tests/crash/test_downstream.py" in failure.cause for failure in failures)

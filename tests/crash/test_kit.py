@@ -21,7 +21,7 @@ from django.utils import timezone
 from idempotency.completer import complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from idempotency.testing import CannotProve, CrashTestCase, Downstream, Report, age, assert_survives, courses, progress
+from idempotency.testing import CannotProve, CrashTestCase, Report, age, assert_survives, courses, progress
 from tests.crash import views
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.commands import environment
@@ -186,12 +186,6 @@ def test_a_view_that_fails_proves_nothing_and_shows_its_error(serve: Callable[..
     with pytest.raises(CannotProve) as refused:
         assert_survives(lambda key: sender.send(key=key))
     assert str(refused.value.__cause__) == "the reason"
-
-
-def test_a_downstream_honours_its_keys_and_nothing_else() -> None:
-    bank = Downstream("bank", lambda amount, key: {"amount": amount}, key="key")
-    assert [bank(amount=5, key="a"), bank(amount=6, key="a"), bank(amount=7, key="b")] == [{"amount": n} for n in (5, 5, 7)]
-    assert bank.effects == [{"args": [], "amount": 5}, {"args": [], "amount": 7}]
 
 
 def test_an_aged_key_is_abandoned_and_its_lock_expired() -> None:
