@@ -263,7 +263,7 @@ class Unread:
 
     @property
     def pk(self) -> int:
-        raise OperationalError("the server closed the connection")
+        raise OperationalError("disk I/O error")  # a loss of the database on SQLite too
 
 
 def test_values_whose_database_is_down_are_asked_for_again(checkout: Any, sender: Sender) -> None:
