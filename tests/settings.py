@@ -49,5 +49,7 @@ if os.environ.get("RIDES_TEST_POOL") == "1":
 # A second database, for the tests of sharding: pytest-django makes it in a run that has some of them; processes get its name.
 DATABASES["shard_b"] = deepcopy(DATABASES["default"])
 DATABASES["shard_b"]["NAME"] = os.environ.get("RIDES_TEST_SHARD_B", f"{DATABASES['default']['NAME']}_b")
+if "sqlite" in DATABASES["shard_b"]["ENGINE"]:
+    DATABASES["shard_b"]["TEST"] = {"NAME": str(TEST_FOLDER / "test_b.sqlite3")}
 # Only what the tests look at.
 LOGGING["root"]["level"] = "WARNING"
