@@ -497,6 +497,19 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_intent(serve: Any, 
         assert len(service.sent) == 1
 
 
+def test_a_result_that_somebody_recorded_during_the_call_stays(serve: Any, sender: Sender) -> None:
+    due: list[bool] = []
+
+    def block(call: MadeCall) -> None:
+        due.append(call.due)
+        ForeignCall.objects.update(result="recorded by a person", recorded_at=Now())
+        call.record("receipt 1")
+
+    serve(view=texting(block))
+    assert (sender.send().status_code, due) == (200, [True])
+    assert ForeignCall.objects.get().result == "recorded by a person"
+
+
 def test_no_call_is_made_by_a_run_that_has_lost_its_key(serve: Any, sender: Sender) -> None:
     service = SmsService()
 
