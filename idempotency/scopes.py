@@ -43,7 +43,7 @@ def session(request: HttpRequest) -> str:
     The scope is an id that is derived from the first session key, so that two first requests get the same one. It is stored
     in the session and survives a new session key. On return it is saved, so that a retry finds it after a 500 or a login.
     With signed_cookies there is no scope, because different sessions may have equal cookies. A session that this request has
-    created is none either: a client that gets no answer retries without its cookie.
+    created is no scope either, because a client that gets no answer retries without the cookie.
     Raises UpdateError if the session is deleted concurrently.
     """
     store = getattr(request, "session", None)

@@ -26,7 +26,7 @@ NEWEST = 20_000
 #: The filter by error reads so many rows, the oldest ones.
 MAX_GROUPED = 5000
 _BIGGEST_ID = 2**63 - 1
-#: The attribute of a request with the time at which an action on all rows was confirmed: no row may grow into an age since.
+#: The attribute of a request that works on rows, with the time of the question: the ages of the rows are those of that time.
 AS_OF = "idempotency_as_of"
 
 
