@@ -111,7 +111,9 @@ def claims(go_on: Callable[[], bool]) -> list[float]:
     while go_on():
         due += 1 / CLAIMS_A_SECOND
         time.sleep(max(0, due - time.monotonic()))
-        request = ClaimedRequest("bench", f"{due}", None, "POST", "/", b"{}", "application/json", {}, "", "v1:bench")
+        request = ClaimedRequest(
+            "bench", f"{due}", None, "POST", "/", b"{}", "application/json", {}, "", "v1:bench", lambda stored: None
+        )
         start = time.perf_counter()
         claim_phased(request, ("started",), using="default")
         taken.append(time.perf_counter() - start)

@@ -153,7 +153,7 @@ class MadeCall:
         Raises TypeError if the result is not JSON. Its ``repr()`` is recorded instead, because the call was made.
         """
         try:
-            kept = json.loads(json.dumps(result, cls=DjangoJSONEncoder, allow_nan=False))
+            kept = json.loads(json.dumps(result, cls=DjangoJSONEncoder))
             refuse_unstorable_json(kept)
         except Exception as error:  # its methods may raise anything
             self.result, self.recorded = _described(result), True

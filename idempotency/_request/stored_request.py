@@ -101,10 +101,10 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
         request_headers=headers | marks | ({_REDACTED: "true"} if taken else {}),
         remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
         request_fingerprint=fingerprint(request, body, secret, by_host=conf.get().FINGERPRINT_HOST),
-        retention_hours=options.retention_hours,
         made_alike=partial(
             made_alike, request=request, body=body, secrets=[settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
         ),
+        retention_hours=options.retention_hours,
         unstorable=unstorable,
     )
 

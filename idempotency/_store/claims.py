@@ -51,10 +51,10 @@ class ClaimedRequest:
     request_headers: dict[str, str]
     remote_addr: str
     request_fingerprint: str
+    #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
+    made_alike: Callable[[str], str | None]
     #: None: that of the setting.
     retention_hours: int | None = None
-    #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
-    made_alike: Callable[[str], str | None] | None = None
     #: Why the request cannot be stored: raised by a claim that would store it.
     unstorable: Exception | None = None
 
@@ -244,7 +244,7 @@ def _key_of_claim(look: _Look, request: ClaimedRequest, token: uuid.UUID, using:
 def _comparable(row: _Row, request: ClaimedRequest) -> ClaimedRequest | None:
     """Return the request with a fingerprint made in the way of the key's; None if that way is unknown here."""
     stored = row.key.request_fingerprint
-    if request.made_alike is None or way_of(stored) == way_of(request.request_fingerprint):
+    if way_of(stored) == way_of(request.request_fingerprint):
         return request
     made = request.made_alike(stored)
     return replace(request, request_fingerprint=made) if made is not None else None

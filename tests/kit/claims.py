@@ -23,6 +23,7 @@ def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:o
         request_headers={},
         remote_addr="127.0.0.1",
         request_fingerprint=fingerprint,
+        made_alike=lambda stored: None,
     )
 
 

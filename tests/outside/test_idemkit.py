@@ -142,6 +142,7 @@ def _request(effective_key: str, fingerprint: str) -> ClaimedRequest:
         request_headers={},
         remote_addr="",
         request_fingerprint=fingerprint,
+        made_alike=lambda stored: fingerprint,
     )
 
 

@@ -339,6 +339,24 @@ def test_a_completer_that_has_chosen_the_key_before_the_refusal_leaves_it_alone(
     assert key.refused_at is not None
 
 
+def test_what_a_task_of_the_view_begins_after_the_refusal_is_completed(bank: Any, sender: Sender) -> None:
+    left: list[IdempotencyKey] = []
+
+    def refuse_and_leave_a_task(key: IdempotencyKey) -> HttpResponse:
+        left.append(key)
+        return HttpResponse(status=403)
+
+    shop = bank(refuse_and_leave_a_task)
+    sender.send()
+    with atomic_phase(left[0]) as phase:
+        phase.set_recovery_point("ordered")
+    key = IdempotencyKey.objects.get()
+    assert (key.refused_at, key.untouched) == (None, False)
+    abandon()
+    assert complete_once() == CompletePass(finished=1)
+    assert len(shop.charges) == 1
+
+
 @pytest.mark.postgres
 def test_a_refusal_that_cannot_be_written_down_is_not_told(bank: Any, sender: Sender) -> None:
     def refuse_and_lose_the_connection(key: IdempotencyKey) -> HttpResponse:
