@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from django.db import Error, connections, router
-from django.db.models import Q, Window
+from django.db.models import Window
 from django.db.models.functions import Now, RowNumber
 
 from idempotency import conf, signals
 from idempotency._request import responses
-from idempotency._request.lookup import on_abandon_of, options_for
+from idempotency._request.lookup import has_on_abandon, options_for
 from idempotency._request.phased_run import Completion
 from idempotency._request.rerun import run_again
 from idempotency._request.stored_request import is_withheld
+from idempotency._states import due_at
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import connection_lost, takes_no_writes
 from idempotency._text import error_text, summary
@@ -62,7 +63,8 @@ def complete_once(
 
     On return each key that was claimed is finished, stuck, or released. A released key is due again after a wait that doubles
     with each run. Exceptions of views are logged and stored on the key. Scopes take turns, so that failing keys of one scope
-    do not delay the others.
+    do not delay the others. The pass also runs keys that become due while it runs other keys. It ends when no key is left that
+    was due when it began.
 
     - ``batch_size``: the number of keys read at a time, at most ten of each scope.
     - ``concurrency``: the number of threads, each with its own connections. With 1 the keys run in the thread of the caller.
@@ -111,30 +113,31 @@ def complete_key(pk: int, *, using: str | None = None) -> str | None:
     """Run one key from its recovery point now, whatever its age.
 
     Return "finished", "stuck", or "failed" if the key was released with its error; it is then due again after
-    COMPLETER_IDLE_SECONDS. Return None, without any change, if a run holds the key, it is stuck, finished or refused, or its
-    next run is not due. Exceptions of the view are logged and stored on the key. Do not call this function in a transaction.
+    COMPLETER_IDLE_SECONDS. Return None, without any change, if a run holds the key, it is stuck (but for an unknown recovery
+    point), finished or refused, or its next run is not due. Exceptions of the view are logged and stored on the key. Do not call this function in a transaction.
     Raises OperationalError or InterfaceError if the database cannot be reached.
     """
     return _complete(pk, 0, using or router.db_for_write(IdempotencyKey))
 
 
 def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[tuple[int, int, timedelta | None]]:
-    """Yield the id of each abandoned key, once, scopes in turn; with it the number of its completer runs, and for how long it
-    has been stuck because of a deploy. The list ``left`` has the keys that could not be claimed."""
+    """Yield the ids of abandoned keys, scopes in turn, and the keys of a scope in the order in which they became due; with each
+    the number of its completer runs, and for how long it has been stuck because of a deploy. Keys that become due meanwhile
+    take their turn too. The end is when no key is left that was due at the beginning, so that a pass ends under any load. The
+    list ``left`` has the keys that could not be claimed."""
     begun = None
-    turn = Window(RowNumber(), partition_by="scope", order_by="pk")
+    turn = Window(RowNumber(), partition_by="scope", order_by=["due", "pk"])
     while True:
-        # A key that was claimed has a new time of its last run, or was due later. One that was abandoned during a long pass
-        # need not wait for the end of the pass.
-        once = Q(last_run_at__lt=begun or Now()) | Q(completer_attempts=0)
-        waiting = IdempotencyKey.objects.using(alias).abandoned().filter(once).exclude(next_run_at__gt=begun or Now())
-        waiting = waiting.exclude(pk__in=left)
-        in_turn = waiting.annotate(turn=turn).filter(turn__lte=_IN_A_ROW).order_by("turn", "pk")
-        batch = list(in_turn.values_list("pk", "completer_attempts", "stuck_at", Now())[:batch_size])
+        waiting = IdempotencyKey.objects.using(alias).abandoned().exclude(pk__in=left).annotate(due=due_at(), turn=turn)
+        in_turn = waiting.filter(turn__lte=_IN_A_ROW).order_by("turn", "due", "pk")
+        batch = list(in_turn.values_list("due", Now(), "pk", "completer_attempts", "stuck_at")[:batch_size])
         if not batch:
             return
-        begun = begun or batch[0][-1]
-        for pk, attempts, stuck_at, now in batch:
+        longest_due, now, *_ = batch[0]
+        begun = begun or now
+        if longest_due > begun:
+            return
+        for _, now, pk, attempts, stuck_at in batch:
             yield pk, attempts, now - stuck_at if stuck_at is not None else None
 
 
@@ -205,7 +208,7 @@ def _leave_to_client(key: IdempotencyKey, alias: str) -> bool:
     """Mark a key as stuck whose rebuilt request is refused repeatedly; return whether this call did it. The rebuilt request
     may lack an attribute that a middleware sets, so the refusal is not a response for the client. A retry of the client still
     runs. A key with ``on_abandon`` is not marked, because the reaper settles it."""
-    if on_abandon_of(key) is not None:
+    if has_on_abandon(key):
         return False
     refused = rows.read(key.pk, using=alias)
     reason = (
@@ -224,7 +227,7 @@ def _give_up(pk: int, alias: str) -> bool:
     """Mark a key as stuck after its last attempt; return whether this call did it. A key that was just handed back has all
     its attempts again. A key with ``on_abandon`` is retried until the reaper settles it."""
     key = rows.read(pk, using=alias)
-    if key is None or key.completer_attempts < conf.get().COMPLETER_MAX_ATTEMPTS or on_abandon_of(key) is not None:
+    if key is None or key.completer_attempts < conf.get().COMPLETER_MAX_ATTEMPTS or has_on_abandon(key):
         return False
     reason = f"{key.completer_attempts} runs of the completer failed, the last with: {summary(key.last_error)}"
     return settlement.give_up(pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias)

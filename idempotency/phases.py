@@ -25,7 +25,7 @@ from idempotency._store.database_errors import drop_connection
 from idempotency._store.transactions import OwnTransaction, durable_transaction
 from idempotency._text import refuse_unstorable_json
 from idempotency.conf import ChosenIsolation
-from idempotency.exceptions import CallNotRecorded, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
+from idempotency.exceptions import CallNotRecorded, LockLost, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
 
 
@@ -185,8 +185,8 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     service and then ``call.record(result)``.
 
     When the block begins, the intent to call is committed and the lock is renewed. When the block ends, also by an exception,
-    the recorded result is committed. It is committed even if another claim has taken over the key, or a failover has lost the
-    intent, because the call was made.
+    the recorded result is committed. It is committed even if another claim has taken over the key, because the call was made.
+    If a failover has lost the intent, it is written again, with or without a result.
 
     If the block recorded nothing, and the view catches its exception and continues, the next phase or call raises CallInDoubt.
     After ``retryable()`` the next phase raises CallNotRecorded.
@@ -224,27 +224,34 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     except NeverEntered:
         call.retryable()  # The block did not run. EitherContext raises the cancellation.
     finally:
-        if call.due and call.recorded:
-            _insist(partial(_write_result, key, row, call.result, using=run.using), using=run.using)
-            run.call_is_settled(name)
-        elif call.due and call.may_be_repeated:
+        if call.due and call.may_be_repeated and not call.recorded:
             _insist(_intent(row, using=run.using).delete, using=run.using)
             run.call_is_settled(name, CallNotRecorded())
+        elif call.due:
+            _insist(partial(_write_outcome, row, call, using=run.using), using=run.using)
+            if call.recorded:
+                run.call_is_settled(name)
 
 
 def _intent(row: ForeignCall, *, using: str) -> QuerySet[ForeignCall]:
     return ForeignCall.objects.using(using).filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
 
 
-def _write_result(key: IdempotencyKey, row: ForeignCall, result: Any, *, using: str) -> None:
+def _write_outcome(row: ForeignCall, call: MadeCall, *, using: str) -> None:
+    """Write the result of a call, or only that it was begun. Raises LockLost if the key is gone."""
     calls = ForeignCall.objects.using(using)
-    recorded = {"result": result, "recorded_at": Now()}
-    if _intent(row, using=using).update(**recorded) or calls.filter(key_id=key.pk, name=row.name).exists():
+    recorded = {"result": call.result, "recorded_at": Now()} if call.recorded else {}
+    if recorded and _intent(row, using=using).update(**recorded):
         return
-    # A failover has lost the intent, and perhaps the key: its id may be that of another key.
+    if calls.filter(key_id=row.key_id, name=row.name).exists():
+        return
+    # A failover has lost the intent, perhaps also phases before it, and perhaps the key: its id may be that of another key. The
+    # update locks the row of the key, so no other run begins this call meanwhile.
     with durable_transaction(None, using=using):
-        fence.renew(key, using=using)
-        calls.create(key_id=key.pk, name=row.name, token=row.token, **recorded)
+        own = IdempotencyKey.objects.using(using).filter(pk=row.key_id, claim_token=row.token)
+        if not own.update(begun=True, refused_at=None):
+            raise LockLost
+        calls.create(key_id=row.key_id, name=row.name, token=row.token, **recorded)
 
 
 def _insist(write: Callable[[], object], *, using: str, tries: int = 20) -> None:

@@ -4,6 +4,7 @@ import logging
 from asyncio import CancelledError
 from functools import partial
 
+from django.db import Error
 from django.http import HttpResponseBase
 
 from idempotency import _text, conf, signals
@@ -28,12 +29,19 @@ IN_DOUBT = (
 
 def settle(pk: int, *, using: str) -> bool | None:
     """Settle an unfinished key past its retention. Several processes may try; one succeeds. On return the key is finished
-    with the response of ``on_abandon`` (True) or stuck (False). Return None if a run or another process has the key. Before
-    ``on_abandon`` runs, outside any transaction, the key is marked as stuck. If the process dies during it, the key stays
-    stuck and ``on_abandon`` does not run again."""
+    with the response of ``on_abandon`` (True) or stuck (False). Return None if a run or another process has the key, and if a
+    path converter fails, because the view may have an ``on_abandon``. Before ``on_abandon`` runs, outside any transaction, the
+    key is marked as stuck. If the process dies during it, the key stays stuck and ``on_abandon`` does not run again."""
     if (key := rows.read(pk, using=using)) is None:
         return None
-    if (on_abandon := on_abandon_of(key)) is None:
+    try:
+        on_abandon = on_abandon_of(key)
+    except Error:
+        raise
+    except Exception:  # The next pass tries again. If it fails for days, the completer marks the key after its last attempt.
+        logger.exception("the path of key %s cannot be resolved, so it is not settled", key.key_hash, extra=events.about(key))
+        return None
+    if on_abandon is None:
         reason = (
             f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation or its last hand-back. "
             f"Its last error: {_text.summary(key.last_error)}"

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 from django.conf import settings
 from django.contrib.admindocs import utils as admindocs
 from django.db import Error
+from django.http import Http404
 from django.urls import Resolver404, ResolverMatch, URLPattern, URLResolver, resolve
 from django.urls.resolvers import RegexPattern
 from django.utils import translation
@@ -69,18 +70,30 @@ def options_of(view: View, method: str) -> Options | None:
 def options_for(key: IdempotencyKey) -> Options | None:
     """Return the options of a stored request's view; None if its path does not resolve. Raises errors of the database."""
     try:
-        return options_of(match_of(key).func, key.request_method)
+        return _options_for(key)
     except Error:
         raise
     except Exception as error:  # A path converter may raise anything.
-        if not isinstance(error, Resolver404):
-            logger.warning("the path of key %s does not resolve: %s", key.key_hash, error_text(error), extra=about(key))
+        logger.warning("the path of key %s does not resolve: %s", key.key_hash, error_text(error), extra=about(key))
         return None
 
 
-def on_abandon_of(key: IdempotencyKey) -> OnAbandon | None:
+def has_on_abandon(key: IdempotencyKey) -> bool:
     options = options_for(key)
+    return options is not None and options.on_abandon is not None
+
+
+def on_abandon_of(key: IdempotencyKey) -> OnAbandon | None:
+    """Return the view's ``on_abandon``. Raises what a path converter raises: the view is unknown then, not missing."""
+    options = _options_for(key)
     return options.on_abandon if options else None
+
+
+def _options_for(key: IdempotencyKey) -> Options | None:
+    try:
+        return options_of(match_of(key).func, key.request_method)
+    except Http404:  # of the resolver, or of a path converter
+        return None
 
 
 def class_of(view: View) -> Any:

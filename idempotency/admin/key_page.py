@@ -11,7 +11,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import npgettext
 
 from idempotency import conf
-from idempotency._request.lookup import on_abandon_of, options_for
+from idempotency._request.lookup import has_on_abandon, options_for
 from idempotency._request.stored_request import urlconf_of
 from idempotency._states import KeyState, retention_of
 from idempotency._store.history import HistoryEvent
@@ -234,7 +234,7 @@ def _next_run(key: Any) -> str:
     told = {"time": _moment(key.due_at, key.read_at), "run": _("run %(number)s of %(limit)s")}
     if number > limit:
         to_a_person = _("its %(limit)s runs are over: it hands the key to a person")
-        told["run"] = _("run %(number)s, until on_abandon settles it") if on_abandon_of(key) else to_a_person
+        told["run"] = _("run %(number)s, until on_abandon settles it") if has_on_abandon(key) else to_a_person
     told["run"] %= {"number": number, "limit": limit}
     if key.state == KeyState.ABANDONED:
         return _("The completer takes it in its next pass (%(run)s), if a retry of its client does not come first.") % told

@@ -11,7 +11,7 @@ from django.core.signals import got_request_exception
 from django.db import transaction
 
 from idempotency import conf
-from idempotency._request.lookup import on_abandon_of
+from idempotency._request.lookup import has_on_abandon
 from idempotency._states import IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
@@ -139,7 +139,7 @@ class Stage:
             key = self._keys().unfinished().filter(stuck_at=None).first()
             if key is None:
                 break
-        settled = key is not None and key.untouched and on_abandon_of(key) is not None
+        settled = key is not None and key.untouched and has_on_abandon(key)
         return None if settled else key
 
     def _keys(self) -> IdempotencyKeyQuerySet:

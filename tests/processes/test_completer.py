@@ -512,6 +512,43 @@ def test_a_pass_takes_each_key_once_although_it_is_due_again(shop: Shop, sender:
     assert len(asked) == 5
 
 
+def test_a_pass_ends_although_keys_become_due_all_the_time(shop: Shop, sender: Sender, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"COMPLETER_MIN_AGE_SECONDS": 1, "COMPLETER_IDLE_SECONDS": 1}
+    values: dict[str, Any] = {"request_path": "/nowhere/", "user": UserFactory(), "created_at": ago(hours=2)}
+    asked = []
+
+    def abandon_another() -> bool:
+        asked.append(True)
+        if len(asked) > 1:
+            IdempotencyKeyFactory(scope=f"late-{len(asked)}", last_run_at=Now() - timedelta(seconds=1), **values)
+        return len(asked) > 20
+
+    IdempotencyKeyFactory(scope="first", last_run_at=ago(hours=1), **values)
+    complete_once(batch_size=1, stop=abandon_another)
+    assert len(asked) == 2
+
+
+def test_a_key_that_failed_waits_its_turn_in_a_pass_over_another_scope(serve: Any, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"COMPLETER_MIN_AGE_SECONDS": 1, "COMPLETER_IDLE_SECONDS": 1}
+    scopes: list[str] = []
+    values: dict[str, Any] = {"request_path": "/view/", "user": UserFactory(), "created_at": ago(hours=2)}
+
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        scopes.append(key.scope)
+        if len(scopes) == 1:
+            once_failed.update(next_run_at=Now(), last_run_at=Now() - timedelta(seconds=1))
+        raise ConnectionError("the provider is down")
+
+    serve(view=idempotent(recovery_points=[])(view))
+    for _ in range(15):
+        IdempotencyKeyFactory(scope="backlog", last_run_at=ago(hours=1), **values)
+    failed = IdempotencyKeyFactory(scope="other", completer_attempts=1, next_run_at=Now() + timedelta(hours=1), **values)
+    once_failed = IdempotencyKey.objects.filter(pk=failed.pk)
+    complete_once(batch_size=5)
+    assert scopes.index("other") < 15
+
+
 def test_a_dry_run_changes_nothing(shop: Shop, sender: Sender) -> None:
     sender.send()
     abandon()

@@ -29,6 +29,8 @@ class Account:
     regex = "[0-9]+"
 
     def to_python(self, value: str) -> Any:
+        if value == "0":
+            raise ConnectionError("the directory of accounts is down")
         try:
             return get_user_model()._default_manager.get(pk=value)
         except get_user_model().DoesNotExist:
@@ -68,8 +70,18 @@ def test_the_reaper_settles_and_deletes_the_others() -> None:
     assert reap_once() == ReapPass(deleted=1, stuck=2)
 
 
-def test_the_completer_gives_the_key_up_and_runs_the_others() -> None:
-    gone, good = left_key("/accounts/4711/pay/", completer_attempts=25, attempts=25), left_key("/pay/")
+def test_the_reaper_waits_for_a_converter_that_fails() -> None:
+    """The view may have a function ``on_abandon``, which a key that is stuck never runs."""
+    waiting = left_key("/accounts/0/pay/")
+    left_key("/pay/")
+    assert reap_once() == ReapPass(stuck=1)
+    waiting.refresh_from_db()
+    assert waiting.stuck_at is None
+
+
+@pytest.mark.parametrize("account", ["4711", "0"])
+def test_the_completer_gives_the_key_up_and_runs_the_others(account: str) -> None:
+    gone, good = left_key(f"/accounts/{account}/pay/", completer_attempts=25, attempts=25), left_key("/pay/")
     complete_once()
     assert IdempotencyKey.objects.stuck().get().pk == gone.pk
     assert IdempotencyKey.objects.finished().get().pk == good.pk

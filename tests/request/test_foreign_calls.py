@@ -497,6 +497,41 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_intent(serve: Any, 
         assert len(service.sent) == 1
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["with its result", "in doubt"])
+def test_a_call_is_remembered_though_a_failover_has_lost_the_phase_before_it(serve: Any, sender: Sender, known: bool) -> None:
+    service = SmsService()
+
+    def call_and_fail_over(call: MadeCall) -> None:
+        receipt = service.send()
+        ForeignCall.objects.all().delete()
+        IdempotencyKey.objects.update(recovery_point="started", begun=False)
+        if not known:
+            fail()
+        call.record(receipt)
+
+    @idempotent(recovery_points=["ordered"])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        with atomic_phase(key) as phase:
+            phase.set_recovery_point("ordered")
+        with foreign_call(key, "sms") as call:
+            if call.due:
+                call_and_fail_over(call)
+        with atomic_phase(key) as phase:
+            phase.set_response(JsonResponse({"receipt": call.result}))
+        return key.response()
+
+    serve(view=view)
+    assert sender.send().status_code == (409 if known else 500)
+    assert not IdempotencyKey.objects.get().untouched
+    if known:
+        assert sender.send().json() == {"receipt": "receipt 1"}
+    else:
+        assert problem(sender.send())["code"] == "key_stuck"
+        assert IdempotencyKey.objects.get().stuck_code == "call_in_doubt"
+    assert len(service.sent) == 1
+
+
 def test_a_result_that_somebody_recorded_during_the_call_stays(serve: Any, sender: Sender) -> None:
     due: list[bool] = []
 
