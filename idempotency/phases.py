@@ -241,9 +241,8 @@ def _write_outcome(row: ForeignCall, call: MadeCall, *, using: str) -> None:
     """Write the result of a call, or only that it was begun. Raises LockLost if the key is gone."""
     calls = ForeignCall.objects.using(using)
     recorded = {"result": call.result, "recorded_at": Now()} if call.recorded else {}
-    if recorded and _intent(row, using=using).update(**recorded):
-        return
-    if calls.filter(key_id=row.key_id, name=row.name).exists():
+    written = recorded and _intent(row, using=using).update(**recorded)
+    if written or calls.filter(key_id=row.key_id, name=row.name).exists():
         return
     # A failover has lost the intent, perhaps also phases before it, and perhaps the key: its id may be that of another key. The
     # update locks the row of the key, so no other run begins this call meanwhile.
