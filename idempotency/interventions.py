@@ -123,8 +123,8 @@ def acknowledge(
 ) -> bool:
     """Remove a stuck key from the list of keys that require intervention; return whether this call did it.
 
-    On return the key is still stuck: it has no response, its client gets 409, and nothing runs or deletes it. The key is in
-    ``QuerySet.acknowledged()``. If it becomes stuck again, it is back on the list.
+    On return the key is still stuck and has no response. Retries and the completer treat it as before, and the reaper does not
+    delete it. The key is in ``QuerySet.acknowledged()``. If it becomes stuck again, it is back on the list.
     """
     return settlement.acknowledge(Decision(pk, seen, at, by, note, _alias(using)))
 

@@ -14,16 +14,17 @@ from django.dispatch import Signal
 class RequestOutcome(StrEnum):
     """The outcome of a protected request of a client."""
 
-    #: The view, ``validate`` or ``replay_check`` returned a response below 500.
+    #: The view, ``validate`` or ``replay_check`` returned a response below 500, or raised an exception that the framework
+    #: turns into one, such as ``Http404``.
     RAN = "ran"
     #: The stored response was sent.
     REPLAYED = "replayed"
-    #: The key was in use, stuck, or used with another request.
+    #: The key was in use, stuck, or used with another request, or each attempt had a serialization failure.
     CONFLICT = "conflict"
     #: No key was claimed, because the scope was missing or the body was incomplete. This differs from the state ``refused`` of
     #: a key: the request that causes that state has the outcome RAN.
     REFUSED = "refused"
-    #: An exception, or a response of 500 or above.
+    #: Any other exception, or a response of 500 or above.
     FAILED = "failed"
 
 

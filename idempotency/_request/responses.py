@@ -184,6 +184,7 @@ def _replayed(key: IdempotencyKey) -> HttpResponse:
             "key %s was committed without a response, probably because its view ended the transaction with COMMIT. The writes "
             "before it are committed. The client gets 409.",
             key.key_hash,
+            extra=events.about(key),
         )
         raise problems.key_stuck("")
     response = stored_response(key)

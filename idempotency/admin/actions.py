@@ -137,8 +137,8 @@ BUTTONS = {
         label=_("Acknowledge"),
         permission="acknowledge_idempotencykey",
         explanation=_(
-            "The key leaves the list of stuck keys. Nothing else changes: it has no response, a retry of its client is refused "
-            "as before, and it is kept until it is answered or completed."
+            "The key leaves the list of stuck keys. Nothing else changes: it has no response, a retry of its client is treated "
+            "as before, and it is kept while it is stuck."
         ),
         possible=lambda key: key.state == KeyState.STUCK,
         press=_acknowledge,

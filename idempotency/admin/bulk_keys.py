@@ -87,7 +87,7 @@ class Acknowledge(_OfKeys):
     name, label, permission = "acknowledge", _("Acknowledge"), "acknowledge_idempotencykey"
     explanation = _(
         "These keys leave the list of stuck keys. Nothing else changes: they have no response, a retry of their clients is "
-        "refused as before, and they are kept until they are answered or completed."
+        "treated as before, and they are kept while they are stuck."
     )
     done = ngettext_lazy("%(count)s key was acknowledged.", "%(count)s keys were acknowledged.", "count")
     logged = "Acknowledged."

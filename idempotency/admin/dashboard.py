@@ -66,7 +66,10 @@ SPANS = (
 
 
 def numbers(request: HttpRequest, site: AdminSite) -> dict[str, Any]:
-    """Return what the template shows, in four queries, and in three more for who may see staged jobs."""
+    """Return what the template shows, in four queries, and in three more for who may see staged jobs.
+
+    If there are MAX_READ unfinished keys, there are six more queries; if there are MAX_READ stuck keys, two more.
+    """
     alias = router.db_for_read(IdempotencyKey)
     url, jobs_url = _list_url(site, "idempotencykey"), _list_url(site, "stagedjob")
     keys, processes = measures.unfinished_keys(alias, MAX_READ), _known_processes(alias)

@@ -215,9 +215,9 @@ def next_step(key: Any, *, has_view: bool) -> str:
         case KeyState.REFUSED:
             text = _("Nothing was begun. Only a retry of its client runs it; the reaper deletes it at %(time)s.")
             return text % {"time": _moment((key.refused_at or now) + kept, now)}
-        case KeyState.STUCK if key.stuck_code == StuckCode.REFUSED_WHEN_REBUILT:
+        case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code == StuckCode.REFUSED_WHEN_REBUILT:
             return _("The completer does not run it again. A retry of its client does.")
-        case KeyState.STUCK if key.stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
+        case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
             text = _("Code that knows its recovery point goes on: with a retry, or the completer at %(time)s.")
             return text % {"time": _moment(max(key.due_at, now), now)}
         case KeyState.STUCK:

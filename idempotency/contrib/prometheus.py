@@ -111,7 +111,7 @@ def _gauges(using: str) -> Iterator[GaugeMetricFamily]:
     keys, jobs = measures.unfinished_keys(using), measures.staged_jobs(using)
     yield _gauge("unfinished_keys", "Keys without a response, stuck ones included, refused ones not.", keys.count)
     yield _by("stuck_keys", "Stuck keys that need manual review, by stuck code.", "code", keys.stuck_by_code)
-    oldest = "Age of the oldest unfinished key that is not stuck."
+    oldest = "Age of the oldest unfinished key that is not marked as stuck, or is stuck with unknown_recovery_point."
     yield _gauge("oldest_unfinished_seconds", oldest, keys.oldest)
     yield _gauge("due_jobs", "Staged jobs that are due.", jobs.due)
     yield _gauge("failed_jobs", "Staged jobs that have failed.", jobs.failed_by_name.total())

@@ -11,10 +11,10 @@ from idempotency.reaper import ReapPass, reap_once
 
 class Command(PassCommand):
     help = (
-        "Delete finished keys and inbox messages past their retention. Settle keys that are unfinished after RETENTION_HOURS "
-        "with on_abandon, or mark them as stuck. Several instances of this command may run at once. The command does one pass "
-        "and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, even if keys became stuck, or after "
-        "SIGTERM; 1 if the database cannot be reached; 2 for wrong usage."
+        "Delete finished and refused keys, inbox messages and counts of requests past their retention. Settle keys that are "
+        "unfinished after RETENTION_HOURS with on_abandon, or mark them as stuck. Several instances of this command may run at "
+        "once. The command does one pass and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, even if "
+        "keys became stuck, or after SIGTERM; 1 if the database cannot be reached; 2 for wrong usage."
     )
     default_interval = 60.0
     own_options = ("older_than_hours",)
@@ -26,8 +26,8 @@ class Command(PassCommand):
             type=_hours,
             dest="older_than_hours",
             metavar="HOURS",
-            help="Delete keys that finished more than this time ago, whatever RETENTION_HOURS is. A longer retention_hours of "
-            "a view still counts. Unfinished keys and inbox messages are not affected. If a client retries a request after its "
+            help="Delete keys that were finished or refused more than this time ago, whatever RETENTION_HOURS is. A longer "
+            "retention_hours of a view still counts. The option affects no other rows. If a client retries a request after its "
             "key was deleted, the request runs again.",
         )
 
