@@ -78,6 +78,18 @@ def test_the_state_is_in_the_heading_with_its_age_and_its_code(staff: Client) ->
     assert re.fullmatch(r"In flight, 2\d s", page(staff, held).context["heading"])
 
 
+@pytest.mark.parametrize("changes", [{}, {"acknowledged_at": Now()}], ids=["stuck", "acknowledged"])
+@pytest.mark.parametrize(
+    ("code", "next_step"),
+    [
+        ("unknown_recovery_point", "Code that knows its recovery point goes on"),
+        ("refused_when_rebuilt", "The completer does not run it again. A retry of its client does."),
+    ],
+)
+def test_a_stuck_key_that_a_retry_may_run_says_so(staff: Client, code: str, next_step: str, changes: dict[str, Any]) -> None:
+    assert next_step in page(staff, stuck_key(code, **changes)).content.decode()
+
+
 def test_an_answer_of_a_person_is_told_from_a_stored_response(staff: Client) -> None:
     events = (0, "claimed", "client"), (300, "answered", "status 409, by jane")
     line = page(staff, IdempotencyKeyFactory(finished=True, response_code=409, **history(400, *events))).context["state_line"]
