@@ -25,6 +25,7 @@ from django.conf import settings
 from django.core.exceptions import BadRequest, DisallowedHost
 from django.core.files.uploadedfile import UploadedFile
 from django.core.files.uploadhandler import load_handler
+from django.core.handlers.asgi import ASGIRequest
 from django.http import HttpRequest, QueryDict
 from django.http.multipartparser import MultiPartParser
 from django.utils.datastructures import MultiValueDict
@@ -101,7 +102,7 @@ def target(request: HttpRequest) -> str:
     """Return path and query in ASCII: the bytes of the client, percent-encoded where needed."""
     query = request.META.get("QUERY_STRING", "")
     try:
-        sent = query.encode("latin-1")  # WSGI
+        sent = query.encode("utf-8" if isinstance(request, ASGIRequest) else "latin-1")
     except UnicodeEncodeError:
         sent = query.encode()
     return escape_uri_path(request.path_info) + (f"?{quote(sent, safe=_AS_SENT)}" if query else "")
@@ -125,6 +126,13 @@ def host_of(request: HttpRequest) -> str:
 def is_multipart(request: HttpRequest) -> bool:
     """Return whether the body has fields and files to compare. Django does not parse a body without a length."""
     return request.content_type == "multipart/form-data" and request.META.get("CONTENT_LENGTH") not in (None, "", "0")
+
+
+def is_parsed(request: HttpRequest) -> bool:
+    """Return whether the fields and files of a multipart body are in ``POST`` and ``FILES``: Django parses the body of a POST,
+    and a middleware may have parsed that of another method (Django Ninja has one)."""
+    streamed = request._read_started and not hasattr(request, "_body")  # type: ignore[attr-defined]
+    return request.method == "POST" or (streamed and hasattr(request, "_post"))
 
 
 def _content(request: HttpRequest, body: bytes | None) -> tuple[bytes, bytes]:
@@ -156,6 +164,8 @@ def _integer(text: str) -> int | float:
 def _number(text: str) -> int | float:
     """Return the number without expanding its text: ``1e309`` must not become 310 digits."""
     exact = Decimal(text)
+    if not exact:
+        return 0
     digits = exact.adjusted() + 1
     integral = digits <= _DOUBLE_DIGITS and exact == exact.to_integral_value()
     if integral and digits <= _SHORT_DIGITS:
@@ -200,9 +210,9 @@ def _multipart(request: HttpRequest, body: bytes | None) -> bytes:
 
 
 def _parts(request: HttpRequest, body: bytes | None) -> tuple[QueryDict, "MultiValueDict[str, UploadedFile[Any]]"]:
-    if request.method == "POST":
+    if is_parsed(request):
         return request.POST, request.FILES
-    # Django does not parse other methods. Parse a copy, because the view may parse the body itself.
+    # Parse a copy, because the view may parse the body itself.
     handlers = [load_handler(path, request) for path in settings.FILE_UPLOAD_HANDLERS]
     encoding = request.encoding or settings.DEFAULT_CHARSET
     return readable(MultiPartParser(request.META, BytesIO(body or b""), handlers, encoding).parse)

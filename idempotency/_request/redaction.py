@@ -5,11 +5,14 @@ from it.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 REDACTED = "[redacted]"
+#: What a form has only encoded. Such a body is JSON, XML or text, which some clients send with the type of a form.
+_NO_FORM = re.compile(rb'[{}"<>\n]')
 
 
 def redacted_body(body: bytes, content_type: str, paths: Sequence[str]) -> tuple[bytes | None, bool]:
@@ -17,7 +20,7 @@ def redacted_body(body: bytes, content_type: str, paths: Sequence[str]) -> tuple
     if not body:
         return body, False
     kind = content_type.partition(";")[0].strip().lower()
-    if kind == "application/x-www-form-urlencoded":
+    if kind == "application/x-www-form-urlencoded" and not _NO_FORM.search(body):
         text, taken = _redacted_fields(body.decode("utf-8", "surrogateescape"), paths)
         return (text.encode() if taken else body), taken
     if kind != "application/json" and not kind.endswith("+json"):

@@ -26,6 +26,7 @@ from idempotency._request.fingerprint import (
     fingerprint,
     host_of,
     is_multipart,
+    is_parsed,
     made_alike,
     readable,
     target,
@@ -112,7 +113,7 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
 def _body(request: HttpRequest) -> tuple[bytes | None, str]:
     """Return the body to store and its content type. Of a multipart request the fields are stored; with files, nothing."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
-    if not is_multipart(request) or request.method != "POST":
+    if not (is_multipart(request) and is_parsed(request)):
         _refuse_cut_body(request, len(request.body))
         return request.body, content_type
     if request._read_started and not (hasattr(request, "_post") or hasattr(request, "_body")):  # type: ignore[attr-defined]
@@ -120,11 +121,20 @@ def _body(request: HttpRequest) -> tuple[bytes | None, str]:
             "The body was read as a stream before @idempotent could compare it. Code outside @idempotent must read "
             "request.body or request.POST instead."
         )
-    # Parse before reading the bytes, because reading applies a lower size limit to uploads.
+    if not request._read_started and _fits_in_memory(request):  # type: ignore[attr-defined]
+        # A view of Django REST framework parses the bytes itself. Of a larger request it gets what Django has parsed.
+        request.body  # noqa: B018
     fields = readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode())
     whole = getattr(request, "_body", None)
     _refuse_cut_body(request, len(whole) if whole is not None else getattr(request._stream, "_pos", None))
     return (None, content_type) if request.FILES else (fields, "application/x-www-form-urlencoded")
+
+
+def _fits_in_memory(request: HttpRequest) -> bool:
+    """Return whether Django would keep the whole body and each of its files in memory."""
+    announced, of_body = request.META["CONTENT_LENGTH"], settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+    most = settings.FILE_UPLOAD_MAX_MEMORY_SIZE if of_body is None else min(of_body, settings.FILE_UPLOAD_MAX_MEMORY_SIZE)
+    return announced.isdecimal() and int(announced) <= most
 
 
 def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
@@ -135,7 +145,7 @@ def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
 
 
 def _marks(request: HttpRequest) -> dict[str, str]:
-    marks = {_NO_USER: is_no_user(request), _MULTIPART: is_multipart(request) and request.method == "POST"}
+    marks = {_NO_USER: is_no_user(request), _MULTIPART: is_multipart(request) and is_parsed(request)}
     return {name: "true" for name, holds in marks.items() if holds}
 
 

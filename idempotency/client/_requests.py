@@ -7,14 +7,14 @@ from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
-from requests.exceptions import ChunkedEncodingError, ConnectionError, Timeout, UnrewindableBodyError
+from requests.exceptions import ChunkedEncodingError, ConnectionError, ContentDecodingError, Timeout, UnrewindableBodyError
 from requests.utils import rewind_body
 from urllib3.util import Timeout as Timeouts
 
 from idempotency.client._rules import UNSAFE_METHODS, Call, Retries
 
 #: The errors of an incomplete exchange. The others are errors of the request itself, which a retry would repeat.
-_INCOMPLETE = (ConnectionError, Timeout, ChunkedEncodingError)
+_INCOMPLETE = (ConnectionError, Timeout, ChunkedEncodingError, ContentDecodingError)
 
 
 class IdempotentAdapter(HTTPAdapter):

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 from django.core.checks import run_checks
+from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db.models import F
 from django.http import HttpRequest, HttpResponse
 from django.test import Client
+from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 from django.urls import path
-from ninja import NinjaAPI, Router, Schema, Status
+from ninja import File, Form, NinjaAPI, Router, Schema, Status
 from ninja.decorators import decorate_view
 from ninja.errors import HttpError
+from ninja.files import UploadedFile
 from ninja.security import APIKeyHeader, HttpBearer, SessionAuth, django_auth, django_auth_is_staff, django_auth_superuser
 from ninja.streaming import JSONL
 from ninja.throttling import AnonRateThrottle
@@ -105,6 +108,26 @@ def test_operation_with_schemas_runs_once(serve: Serve, client: Client) -> None:
     first, second = (post(client, {"name": "one"}) for _ in range(2))
     assert (first.status_code, first.json()) == (201, {"id": Entry.objects.get().pk, "name": "one"})
     assert (second.content, second["Idempotent-Replayed"]) == (first.content, "true")
+
+
+def test_a_file_that_the_middleware_of_ninja_has_parsed_is_compared(serve: Serve, client: Client, settings: Settings) -> None:
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, "ninja.compatibility.files.fix_request_files_middleware"]
+    api = new_api()
+
+    @api.put("/photos")
+    @decorate_view(idempotent)
+    def put(request: HttpRequest, title: Form[str], photo: File[UploadedFile]) -> Any:
+        return {"photo": Entry.objects.create(name=f"{title} {photo.read().decode()}").name}
+
+    serve(api)
+
+    def send(content: bytes) -> Any:
+        body = encode_multipart(BOUNDARY, {"title": "me", "photo": SimpleUploadedFile("me.png", content)})
+        return client.generic("PUT", "/api/photos", body, MULTIPART_CONTENT, headers={"Idempotency-Key": "key-1"})
+
+    assert [send(b"one").json() for _ in range(2)] == [{"photo": "me one"}] * 2
+    assert send(b"two").status_code == 422
+    assert Entry.objects.count() == 1
 
 
 def test_router_may_serve_two_apis(serve: Serve, client: Client) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import requests
 from requests.auth import HTTPDigestAuth
-from requests.exceptions import ChunkedEncodingError, UnrewindableBodyError
+from requests.exceptions import ChunkedEncodingError, ContentDecodingError, UnrewindableBodyError
 from urllib3.util import Timeout
 
 from idempotency.client import Retries, make_session
@@ -102,6 +102,18 @@ def test_the_error_of_a_truncated_body_has_the_key(service: FaultyService, sessi
 
     assert caught.value.request
     assert service.keys() == [caught.value.request.headers["Idempotency-Key"]] * 4
+
+
+def test_an_answer_that_cannot_be_decoded_is_retried(service: FaultyService, session: requests.Session) -> None:
+    not_gzip = (502, {"Content-Encoding": "gzip"}, b"Bad Gateway")
+    service.script = [not_gzip]
+    assert session.post(service.url).status_code == 201
+
+    service.script = [not_gzip] * 4
+    with pytest.raises(ContentDecodingError) as caught:
+        session.post(service.url)
+    assert caught.value.request
+    assert service.keys()[2:] == [caught.value.request.headers["Idempotency-Key"]] * 4
 
 
 def test_the_answer_may_be_read_in_parts(service: FaultyService, session: requests.Session) -> None:

@@ -6,17 +6,19 @@ import re
 import tracemalloc
 from collections.abc import Callable
 from encodings import __path__ as codecs
+from io import BytesIO
 from typing import Any
 
 import pytest
 from django.core.exceptions import BadRequest
 from django.core.files.uploadedfile import SimpleUploadedFile
+from django.core.handlers.asgi import ASGIRequest
 from django.http import HttpRequest, HttpResponse
 from django.http.multipartparser import MultiPartParserError
 from django.test import RequestFactory
 from django.test.client import encode_multipart
 
-from idempotency._request.fingerprint import fingerprint
+from idempotency._request.fingerprint import fingerprint, target
 from idempotency._request.stored_request import capture
 from idempotency.decorators import idempotent
 from tests.kit.serving import Sender, View
@@ -52,6 +54,8 @@ SAME = [
     ("1e300", "1" + "0" * 300),
     ("-0", "0"),
     ("-0.0", "0"),
+    ("0e22", "0"),
+    ("0.0E999999", "0"),
     ("9007199254740993", "9007199254740993.0"),
     ("123456789012345678901234567890", "123456789012345678901234567890.0"),
     (r'"\u00e9"', '"é"'),
@@ -127,6 +131,11 @@ def test_another_value_is_another_request(first: str, second: str) -> None:
 def test_body_that_is_not_utf8_has_a_fingerprint(body: bytes) -> None:
     assert of(body) == of(body)
     assert of(body) != of(body + b"\x01")
+
+
+def test_bytes_that_an_asgi_client_did_not_escape_are_kept() -> None:
+    scope = {"type": "http", "method": "POST", "path": "/rides", "query_string": "name=é".encode(), "headers": []}
+    assert target(ASGIRequest(scope, BytesIO())) == "/rides?name=%C3%A9"
 
 
 def test_method_path_and_query_count() -> None:

@@ -1,6 +1,7 @@
 """A multipart request comes back as multipart: the parsers of its view that take nothing else take it in the completer too."""
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
@@ -104,6 +105,19 @@ def test_a_view_that_parses_only_multipart_is_completed(kind: str, serve: Any, c
     assert form.seen == [("multipart/form-data", [("name", ["one"])])] * 2
     retry = client.post("/view/", {"name": "one"}, headers={"Idempotency-Key": "key-1"})
     assert (retry.status_code, retry["Idempotent-Replayed"]) == (201, "true"), "a new boundary is the same request"
+
+
+def test_a_view_that_parses_no_form_refuses_it_as_without_the_decorator(serve: Any, client: Client) -> None:
+    class Refund(APIView):
+        parser_classes = [JSONParser]
+
+        @idempotent
+        def post(self, request: Any) -> Response:
+            return Response({"refunded": request.data.get("amount", "all")})
+
+    serve(view=Refund.as_view())
+    answer = client.post("/view/", {"amount": "5"}, headers={"Idempotency-Key": "key-1"})
+    assert (answer.status_code, answer.json()) == (415, {"detail": ANY})
 
 
 def test_names_and_values_come_back_as_they_were(serve: Any, client: Client) -> None:
