@@ -6,6 +6,9 @@ from unittest.mock import ANY
 import pytest
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.test import Client
+from django.test.client import BOUNDARY as DJANGOS_BOUNDARY
+from django.test.client import encode_multipart
+from pytest_django import Settings
 from rest_framework.parsers import JSONParser, MultiPartParser
 from rest_framework.response import Response
 from rest_framework.views import APIView
@@ -107,7 +110,20 @@ def test_a_view_that_parses_only_multipart_is_completed(kind: str, serve: Any, c
     assert (retry.status_code, retry["Idempotent-Replayed"]) == (201, "true"), "a new boundary is the same request"
 
 
-def test_a_view_that_parses_no_form_refuses_it_as_without_the_decorator(serve: Any, client: Client) -> None:
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"DATA_UPLOAD_MAX_MEMORY_SIZE": None},
+        {"FILE_UPLOAD_MAX_MEMORY_SIZE": len(encode_multipart(DJANGOS_BOUNDARY, {"amount": "5"}))},
+    ],
+)
+def test_a_view_that_parses_no_form_refuses_it_as_without_the_decorator(
+    serve: Any, client: Client, settings: Settings, limits: dict[str, int | None]
+) -> None:
+    for name, limit in limits.items():
+        setattr(settings, name, limit)
+
     class Refund(APIView):
         parser_classes = [JSONParser]
 
