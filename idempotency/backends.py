@@ -54,8 +54,13 @@ class TookEffect:
     """The job was handed over before and took effect. Its row is deleted, and not counted again."""
 
 
+@dataclass(frozen=True, slots=True)
+class NotOffered:
+    """The job was not offered to the broker, because the time of the batch was up. It stays due, for the next batch."""
+
+
 #: The result of a hand-over, if the broker did not simply take the job. An exception means a refusal.
-HandOverResult: TypeAlias = Exception | OfferAgain | TookEffect
+HandOverResult: TypeAlias = Exception | OfferAgain | TookEffect | NotOffered
 
 
 class Backend(Protocol):
@@ -76,6 +81,7 @@ class Backend(Protocol):
         - Without a result, the broker has the job, and the row is deleted.
         - ``OfferAgain``: the broker has the job, and the row stays until the job took effect.
         - ``TookEffect``: the job was handed over before and took effect. The row is deleted.
+        - ``NotOffered``: the time was up before this job. The job stays due. At least one job of a call must be offered.
         - ``BrokerUnavailable``: the broker did not process the job. No refusal is counted.
         - Any other exception: the job is refused.
 
@@ -100,15 +106,15 @@ class OneByOne:
     uses_database = True
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
-        """Hand the jobs over one after the other, for BATCH_SECONDS at most. If ``hand_over_one()`` raises an exception other
-        than BrokerUnavailable, that job counts as refused."""
+        """Hand the jobs over one after the other. After BATCH_SECONDS the remaining jobs are not offered. If
+        ``hand_over_one()`` raises an exception other than BrokerUnavailable, that job counts as refused."""
         results = self._effects(jobs)
         waiting = [job for job in jobs if job.pk not in results]
         deadline = time.monotonic() + BATCH_SECONDS
         for position, job in enumerate(waiting):
+            if position and time.monotonic() > deadline:  # The first job is always offered, so that each batch makes progress.
+                return results | dict.fromkeys((left.pk for left in waiting[position:]), NotOffered())
             try:
-                if time.monotonic() > deadline:
-                    raise BrokerUnavailable(f"The broker took {position} of {len(jobs)} jobs in {BATCH_SECONDS} s.")
                 if self.follow_up_seconds and job.hand_overs >= MAX_ATTEMPTS:
                     raise NoEffect
                 # The queue may be in this database. An error there must not break the transaction of the enqueuer.

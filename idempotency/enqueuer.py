@@ -31,6 +31,7 @@ from idempotency.backends import (
     BrokerUnavailable,
     HandOverResult,
     NoEffect,
+    NotOffered,
     OfferAgain,
     TookEffect,
     backend_of,
@@ -174,7 +175,11 @@ def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> _Results:
     except BrokerUnavailable as error:
         return dict.fromkeys(ids, error)
     if isinstance(returned, Mapping) and returned.keys() <= set(ids):
-        return {pk: returned.get(pk) for pk in ids}
+        results: _Results = {pk: returned.get(pk) for pk in ids}
+        if all(isinstance(result, NotOffered) for result in results.values()):
+            # The pass would read the same jobs again without end.
+            return dict.fromkeys(ids, BrokerUnavailable(f"The backend offered none of {len(jobs)} jobs to the broker."))
+        return results
     # No second hand-over: the backend may have sent them.
     wrong = TypeError(f"hand_over() of the backend of {queue!r} must return a dict by job ids, not {returned!r:.100}")
     return dict.fromkeys(ids, wrong)
@@ -199,6 +204,8 @@ def _record(
             case OfferAgain(seconds):
                 later[seconds].append(job.pk)
                 counts["handed_over"] += 1
+            case NotOffered():
+                pass  # It is still due.
             case BrokerUnavailable() as error:
                 unreachable[job.queue] = error
             case error:

@@ -1,6 +1,7 @@
 """What waits for the enqueuer and what it gave up on: ``backlog()``, ``manage.py staged_jobs``; a function as a backend."""
 
 import json
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from idempotency.enqueuer import Backlog, EnqueuePass, backlog, enqueue_once
 from idempotency.models import StagedJob
 from rides_demo.models import AuditRecord
 from tests.factories import StagedJobFactory, UserFactory
+from tests.kit.jobs import take
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -92,14 +94,49 @@ def test_a_function_is_a_backend(settings):
     assert StagedJob.objects.get().last_error == "ValueError: it cannot be serialised"
 
 
-def test_a_slow_broker_keeps_what_it_took_and_the_rest_waits_unburnt(settings, monkeypatch):
-    """Otherwise the transaction would outlive the database's patience, and all would go out again."""
-    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.kit.jobs.take"}}
-    monkeypatch.setattr(backends, "BATCH_SECONDS", 0)
+def stage_three():
     user = UserFactory()
     for _ in range(3):
         StagedJobFactory(job_args=[user.pk])
-    with pytest.raises(backends.BrokerUnavailable, match=r"The broker took \d of 3 jobs"):
+
+
+def take_slowly(job):
+    """Take a job later than the time limit of a batch."""
+    take(job)
+    time.sleep(0.01)
+
+
+def test_a_slow_broker_that_takes_each_job_gets_all_of_them_in_several_batches(settings, monkeypatch):
+    """Otherwise the transaction would outlive the database's patience. No broker is unavailable, so the pass does not fail."""
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.take_slowly"}}
+    monkeypatch.setattr(backends, "BATCH_SECONDS", 0)
+    stops = []
+    stage_three()
+    assert enqueue_once(stop=lambda: bool(stops.append(StagedJob.objects.count()))) == EnqueuePass(handed_over=3)
+    assert stops == [3, 2, 1, 0], "one job in each batch"
+    assert AuditRecord.objects.count() == 3
+
+
+def test_a_job_that_was_not_offered_is_not_refused(settings, monkeypatch):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.take_slowly"}}
+    monkeypatch.setattr(backends, "BATCH_SECONDS", 0)
+    stage_three()
+    answers = iter([False, True])
+    assert enqueue_once(stop=lambda: next(answers)) == EnqueuePass(handed_over=1)
+    due = StagedJob.objects.filter(run_at__lte=timezone.now())
+    assert list(due.values_list("refusals", "hand_overs", "last_error")) == [(0, 0, "")] * 2
+
+
+class IdleBackend:
+    """A backend that offers no job."""
+
+    def hand_over(self, queue, jobs):
+        return {job.pk: backends.NotOffered() for job in jobs}
+
+
+def test_a_backend_that_offers_nothing_ends_the_pass(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.IdleBackend"}}
+    stage_three()
+    with pytest.raises(backends.BrokerUnavailable, match="offered none of 3 jobs"):
         enqueue_once()
-    assert AuditRecord.objects.count() + StagedJob.objects.count() == 3
     assert set(StagedJob.objects.values_list("refusals", flat=True)) == {0}
