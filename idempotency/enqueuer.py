@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
 from uuid import UUID
@@ -48,6 +48,10 @@ BACKOFF_SECONDS = 10
 #: The time limit of an idle batch. A shorter one would end its transaction while it waits for a broker.
 IDLE_SECONDS = 4 * BATCH_SECONDS
 
+#: A queue whose broker could not be reached is left out for this time, the longest pause of a loop after a failed pass. The
+#: pass may last much longer, and the broker may have been away for one call.
+UNREACHABLE_SECONDS = 10
+
 #: Results by job id. None: the broker took the job.
 _Results: TypeAlias = dict[UUID, HandOverResult | None]
 
@@ -68,6 +72,38 @@ class Backlog:
     oldest_seconds: float
     depth: int
     failed: int
+
+
+@dataclass(slots=True)
+class _Unreachable:
+    """The queues whose broker could not be reached in this pass, with their errors and the ends of their marks."""
+
+    errors: dict[str, BrokerUnavailable] = field(default_factory=dict)
+    _until: dict[str, float] = field(default_factory=dict)
+    _logged: set[str] = field(default_factory=set)
+    _changed: bool = False
+
+    def mark(self, queue: str, error: BrokerUnavailable) -> None:
+        self.errors[queue] = error
+        self._until[queue] = time.monotonic() + UNREACHABLE_SECONDS
+        self._changed = True
+
+    def left_out(self) -> list[str]:
+        """Remove the expired marks and return the queues of the others. After a batch that set a mark, none is removed:
+        otherwise many slow brokers could take all the time in turn, and a pass without other jobs might not end."""
+        if not self._changed:
+            now = time.monotonic()
+            self.errors = {queue: error for queue, error in self.errors.items() if self._until[queue] > now}
+        self._changed = False
+        return list(self.errors)
+
+    def log(self) -> None:
+        """Log the marked queues, each once in a pass."""
+        for queue in self.errors.keys() - self._logged:
+            self._logged.add(queue)
+            logger.warning(
+                "queue %r is left out for %d s, and the pass continues: %s", queue, UNREACHABLE_SECONDS, self.errors[queue]
+            )
 
 
 def backlog(*, using: str | None = None) -> Backlog:
@@ -96,18 +132,19 @@ def enqueue_once(
     - ``dry_run``: only count the jobs that are due.
     - ``stop``: called before each batch; True ends the pass.
 
-    Raises BrokerUnavailable if a broker could not be reached, after the jobs of the other queues were handed over.
+    A queue whose broker could not be reached is left out for UNREACHABLE_SECONDS, then offered again in the same pass.
+    Raises BrokerUnavailable if it could not be reached until the end, after the jobs of the other queues were handed over.
     Raises NotReplicated if the standbys do not confirm the jobs of a batch, which stay as they are (CONFIRM_REPLICATED).
     """
     alias = using or router.db_for_write(StagedJob)
     if dry_run:
         return EnqueuePass(handed_over=_due(alias).count())
     counts: Counter[str] = Counter()
-    unreachable: dict[str, BrokerUnavailable] = {}
+    unreachable = _Unreachable()
     while not stop() and _move_batch(alias, batch_size, counts, unreachable):
         pass
-    if unreachable:
-        queues = "; ".join(f"queue {queue!r}: {error}" for queue, error in unreachable.items())
+    if unreachable.errors:
+        queues = "; ".join(f"queue {queue!r}: {error}" for queue, error in unreachable.errors.items())
         raise BrokerUnavailable(
             f"{counts['handed_over']} jobs were handed over; no attempt was counted for the others. {queues}"
         )
@@ -118,14 +155,15 @@ def _due(alias: str) -> QuerySet[StagedJob]:
     return StagedJob.objects.using(alias).filter(failed_at__isnull=True, run_at__lte=Now())
 
 
-def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: dict[str, BrokerUnavailable]) -> bool:
+def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: _Unreachable) -> bool:
     # A serialization failure after the hand-over would repeat it, so the level is fixed.
     with durable_transaction("read committed", using=alias):
         _hold_transaction(alias)
-        waiting = _due(alias).exclude(queue__in=list(unreachable)).order_by("run_at", "pk")
+        waiting = _due(alias).exclude(queue__in=unreachable.left_out()).order_by("run_at", "pk")
         jobs = list(waiting.select_for_update(skip_locked=True)[:batch_size])
         if not jobs:
             return False
+        unreachable.log()  # If no job is left, the exception at the end of the pass reports them.
         replication.confirm(alias)
         by_queue: dict[str, list[StagedJob]] = defaultdict(list)
         for job in jobs:
@@ -190,7 +228,7 @@ def _record(
     jobs: Sequence[StagedJob],
     results: _Results,
     counts: Counter[str],
-    unreachable: dict[str, BrokerUnavailable],
+    unreachable: _Unreachable,
 ) -> None:
     done: list[UUID] = []
     later: dict[float, list[UUID]] = defaultdict(list)
@@ -207,7 +245,7 @@ def _record(
             case NotOffered():
                 pass  # It is still due.
             case BrokerUnavailable() as error:
-                unreachable[job.queue] = error
+                unreachable.mark(job.queue, error)
             case error:
                 counts[_record_refusal(alias, job, error)] += 1
     _delete(alias, done)

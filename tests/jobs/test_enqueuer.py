@@ -460,6 +460,62 @@ def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(
     assert "queue 'default' refused a batch of 3 jobs, which are handed over one by one: one of them is no job" in caplog.text
 
 
+class Away:
+    """A backend that notes the queues of its offers; the queues ``away`` are unavailable for so many offers."""
+
+    def __init__(self, **away):
+        self.away, self.offers = away, []
+
+    def hand_over(self, queue, jobs):
+        self.offers.append(queue)
+        if self.away.get(queue, 0):
+            self.away[queue] -= 1
+            raise BrokerUnavailable("timed out")
+        return {}
+
+
+def stage_by_age(queues):
+    now = timezone.now()
+    for age, queue in enumerate(reversed(queues)):
+        stage(1, queue=queue, run_at=now - timedelta(minutes=age))
+
+
+def test_a_queue_whose_broker_was_away_once_is_offered_again_in_the_same_pass(monkeypatch, caplog):
+    """The other queue may have new jobs without end, and the pass lasts as long."""
+    broker = Away(a=1)
+    monkeypatch.setattr(enqueuer, "UNREACHABLE_SECONDS", 0)
+    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
+    stage_by_age("abbb")
+    assert enqueue_once(batch_size=1) == EnqueuePass(handed_over=4)
+    assert "".join(broker.offers) == "ababb"
+    assert [(record.levelname, record.args[0]) for record in caplog.records] == [("WARNING", "a")]
+
+
+def test_a_pass_names_the_queues_that_are_still_away_and_logs_each_once(monkeypatch, caplog):
+    broker = Away(a=9, c=1)
+    monkeypatch.setattr(enqueuer, "UNREACHABLE_SECONDS", 0)
+    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
+    stage_by_age("acbb")
+    with pytest.raises(BrokerUnavailable, match="^3 jobs were handed over.* queue 'a': timed out$"):
+        enqueue_once(batch_size=1)
+    assert "".join(broker.offers) == "acbacaba", "the marks end only after a batch that set none"
+    assert sorted(record.args[0] for record in caplog.records) == ["a", "c"]
+
+
+def test_a_pass_does_not_wait_for_the_end_of_a_mark(monkeypatch, caplog):
+    broker = Away(a=1)
+    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
+    stage_by_age("abb")
+    with pytest.raises(BrokerUnavailable, match="2 jobs were handed over"):
+        enqueue_once(batch_size=1)
+    assert broker.offers == ["a", "b", "b"]
+    broker.away = {"a": 1}
+    caplog.clear()
+    with pytest.raises(BrokerUnavailable, match="0 jobs were handed over"):
+        enqueue_once()
+    assert not caplog.records, "the exception reports it"
+
+
 @pytest.mark.postgres
 def test_the_transaction_of_a_batch_has_limits_of_its_own(monkeypatch):
     limits = []
