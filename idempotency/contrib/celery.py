@@ -13,6 +13,7 @@ from importlib import import_module
 from inspect import isawaitable
 from typing import Any
 
+from amqp.exceptions import ConnectionError as LostConnection  # type: ignore[import-untyped]
 from asgiref.sync import async_to_sync
 from celery import Celery, Task, current_app
 from celery.exceptions import Ignore, Reject, Retry, TimeLimitExceeded
@@ -175,6 +176,7 @@ class CeleryBackend(OneByOne):
         Raises TypeError for a task that could be lost or take effect twice.
         """
         self.refuse_name(job.job_name)
+        producer = self._producer()
         by_name = isinstance(job.job_args, dict)
         try:
             self.app.send_task(
@@ -182,7 +184,7 @@ class CeleryBackend(OneByOne):
                 args=[] if by_name else job.job_args,
                 kwargs=job.job_args if by_name else {},
                 task_id=str(job.pk),
-                producer=self._producer(),
+                producer=producer,
                 retry=False,
                 ignore_result=True,
                 add_to_parent=False,
@@ -190,11 +192,15 @@ class CeleryBackend(OneByOne):
                 **({} if queue == "default" else {"queue": queue}),
             )
         except BrokerError as error:
-            address = self._kept.producer.connection.as_uri()  # The password is masked.
             self._drop_producer()
             if isinstance(error.__cause__, KeyError):  # kombu counts it among the lost connections.
                 raise error.__cause__ from None
-            raise BrokerUnavailable(f"Celery's broker {address} takes no jobs at the moment: {error}") from error
+            raise _unavailable(producer.connection, error) from error
+        except LostConnection:
+            # The message of this job may be the cause, unless the broker also refuses a new connection.
+            self._drop_producer()
+            self._producer()
+            raise
 
     def refuse_name(self, name: str) -> None:
         """Raise JobNotAllowed for an unknown task, or TypeError for a task that could be lost or take effect twice."""
@@ -222,16 +228,34 @@ class CeleryBackend(OneByOne):
             import_module(module)
 
     def _producer(self) -> Any:
-        """Return this thread's producer; a connection for each job would be slow."""
+        """Return this thread's connected producer; a connection for each job would be slow.
+
+        Raises BrokerUnavailable if the broker refuses the connection, also for its user or virtual host. kombu raises these
+        errors as they are, and 403 as the error of a channel.
+        """
         if not hasattr(self._kept, "producer"):
             connection = self.app.connection_for_write()
             bounds = _BOUNDS.get(connection.transport.driver_type, {})
             connection = self.app.connection_for_write(connect_timeout=5, transport_options=bounds)
+            try:
+                connection.default_channel  # noqa: B018
+            except (BrokerError, *connection.connection_errors, *connection.channel_errors) as error:
+                _close(connection)
+                raise _unavailable(connection, error) from error
             self._kept.producer = self.app.amqp.Producer(connection, auto_declare=False)
         return self._kept.producer
 
     def _drop_producer(self) -> None:
         connection = self._kept.producer.connection
         del self._kept.producer
-        with suppress(Exception):  # It is broken already.
-            connection.close()
+        _close(connection)
+
+
+def _close(connection: Any) -> None:
+    with suppress(Exception):  # It is broken already.
+        connection.close()
+
+
+def _unavailable(connection: Any, error: Exception) -> BrokerUnavailable:
+    address = connection.as_uri()  # The password is masked.
+    return BrokerUnavailable(f"Celery's broker {address} takes no jobs at the moment: {error}")
