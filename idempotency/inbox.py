@@ -17,6 +17,7 @@ from django.db.transaction import TransactionManagementError
 from idempotency import conf
 from idempotency._async import either_context
 from idempotency._store import replication
+from idempotency._store.database_errors import has_ended
 from idempotency._store.engine import is_citus, lock_timeout
 from idempotency._store.transactions import MARKER, own_cursor
 from idempotency.exceptions import MessageInProgress
@@ -93,9 +94,10 @@ def took_effect(source: str, message_ids: Collection[str], *, using: str | None 
 
 def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> None:
     """Raise if the transaction is broken or another one. Otherwise its rollback would pass silently."""
+    sql = f"SELECT {MARKER}" if connection.vendor == "postgresql" else "SELECT ''"  # SQLite has no settings.
     try:
         with connection.cursor() as cursor:
-            cursor.execute(f"SELECT {MARKER}" if connection.vendor == "postgresql" else "SELECT ''")
+            cursor.execute(sql)
             (still,) = cursor.fetchone()
     except (OperationalError, InterfaceError):
         raise
@@ -104,7 +106,7 @@ def _refuse_broken_transaction(connection: BaseDatabaseWrapper, marker: str) -> 
             "The block caught an error that broke its transaction, so all its writes were rolled back. Put the statement "
             "whose error the block catches into a separate transaction.atomic(), and do not close the connection."
         ) from error
-    if still != marker:
+    if still != marker or has_ended(connection):
         raise TransactionManagementError(
             "The block ended its transaction with COMMIT or ROLLBACK, so its writes and the mark of the message may not agree. "
             "Use transaction.atomic() and transaction.set_rollback()."

@@ -271,6 +271,19 @@ def test_a_message_that_lost_its_transaction_fails_and_the_next_delivery_is_the_
     assert Entry.objects.count() == 1
 
 
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("end", ["ROLLBACK", "COMMIT"])
+def test_a_block_that_ends_its_transaction_by_hand_fails(end: str) -> None:
+    """What it writes afterwards is committed on SQLite, which begins no transaction by itself."""
+
+    def legacy_job() -> None:
+        with process_once("queue", "1"):
+            connection.cursor().execute(end)
+
+    with pytest.raises(TransactionManagementError, match="ended its transaction"):
+        legacy_job()
+
+
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
 def test_a_message_whose_work_rolls_back_by_itself_fails_and_leaves_nothing() -> None:
