@@ -75,16 +75,17 @@ class Backlog:
 
 
 @dataclass(slots=True)
-class _Unreachable:
-    """The queues whose broker could not be reached in this pass, with their errors and the ends of their marks."""
+class _Pass:
+    """The state of a pass: its counts, the marks of the queues whose broker could not be reached, and what it has logged."""
 
-    errors: dict[str, BrokerUnavailable] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    unreachable: dict[str, BrokerUnavailable] = field(default_factory=dict)
     _until: dict[str, float] = field(default_factory=dict)
-    _logged: set[str] = field(default_factory=set)
     _changed: bool = False
+    _logged: set[tuple[str, str]] = field(default_factory=set)
 
     def mark(self, queue: str, error: BrokerUnavailable) -> None:
-        self.errors[queue] = error
+        self.unreachable[queue] = error
         self._until[queue] = time.monotonic() + UNREACHABLE_SECONDS
         self._changed = True
 
@@ -93,17 +94,19 @@ class _Unreachable:
         otherwise many slow brokers could take all the time in turn, and a pass without other jobs might not end."""
         if not self._changed:
             now = time.monotonic()
-            self.errors = {queue: error for queue, error in self.errors.items() if self._until[queue] > now}
+            self.unreachable = {queue: error for queue, error in self.unreachable.items() if self._until[queue] > now}
         self._changed = False
-        return list(self.errors)
+        return list(self.unreachable)
 
-    def log(self) -> None:
-        """Log the marked queues, each once in a pass."""
-        for queue in self.errors.keys() - self._logged:
-            self._logged.add(queue)
-            logger.warning(
-                "queue %r is left out for %d s, and the pass continues: %s", queue, UNREACHABLE_SECONDS, self.errors[queue]
-            )
+    def log_marks(self) -> None:
+        for queue, error in self.unreachable.items():
+            text = "queue %r is left out for %d s, and the pass continues: %s"
+            self.warn_once("queue", queue, text, queue, UNREACHABLE_SECONDS, error)
+
+    def warn_once(self, kind: str, about: str, text: str, *values: object) -> None:
+        if (kind, about) not in self._logged:
+            self._logged.add((kind, about))
+            logger.warning(text, *values)
 
 
 def backlog(*, using: str | None = None) -> Backlog:
@@ -139,31 +142,30 @@ def enqueue_once(
     alias = using or router.db_for_write(StagedJob)
     if dry_run:
         return EnqueuePass(handed_over=_due(alias).count())
-    counts: Counter[str] = Counter()
-    unreachable = _Unreachable()
-    while not stop() and _move_batch(alias, batch_size, counts, unreachable):
+    state = _Pass()
+    while not stop() and _move_batch(alias, batch_size, state):
         pass
-    if unreachable.errors:
-        queues = "; ".join(f"queue {queue!r}: {error}" for queue, error in unreachable.errors.items())
+    if state.unreachable:
+        queues = "; ".join(f"queue {queue!r}: {error}" for queue, error in state.unreachable.items())
         raise BrokerUnavailable(
-            f"{counts['handed_over']} jobs were handed over; no attempt was counted for the others. {queues}"
+            f"{state.counts['handed_over']} jobs were handed over; no attempt was counted for the others. {queues}"
         )
-    return EnqueuePass(**counts)
+    return EnqueuePass(**state.counts)
 
 
 def _due(alias: str) -> QuerySet[StagedJob]:
     return StagedJob.objects.using(alias).filter(failed_at__isnull=True, run_at__lte=Now())
 
 
-def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: _Unreachable) -> bool:
+def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
     # A serialization failure after the hand-over would repeat it, so the level is fixed.
     with durable_transaction("read committed", using=alias):
         _hold_transaction(alias)
-        waiting = _due(alias).exclude(queue__in=unreachable.left_out()).order_by("run_at", "pk")
+        waiting = _due(alias).exclude(queue__in=state.left_out()).order_by("run_at", "pk")
         jobs = list(waiting.select_for_update(skip_locked=True)[:batch_size])
         if not jobs:
             return False
-        unreachable.log()  # If no job is left, the exception at the end of the pass reports them.
+        state.log_marks()  # If no job is left, the exception at the end of the pass reports them.
         replication.confirm(alias)
         by_queue: dict[str, list[StagedJob]] = defaultdict(list)
         for job in jobs:
@@ -174,7 +176,7 @@ def _move_batch(alias: str, batch_size: int, counts: Counter[str], unreachable: 
             results |= _hand_over(queue, of_queue, deadline)
             if time.monotonic() > deadline:
                 break  # Jobs without a result stay due, for the next batch.
-        _record(alias, [job for job in jobs if job.pk in results], results, counts, unreachable)
+        _record(alias, [job for job in jobs if job.pk in results], results, state)
     return True
 
 
@@ -223,31 +225,25 @@ def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> _Results:
     return dict.fromkeys(ids, wrong)
 
 
-def _record(
-    alias: str,
-    jobs: Sequence[StagedJob],
-    results: _Results,
-    counts: Counter[str],
-    unreachable: _Unreachable,
-) -> None:
+def _record(alias: str, jobs: Sequence[StagedJob], results: _Results, state: _Pass) -> None:
     done: list[UUID] = []
     later: dict[float, list[UUID]] = defaultdict(list)
     for job in jobs:
         match results[job.pk]:
             case None:
                 done.append(job.pk)
-                counts["handed_over"] += 1
+                state.counts["handed_over"] += 1
             case TookEffect():
                 done.append(job.pk)
             case OfferAgain(seconds):
                 later[seconds].append(job.pk)
-                counts["handed_over"] += 1
+                state.counts["handed_over"] += 1
             case NotOffered():
                 pass  # It is still due.
             case BrokerUnavailable() as error:
-                unreachable.mark(job.queue, error)
+                state.mark(job.queue, error)
             case error:
-                counts[_record_refusal(alias, job, error)] += 1
+                state.counts[_record_refusal(alias, job, error, state)] += 1
     _delete(alias, done)
     for seconds, ids in later.items():
         StagedJob.objects.using(alias).filter(pk__in=ids).update(
@@ -280,7 +276,7 @@ def _hold_transaction(alias: str) -> None:
         StagedJob.objects.using(alias).filter(job_name="").update(refusals=F("refusals"))
 
 
-def _record_refusal(alias: str, job: StagedJob, error: Exception) -> str:
+def _record_refusal(alias: str, job: StagedJob, error: Exception, state: _Pass) -> str:
     """Write a refusal. Return its count: "refused" if the job will be retried, else "failed"."""
     text = storable(f"{type(error).__name__}: {error}")
     row = StagedJob.objects.using(alias).filter(pk=job.pk)
@@ -292,4 +288,8 @@ def _record_refusal(alias: str, job: StagedJob, error: Exception) -> str:
         return "failed"
     wait = timedelta(seconds=min(BACKOFF_SECONDS * 2 ** (refusals - 1), 3600))
     row.update(refusals=refusals, last_error=text, run_at=Now() + wait)
+    if refusals == 1:  # The job leaves the backlog for hours or days. A bad deploy may cause the same error for many jobs.
+        about = f"{job.job_name}: {text.partition(chr(10))[0]}"
+        warning = "staged job %s (%s) was refused, and is offered again in %d s: %s"
+        state.warn_once("refused", about, warning, job.pk, job.job_name, wait.total_seconds(), text)
     return "refused"

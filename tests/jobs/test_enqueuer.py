@@ -496,7 +496,7 @@ def test_a_pass_names_the_queues_that_are_still_away_and_logs_each_once(monkeypa
     monkeypatch.setattr(enqueuer, "UNREACHABLE_SECONDS", 0)
     monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
     stage_by_age("acbb")
-    with pytest.raises(BrokerUnavailable, match="^3 jobs were handed over.* queue 'a': timed out$"):
+    with pytest.raises(BrokerUnavailable, match=r"^3 jobs were handed over.* queue 'a': timed out$"):
         enqueue_once(batch_size=1)
     assert "".join(broker.offers) == "acbacaba", "the marks end only after a batch that set none"
     assert sorted(record.args[0] for record in caplog.records) == ["a", "c"]
@@ -542,6 +542,27 @@ def test_a_refused_job_waits_twice_as_long_each_time(refusals, wait, broker, set
     assert enqueue_once() == EnqueuePass(refused=1)
     waits = (StagedJob.objects.get().run_at - before).total_seconds()
     assert wait <= waits < wait + 5
+
+
+def refuse(job):
+    raise ValueError(f"{job.job_args['error']}\nof {job.pk}")
+
+
+def test_the_first_refusal_of_a_job_is_logged_once_for_each_name_and_error(settings, caplog):
+    """The backlog counts the job only when it has failed, hours or days later."""
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.refuse"}}
+    jobs = [job for name, error in ("ax", "ay", "bx") for job in stage(2, job_name=name, job_args={"error": error})]
+    stage(1, job_name="c", job_args={"error": "again"}, refusals=1)
+    assert enqueue_once(batch_size=2) == EnqueuePass(refused=7)
+    logged = [(record.levelname, record.args[1], record.args[3].split()[1]) for record in caplog.records]
+    assert sorted(logged) == [("WARNING", "a", "x"), ("WARNING", "a", "y"), ("WARNING", "b", "x")]
+    [number, name, seconds, text] = caplog.records[0].args
+    assert (seconds, name) == (10, next(job.job_name for job in jobs if job.pk == number))
+    assert text == StagedJob.objects.get(pk=number).last_error
+    StagedJob.objects.update(run_at=timezone.now())
+    caplog.clear()
+    assert enqueue_once() == EnqueuePass(refused=7)
+    assert not caplog.records, "it was logged before"
 
 
 @pytest.mark.skipif("connection.vendor != 'sqlite'", reason="needs SQLite")
