@@ -271,8 +271,7 @@ def _hold_transaction(alias: str) -> None:
                 [f"{IDLE_SECONDS}s", f"{BROKER_TIMEOUT_SECONDS}s"],
             )
     else:
-        # An UPDATE without rows locks the file. Other enqueuers then read the jobs only after this transaction has deleted its
-        # own.
+        # An UPDATE without rows locks the file. Other enqueuers read the jobs after this transaction has deleted its own.
         StagedJob.objects.using(alias).filter(job_name="").update(refusals=F("refusals"))
 
 
@@ -280,7 +279,7 @@ def _record_refusal(alias: str, job: StagedJob, error: Exception, state: _Pass) 
     """Write a refusal. Return its count: "refused" if the job will be retried, else "failed"."""
     text = storable(f"{type(error).__name__}: {error}")
     row = StagedJob.objects.using(alias).filter(pk=job.pk)
-    refusals = job.refusals if isinstance(error, NoEffect) else job.refusals + 1
+    refusals = _refusals(job, error)
     most = NAME_MAX_ATTEMPTS if isinstance(error, JobNotAllowed) else MAX_ATTEMPTS
     if refusals >= most or isinstance(error, NoEffect):
         row.update(refusals=refusals, last_error=text, failed_at=Now())
@@ -293,3 +292,9 @@ def _record_refusal(alias: str, job: StagedJob, error: Exception, state: _Pass) 
         warning = "staged job %s (%s) was refused, and is offered again in %d s: %s"
         state.warn_once("refused", about, warning, job.pk, job.job_name, wait.total_seconds(), text)
     return "refused"
+
+
+def _refusals(job: StagedJob, error: Exception) -> int:
+    if not isinstance(error, JobNotAllowed | NoEffect) and job.last_error.startswith(f"{JobNotAllowed.__name__}:"):
+        return 1  # The refusals before had a higher limit.
+    return job.refusals if isinstance(error, NoEffect) else job.refusals + 1

@@ -101,6 +101,25 @@ def test_a_name_that_no_deploy_knows_within_three_days_is_given_up(broker):
     assert "tests.missing.record" in StagedJob.objects.get().last_error
 
 
+def only_errors(job):
+    raise ValueError("it cannot be serialised")
+
+
+@pytest.mark.parametrize(("last_error", "counted"), [("JobNotAllowed: no deploy has it", 1), ("TypeError: JobNotAllowed:", 10)])
+def test_refusals_of_a_name_do_not_count_towards_the_limit_of_other_errors(last_error, counted, settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.only_errors"}}
+    StagedJobFactory(refusals=MAX_ATTEMPTS - 1, last_error=last_error)
+    enqueue_once()
+    job = StagedJob.objects.get()
+    assert (job.refusals, job.failed_at is None) == (counted, counted < MAX_ATTEMPTS)
+
+
+def test_refusals_of_a_name_are_counted_together(broker):
+    StagedJobFactory(job_name="tests.missing.record", refusals=20, last_error="JobNotAllowed: no deploy has it")
+    assert enqueue_once() == EnqueuePass(refused=1)
+    assert StagedJob.objects.get().refusals == 21
+
+
 def test_a_function_is_looked_up_once_for_all_jobs_of_a_batch(broker, monkeypatch):
     names = []
 
