@@ -27,7 +27,7 @@ class ProcessedMessage(models.Model):
 
 
 class ProcessHeartbeat(models.Model):
-    """The last heartbeat of a loop (enqueuer, completer, reaper) of a process; a stop deletes it."""
+    """The last heartbeat of a loop in one process. It is deleted when the loop is stopped."""
 
     name = models.CharField(_("name"), max_length=50, help_text=_("The command, such as enqueue_jobs."))
     host = models.CharField(_("host"), max_length=100)

@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 REDACTED = "[redacted]"
-#: What a form has only encoded. Such a body is JSON, XML or text, which some clients send with the type of a form.
+#: Characters that a form contains only percent-encoded. A body with one of them is JSON, XML or text, which some clients send
+#: with the content type of a form.
 _NO_FORM = re.compile(rb'[{}"<>\n]')
 
 
