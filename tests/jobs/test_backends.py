@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
+from django.db.models.functions import Now
 from django.utils import timezone
 
 from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable
@@ -72,7 +73,7 @@ def test_a_job_that_is_handed_over_twice_takes_effect_once(queue, user):
 
 
 def due_now():
-    StagedJob.objects.update(run_at=timezone.now())
+    StagedJob.objects.update(run_at=Now())
 
 
 @pytest.mark.parametrize("queue", [Celery, Tasks], indirect=True)
@@ -217,7 +218,7 @@ def test_celery_takes_no_task_that_could_be_lost_or_take_effect_twice(broker, se
     job.refresh_from_db()
     assert "OnceTask" in job.last_error
     monkeypatch.setattr(CeleryBackend, "protected", False)
-    StagedJob.objects.update(run_at=timezone.now())
+    StagedJob.objects.update(run_at=Now())
     assert enqueue_once() == EnqueuePass(handed_over=1)
     monkeypatch.undo()
     monkeypatch.setattr(OnceTask, "acks_late", False)

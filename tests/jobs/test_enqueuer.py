@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import redis.retry
 from django.db import connection, transaction
+from django.db.models.functions import Now
 from django.utils import timezone
 from rq import Retry
 
@@ -278,7 +279,7 @@ def test_a_broker_that_takes_no_writes_burns_nothing(broker, tmp_path, trouble):
 def test_a_backend_that_cannot_be_built_undoes_nothing_of_other_queues(broker, settings):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "idempotency.contrib.rq.RQBackend", "bad": "tests.kit.jobs.UnbuiltBackend"}}
     stage(2)
-    stage(1, queue="bad", run_at=timezone.now())
+    stage(1, queue="bad", run_at=Now())
     assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
     assert enqueue_once() == EnqueuePass()
     assert len(queued(broker)) == 2
@@ -559,7 +560,7 @@ def test_the_first_refusal_of_a_job_is_logged_once_for_each_name_and_error(setti
     [number, name, seconds, text] = caplog.records[0].args
     assert (seconds, name) == (10, next(job.job_name for job in jobs if job.pk == number))
     assert text == StagedJob.objects.get(pk=number).last_error
-    StagedJob.objects.update(run_at=timezone.now())
+    StagedJob.objects.update(run_at=Now())
     caplog.clear()
     assert enqueue_once() == EnqueuePass(refused=7)
     assert not caplog.records, "it was logged before"
