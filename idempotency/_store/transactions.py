@@ -13,7 +13,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper, debug_transaction
 from django.db.transaction import TransactionManagementError
 from django.db.utils import DatabaseError, Error, OperationalError
-from psycopg import IsolationLevel
+from psycopg import IsolationLevel, generators
 from psycopg.errors import error_from_result
 from psycopg.pq import DiagnosticField, ExecStatus
 
@@ -235,8 +235,9 @@ _BEGIN_HOOK = "_start_transaction_under_autocommit"
 
 def _send_beginning(connection: BaseDatabaseWrapper, text: str) -> None:
     own: psycopg.Connection[Any] = connection.connection
-    with debug_transaction(connection, text), connection.wrap_database_errors:
-        result = own.pgconn.exec_(text.encode())
+    with debug_transaction(connection, text), connection.wrap_database_errors, own.lock:
+        own.pgconn.send_query(text.encode())
+        result = own.wait(generators.execute(own.pgconn))[-1]
         if result.status != ExecStatus.COMMAND_OK:
             # As in psycopg's cursors, an error without SQLSTATE is a broken connection.
             told = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
