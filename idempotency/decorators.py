@@ -65,7 +65,8 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     - ``required``: False lets a request without a key run unprotected.
     - ``applies(request)``: False lets the request run unprotected. It is called neither for safe methods nor for a request
       that the completer runs.
-    - ``validate(request)``: may return a response that refuses the request; no key is claimed then.
+    - ``validate(request)``: may return a response that refuses the request, before its key is claimed. It is also called for
+      a request without a key, but neither for safe methods nor for a request that the completer runs.
     - ``scope(request)``: the owner of the key, at most 200 characters. The default is the user, or else the session; see
       ``idempotency.scopes``.
     - ``key_from``: the place of the key if there is no header: "body:NAME", "form:NAME" or a function of the request.

@@ -42,11 +42,13 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
         if not _applies(call, options):
             return _unprotected(call)
         value = key_header.key_of(request, call.seen_request, options.key_from)
-        if value is None:
-            if options.required:
-                raise problems.key_missing()
-            return _unprotected(call)
-        return _announced(call, options, value)
+        if value is not None:
+            return _announced(call, options, value)
+        if options.required:
+            raise problems.key_missing()
+        if (refusal := _refusal(call, options)) is not None:
+            return refusal
+        return _unprotected(call)
     except Problem as problem:
         return problem.response(request)
 
@@ -61,6 +63,10 @@ def _applies(call: Call, options: Options) -> bool:
     return answer
 
 
+def _refusal(call: Call, options: Options) -> HttpResponseBase | None:
+    return options.validate(call.seen_request) if options.validate is not None else None
+
+
 def _unprotected(call: Call) -> HttpResponseBase:
     """Call the view with the transactions of ATOMIC_REQUESTS, from which it was excluded for all methods."""
     with atomic_request(call.view):
@@ -71,7 +77,7 @@ def _protected(call: Call, options: Options, value: str) -> HttpResponseBase:
     request, using = call.request, options.alias(call.request)
     with _reachable(using, options):
         scope = _scope(call, options)
-        if options.validate is not None and (refusal := options.validate(call.seen_request)) is not None:
+        if (refusal := _refusal(call, options)) is not None:
             return refusal
         captured = stored_request.capture(request, scope, value, options, view=call.name)
         run = run_plain if options.recovery_points is None else run_phased

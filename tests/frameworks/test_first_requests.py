@@ -188,6 +188,16 @@ def test_validate_refuses_before_the_key_is_spent(service: Service) -> None:
     assert work.runs == 1
 
 
+@plain
+def test_validate_refuses_a_request_without_a_key_too(service: Service) -> None:
+    """The view may rely on it, so that clients without keys get no 500."""
+    refusals = iter([JsonResponse({"wrong": "name"}, status=422), None])
+    work = service.serve(required=False, validate=lambda request: next(refusals))
+    refused, ran = (service.send(key=None) for _ in range(2))
+    assert (refused.status_code, refused.json(), ran.status_code) == (422, {"wrong": "name"}, 201)
+    assert work.runs == 1
+
+
 @both
 def test_staged_job_is_committed_with_the_work_or_not_at_all(service: Service) -> None:
     def do(request: HttpRequest) -> Reply:
