@@ -188,13 +188,13 @@ def _of_processes(processes: list[measures.Process]) -> dict[str, Any]:
         "processes": [process for process in shown if process not in gone],
         "gone": gone,
         "absent": [name for name in heartbeats.LOOPS if name not in lags],
-        "loops": [(name, _state_of(lags.get(name))) for name in heartbeats.LOOPS],
+        "loops": [(name, _state_of(lags.get(name), otherwise)) for name, otherwise in heartbeats.LOOPS.items()],
     }
 
 
-def _state_of(lag: float | None) -> str:
+def _state_of(lag: float | None, otherwise: str | Promise) -> str:
     if lag is None:
-        return gettext("no heartbeat")
+        return gettext("no heartbeat (if cron does not run it, %(consequence)s)") % {"consequence": otherwise}
     return gettext("silent") if lag > heartbeats.SILENT_SECONDS else gettext("ok")
 
 

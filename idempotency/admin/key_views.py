@@ -205,7 +205,8 @@ def _shown(name: str) -> Callable[[KeyPageAdmin, IdempotencyKey], str]:
 
     @admin.display(description=_LABELS[name])
     def shown(self: KeyPageAdmin, key: IdempotencyKey) -> str:
-        return moment(getattr(key, name))
+        # A key that the completer has finished keeps the time of the run that was planned in case it failed.
+        return moment(None if name == "next_run_at" and key.finished_at else getattr(key, name))
 
     return shown
 
