@@ -39,7 +39,7 @@ def check_staged_names(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     return [
         Warning(
             f"{call.place} stages the job {call.name!r} on the queue {call.queue!r}, which refuses it: {problem}",
-            hint="Correct the name, or stage the job on another queue. The job would stay staged with this error.",
+            hint="Correct the name or the setting, or use another queue. The job would stay staged with this error.",
             id="idempotency.W013",
         )
         for module in list(sys.modules.values())
@@ -88,8 +88,10 @@ def _is_test(module: str) -> bool:
 def _refusal(call: _Call) -> str:
     try:
         backend = backend_of(call.queue)
-    except Exception:  # reported by E003, or the library of the default backend is not installed
-        return ""
+    except Exception as error:
+        if "ENQUEUERS" in getattr(settings, "IDEMPOTENCY", {}):
+            return ""  # reported by E003
+        return f"the default backend, RQ, cannot be used ({error}). Install it, or set IDEMPOTENCY['ENQUEUERS']"
     refuse = jobs.function_of if getattr(backend, "runs_functions", False) else getattr(backend, "refuse_name", None)
     try:
         if refuse is not None:

@@ -103,3 +103,13 @@ def test_a_module_without_source_is_passed_over(check: Check, monkeypatch: pytes
 def test_a_backend_that_cannot_be_built_is_reported_by_another_check(check: Check, settings: Settings) -> None:
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "shop.absent.Backend"}}
     assert check('from idempotency.jobs import stage_job\ndef view(): stage_job("shop.jobs.absent")') == []
+
+
+def test_a_default_backend_whose_package_is_missing_is_found_where_a_job_is_staged(
+    check: Check, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.IDEMPOTENCY = {}
+    monkeypatch.setitem(sys.modules, "idempotency.contrib.rq", None)
+    messages = check('from idempotency.jobs import stage_job\ndef view(request):\n    stage_job("tests.kit.jobs.record")\n')
+    (message,) = [message for message in messages if "shop_views.py:3 " in message.msg]
+    assert "IDEMPOTENCY['ENQUEUERS']" in message.msg
