@@ -176,6 +176,7 @@ class CeleryBackend(OneByOne):
         Raises TypeError for a task that could be lost or take effect twice.
         """
         self.refuse_name(job.job_name)
+        kept = hasattr(self._kept, "producer")
         producer = self._producer()
         by_name = isinstance(job.job_args, dict)
         try:
@@ -195,6 +196,14 @@ class CeleryBackend(OneByOne):
             self._drop_producer()
             if isinstance(error.__cause__, KeyError):  # kombu counts it among the lost connections.
                 raise error.__cause__ from None
+            if _was_cut(error.__cause__):
+                if kept:  # It may have been cut before this job.
+                    return self.hand_over_one(queue, job)
+                self._producer()  # As below.
+                raise ValueError(
+                    f"Celery's broker {producer.connection.as_uri()} closed the connection when it got this job. If the job is "
+                    f"larger than a limit of the broker, stage less data or raise the limit. The error: {error}"
+                ) from error
             raise _unavailable(producer.connection, error) from error
         except LostConnection:
             # The message of this job may be the cause, unless the broker also refuses a new connection.
@@ -249,6 +258,11 @@ class CeleryBackend(OneByOne):
         connection = self._kept.producer.connection
         del self._kept.producer
         _close(connection)
+
+
+def _was_cut(error: BaseException | None) -> bool:
+    """Return whether Redis has closed the connection. Its client raises one class for this and for other errors."""
+    return isinstance(getattr(error, "__context__", None), ConnectionError) or "closed by server" in str(error)
 
 
 def _close(connection: Any) -> None:

@@ -211,6 +211,21 @@ def test_a_broker_that_is_slower_than_every_timeout_does_not_get_the_jobs_again_
     assert effects() == 4
 
 
+@pytest.mark.parametrize("limit", ["client-query-buffer-limit", "proto-max-bulk-len"])
+def test_what_redis_never_takes_is_refused_and_stops_no_other_job_of_celery(broker, settings, user, limit):
+    """Redis closes the connection of a client that sends too much."""
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": Celery.backend}}
+    large = stage("record", user.pk, "x" * 1_500_000, run_at=timezone.now() - timedelta(hours=1))
+    stage("record", user.pk)
+    before = broker.config_get(limit)[limit]
+    broker.config_set(limit, 1024**2)
+    try:
+        assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    finally:
+        broker.config_set(limit, before)
+    assert "limit of the broker" in StagedJob.objects.get(pk=large.pk).last_error
+
+
 def test_celery_takes_no_task_that_could_be_lost_or_take_effect_twice(broker, settings, monkeypatch):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": Celery.backend}}
     job = StagedJobFactory(job_name="tests.unprotected", job_args=[1])
