@@ -228,7 +228,7 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
             _insist(_intent(row, using=run.using).delete, using=run.using)
             run.call_is_settled(name, CallNotRecorded())
         elif call.due:
-            _insist(partial(_write_outcome, row, call, using=run.using), using=run.using)
+            _insist(partial(_write_outcome, key, row, call, using=run.using), using=run.using)
             if call.recorded:
                 run.call_is_settled(name)
 
@@ -237,7 +237,7 @@ def _intent(row: ForeignCall, *, using: str) -> QuerySet[ForeignCall]:
     return ForeignCall.objects.using(using).filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
 
 
-def _write_outcome(row: ForeignCall, call: MadeCall, *, using: str) -> None:
+def _write_outcome(key: IdempotencyKey, row: ForeignCall, call: MadeCall, *, using: str) -> None:
     """Write the result of a call, or only that it was begun. Raises LockLost if the key is gone."""
     calls = ForeignCall.objects.using(using)
     recorded = {"result": call.result, "recorded_at": Now()} if call.recorded else {}
@@ -247,10 +247,12 @@ def _write_outcome(row: ForeignCall, call: MadeCall, *, using: str) -> None:
     # A failover has lost the intent, perhaps also phases before it, and perhaps the key: its id may be that of another key. The
     # update locks the row of the key, so no other run begins this call meanwhile.
     with durable_transaction(None, using=using):
-        own = IdempotencyKey.objects.using(using).filter(pk=row.key_id, claim_token=row.token)
+        # By the seed, not by the claim: that of a retry is often lost together with its intent.
+        own = IdempotencyKey.objects.using(using).filter(pk=row.key_id, seed=bytes(key.seed))
         if not own.update(begun=True, refused_at=None):
             raise LockLost
-        calls.create(key_id=row.key_id, name=row.name, token=row.token, **recorded)
+        if not calls.filter(key_id=row.key_id, name=row.name).exists():
+            calls.create(key_id=row.key_id, name=row.name, token=row.token, **recorded)
 
 
 def _insist(write: Callable[[], object], *, using: str, tries: int = 20) -> None:

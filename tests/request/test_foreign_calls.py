@@ -480,7 +480,7 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_intent(serve: Any, 
     def fail_over() -> None:
         ForeignCall.objects.all().delete()
         if other_key:
-            IdempotencyKey.objects.update(claim_token=uuid4(), idempotency_key="another")
+            IdempotencyKey.objects.update(claim_token=uuid4(), idempotency_key="another", seed=b"of another key")
 
     def block(call: MadeCall) -> None:
         if call.due:
@@ -495,6 +495,36 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_intent(serve: Any, 
     if not other_key:
         assert sender.send().json() == {"receipt": "receipt 1"}
         assert len(service.sent) == 1
+
+
+def test_a_result_is_recorded_though_a_failover_has_lost_the_claim_of_a_retry_too(serve: Any, sender: Sender) -> None:
+    """The claim of a retry is an update, milliseconds before the intent."""
+    service = SmsService()
+
+    def fail_over() -> None:
+        ForeignCall.objects.all().delete()
+        IdempotencyKey.objects.update(**before)
+
+    @idempotent(recovery_points=["ordered"])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        first_fails()
+        with foreign_call(key, "sms") as call:
+            if call.due:
+                receipt = service.send()
+                once_only()
+                call.record(receipt)
+        with atomic_phase(key) as phase:
+            phase.set_response(JsonResponse({"receipt": call.result}))
+        return key.response()
+
+    first_fails, once_only = once(fail), once(fail_over)
+    serve(view=view)
+    assert sender.send().status_code == 500
+    before = IdempotencyKey.objects.values("claim_token", "locked_at", "attempts", "begun", "last_run_at", "history").get()
+    assert sender.send().status_code == 409
+    assert sender.send().json() == {"receipt": "receipt 1"}
+    assert len(service.sent) == 1
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["with its result", "in doubt"])
