@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-from django.db import Error, connections, router
+from django.db import connections, router
 from django.db.models import Window
 from django.db.models.functions import Now, RowNumber
 
@@ -25,7 +25,7 @@ from idempotency._request.rerun import run_again
 from idempotency._request.stored_request import is_withheld
 from idempotency._states import due_at
 from idempotency._store import claims, events, fence, rows, settlement
-from idempotency._store.database_errors import connection_lost, takes_no_writes
+from idempotency._store.database_errors import answers, connection_lost
 from idempotency._text import error_text, summary
 from idempotency.exceptions import KeyStuck, LockLost, NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
@@ -178,7 +178,7 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
             events.announce_stuck(pk, None, using=alias)
             return "stuck"
     except (Exception, SystemExit, CancelledError) as error:  # A view may call sys.exit() or propagate a cancellation.
-        if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not _answers(alias)):
+        if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not answers(alias)):
             raise  # The next key would fail too. If this one could not be released, its lock expires.
         refused = isinstance(error, responses.HTTP_EXCEPTIONS)
         ended = error_text(error)
@@ -194,15 +194,6 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
     if key.completer_attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, alias):
         return "stuck"
     return "failed"
-
-
-def _answers(alias: str) -> bool:
-    """Return whether the key's database accepts writes. A view may have lost a connection to another database."""
-    try:
-        connections[alias].ensure_connection()
-        return bool(connections[alias].is_usable()) and not takes_no_writes(connections[alias])
-    except Error:
-        return False
 
 
 def _leave_to_client(key: IdempotencyKey, alias: str) -> bool:

@@ -67,6 +67,15 @@ def connection_lost(error: BaseException, using: str) -> bool:
     return lost
 
 
+def answers(alias: str) -> bool:
+    """Return whether the database accepts writes. An error of a view or a path converter may be that of another database."""
+    try:
+        connections[alias].ensure_connection()
+        return bool(connections[alias].is_usable()) and not takes_no_writes(connections[alias])
+    except Error:
+        return False
+
+
 def is_read_only(error: BaseException) -> bool:
     return isinstance(error, Error) and sqlstate_of(error) == _READ_ONLY
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from django.contrib.auth import get_user_model
+from django.db import connection
 from django.http import Http404, HttpResponse
 from django.test import Client
 from django.urls import include, path, register_converter
@@ -31,6 +32,9 @@ class Account:
     def to_python(self, value: str) -> Any:
         if value == "0":
             raise ConnectionError("the directory of accounts is down")
+        if value == "1":
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT name FROM a_table_that_a_deploy_has_dropped")
         try:
             return get_user_model()._default_manager.get(pk=value)
         except get_user_model().DoesNotExist:
@@ -59,8 +63,8 @@ def shop(settings: Settings) -> None:
 
 def left_key(request_path: str, **values: Any) -> Any:
     user = UserFactory()
-    times = {"created_at": ago(hours=100), "last_run_at": ago(hours=99)}
-    return IdempotencyKeyFactory(request_path=request_path, user=user, scope=f"user:{user.pk}", **times, **values)
+    times = {"created_at": ago(hours=100), "last_run_at": ago(hours=99)} | values
+    return IdempotencyKeyFactory(request_path=request_path, user=user, scope=f"user:{user.pk}", **times)
 
 
 def test_the_reaper_settles_and_deletes_the_others() -> None:
@@ -70,9 +74,10 @@ def test_the_reaper_settles_and_deletes_the_others() -> None:
     assert reap_once() == ReapPass(deleted=1, stuck=2)
 
 
-def test_the_reaper_waits_for_a_converter_that_fails() -> None:
+@pytest.mark.parametrize("account", ["0", "1"], ids=["in a service", "in the database"])
+def test_the_reaper_waits_for_a_converter_that_fails(account: str) -> None:
     """The view may have a function ``on_abandon``, which a key that is stuck never runs."""
-    waiting = left_key("/accounts/0/pay/")
+    waiting = left_key(f"/accounts/{account}/pay/")
     left_key("/pay/")
     assert reap_once() == ReapPass(stuck=1)
     waiting.refresh_from_db()
@@ -92,3 +97,18 @@ def test_the_admin_shows_it() -> None:
     client = Client()
     client.force_login(UserFactory(is_staff=True, is_superuser=True))
     assert [client.get(page).status_code for page in (KEYS, f"{KEYS}{gone.pk}/change/")] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"completer_attempts": 25, "attempts": 25},
+        {"stuck_at": ago(hours=98), "stuck_code": "unknown_recovery_point", "stuck_reason": "x", "recovery_point": "gone"},
+    ],
+    ids=["after its last attempt", "at an unknown recovery point"],
+)
+def test_the_completer_runs_the_others_although_the_query_of_a_converter_fails(values: dict[str, Any]) -> None:
+    left_key("/accounts/1/pay/", **values)
+    left_key("/pay/", created_at=ago(hours=99), last_run_at=ago(hours=98))
+    complete_once()
+    assert [key.request_path for key in IdempotencyKey.objects.finished()] == ["/pay/"]
