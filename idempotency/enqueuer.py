@@ -7,10 +7,9 @@ over again. Rows are deleted by id, never by range, because a lower id may commi
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeAlias
 from uuid import UUID
 
 from django.db import connections, router
@@ -18,7 +17,6 @@ from django.db.models import Count, F, Max, Q, QuerySet
 from django.db.models.deletion import Collector
 from django.db.models.functions import Now
 
-from idempotency._async import awaited
 from idempotency._store import replication
 from idempotency._store.transactions import durable_transaction
 from idempotency._text import storable
@@ -27,18 +25,15 @@ from idempotency.backends import (
     BROKER_TIMEOUT_SECONDS,
     MAX_ATTEMPTS,
     NAME_MAX_ATTEMPTS,
-    Backend,
     BrokerUnavailable,
-    HandOverResult,
     NoEffect,
     NotOffered,
     OfferAgain,
+    Results,
     TookEffect,
-    backend_of,
-    hand_over_savepoint,
+    hand_over,
 )
 from idempotency.exceptions import JobNotAllowed
-from idempotency.jobs import not_allowed
 from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
@@ -51,9 +46,6 @@ IDLE_SECONDS = 4 * BATCH_SECONDS
 #: A queue whose broker could not be reached is left out for this time, the longest pause of a loop after a failed pass. The
 #: pass may last much longer, and the broker may have been away for one call.
 UNREACHABLE_SECONDS = 10
-
-#: Results by job id. None: the broker took the job.
-_Results: TypeAlias = dict[UUID, HandOverResult | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +72,8 @@ class _Pass:
 
     counts: Counter[str] = field(default_factory=Counter)
     unreachable: dict[str, BrokerUnavailable] = field(default_factory=dict)
+    #: Queues that used up the time of a batch. The others have their turn first.
+    had_turn: set[str] = field(default_factory=set)
     _until: dict[str, float] = field(default_factory=dict)
     _changed: bool = False
     _logged: set[tuple[str, str]] = field(default_factory=set)
@@ -161,8 +155,11 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
     # A serialization failure after the hand-over would repeat it, so the level is fixed.
     with durable_transaction("read committed", using=alias):
         _hold_transaction(alias)
-        waiting = _due(alias).exclude(queue__in=state.left_out()).order_by("run_at", "pk")
-        jobs = list(waiting.select_for_update(skip_locked=True)[:batch_size])
+        waiting = _due(alias).exclude(queue__in=state.left_out()).order_by("run_at", "pk").select_for_update(skip_locked=True)
+        jobs = list(waiting.exclude(queue__in=state.had_turn)[:batch_size])
+        if not jobs and state.had_turn:
+            state.had_turn.clear()
+            jobs = list(waiting[:batch_size])
         if not jobs:
             return False
         state.log_marks()  # If no job is left, the exception at the end of the pass reports them.
@@ -170,62 +167,20 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
         by_queue: dict[str, list[StagedJob]] = defaultdict(list)
         for job in jobs:
             by_queue[job.queue].append(job)
-        results: _Results = {}
+        results: Results = {}
         deadline = time.monotonic() + BATCH_SECONDS
         for queue, of_queue in by_queue.items():
-            results |= _hand_over(queue, of_queue, deadline)
+            results |= hand_over(queue, of_queue, deadline)
             if time.monotonic() > deadline:
+                state.had_turn.add(queue)
                 break  # Jobs without a result stay due, for the next batch.
+        else:
+            state.had_turn.clear()
         _record(alias, [job for job in jobs if job.pk in results], results, state)
     return True
 
 
-def _hand_over(queue: str, jobs: Sequence[StagedJob], deadline: float) -> _Results:
-    """Hand over the jobs of one queue: all at once, or one by one if the backend raised an error for all of them. Errors are
-    returned as results, because an exception would roll back the hand-overs of other queues. Jobs that were not offered
-    before the deadline have no result."""
-    try:
-        if (backend := backend_of(queue)) is None:
-            raise LookupError(f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none for '*'.")
-    except Exception as error:
-        return dict.fromkeys((job.pk for job in jobs), error)
-    results: _Results = {**not_allowed(jobs)} if getattr(backend, "runs_functions", False) else {}
-    if not (jobs := [job for job in jobs if job.pk not in results]):
-        return results
-    try:
-        return results | _offer(backend, queue, jobs)
-    except Exception as error:
-        logger.info("queue %r refused a batch of %d jobs, which are handed over one by one: %s", queue, len(jobs), error)
-    for job in jobs:
-        try:
-            results |= _offer(backend, queue, [job])
-        except Exception as error:
-            results[job.pk] = error
-        if isinstance(results[job.pk], BrokerUnavailable) or time.monotonic() > deadline:
-            break
-    return results
-
-
-def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> _Results:
-    """Hand the jobs to the backend; return a result for each. Raises the other errors of the backend."""
-    ids = [job.pk for job in jobs]
-    try:
-        with hand_over_savepoint(jobs[0]._state.db):
-            returned = awaited(backend.hand_over(queue, jobs))
-    except BrokerUnavailable as error:
-        return dict.fromkeys(ids, error)
-    if isinstance(returned, Mapping) and returned.keys() <= set(ids):
-        results: _Results = {pk: returned.get(pk) for pk in ids}
-        if all(isinstance(result, NotOffered) for result in results.values()):
-            # The pass would read the same jobs again without end.
-            return dict.fromkeys(ids, BrokerUnavailable(f"The backend offered none of {len(jobs)} jobs to the broker."))
-        return results
-    # No second hand-over: the backend may have sent them.
-    wrong = TypeError(f"hand_over() of the backend of {queue!r} must return a dict by job ids, not {returned!r:.100}")
-    return dict.fromkeys(ids, wrong)
-
-
-def _record(alias: str, jobs: Sequence[StagedJob], results: _Results, state: _Pass) -> None:
+def _record(alias: str, jobs: Sequence[StagedJob], results: Results, state: _Pass) -> None:
     done: list[UUID] = []
     later: dict[float, list[UUID]] = defaultdict(list)
     for job in jobs:

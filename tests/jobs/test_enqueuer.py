@@ -3,6 +3,7 @@
 import os
 import signal
 import sqlite3
+import time
 from base64 import b64encode
 from contextlib import closing, nullcontext
 from dataclasses import astuple
@@ -16,7 +17,7 @@ from django.db.models.functions import Now
 from django.utils import timezone
 from rq import Retry
 
-from idempotency import enqueuer
+from idempotency import backends, enqueuer
 from idempotency.backends import BrokerUnavailable
 from idempotency.contrib import rq as rq_backend
 from idempotency.contrib.rq import RQBackend, run_once
@@ -198,6 +199,29 @@ def test_what_redis_never_takes_is_refused_and_stops_no_other_job(broker):
     job = StagedJob.objects.get()
     assert (job.pk, job.refusals) == (large.pk, 1)
     assert "client-query-buffer-limit" in job.last_error
+
+
+def take_slowly(job):
+    TAKEN.append(job.queue)
+    time.sleep(0.06)
+
+
+def take_fast(job):
+    TAKEN.append(job.queue)
+
+
+TAKEN = []
+
+
+def test_a_slow_queue_does_not_delay_the_jobs_of_others(settings, monkeypatch):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"slow": f"{__name__}.take_slowly", "*": f"{__name__}.take_fast"}}
+    for module in (backends, enqueuer):
+        monkeypatch.setattr(module, "BATCH_SECONDS", 0.05)
+    TAKEN.clear()
+    stage(5, queue="slow", run_at=timezone.now() - timedelta(seconds=20))
+    stage(1, queue="payments", run_at=timezone.now() - timedelta(seconds=10))
+    assert enqueue_once() == EnqueuePass(handed_over=6)
+    assert TAKEN.index("payments") == 1
 
 
 def test_a_broker_that_hangs_fails_before_the_database_gives_up(settings, monkeypatch):
@@ -437,7 +461,7 @@ class Broker:
 @pytest.mark.parametrize(("seconds", "left"), [(-1, 0), (60, 1)])
 def test_a_batch_that_took_too_long_is_committed_before_the_next_queue(seconds, left, monkeypatch):
     monkeypatch.setattr(enqueuer, "BATCH_SECONDS", seconds)
-    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(backends, "backend_of", lambda queue: broker)
     broker = Broker()
     for queue in "ab":
         stage(1, queue=queue)
@@ -452,7 +476,7 @@ def test_a_batch_that_took_too_long_is_committed_before_the_next_queue(seconds, 
 def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(seconds, error, offered, monkeypatch, caplog):
     caplog.set_level("INFO", logger="idempotency")
     monkeypatch.setattr(enqueuer, "BATCH_SECONDS", seconds)
-    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(backends, "backend_of", lambda queue: broker)
     broker = Broker(error)
     stage(3)
     with pytest.raises(BrokerUnavailable) if error else nullcontext():
@@ -485,7 +509,7 @@ def test_a_queue_whose_broker_was_away_once_is_offered_again_in_the_same_pass(mo
     """The other queue may have new jobs without end, and the pass lasts as long."""
     broker = Away(a=1)
     monkeypatch.setattr(enqueuer, "UNREACHABLE_SECONDS", 0)
-    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(backends, "backend_of", lambda queue: broker)
     stage_by_age("abbb")
     assert enqueue_once(batch_size=1) == EnqueuePass(handed_over=4)
     assert "".join(broker.offers) == "ababb"
@@ -495,7 +519,7 @@ def test_a_queue_whose_broker_was_away_once_is_offered_again_in_the_same_pass(mo
 def test_a_pass_names_the_queues_that_are_still_away_and_logs_each_once(monkeypatch, caplog):
     broker = Away(a=9, c=1)
     monkeypatch.setattr(enqueuer, "UNREACHABLE_SECONDS", 0)
-    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(backends, "backend_of", lambda queue: broker)
     stage_by_age("acbb")
     with pytest.raises(BrokerUnavailable, match=r"^3 jobs were handed over.* queue 'a': timed out$"):
         enqueue_once(batch_size=1)
@@ -505,7 +529,7 @@ def test_a_pass_names_the_queues_that_are_still_away_and_logs_each_once(monkeypa
 
 def test_a_pass_does_not_wait_for_the_end_of_a_mark(monkeypatch, caplog):
     broker = Away(a=1)
-    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(backends, "backend_of", lambda queue: broker)
     stage_by_age("abb")
     with pytest.raises(BrokerUnavailable, match="2 jobs were handed over"):
         enqueue_once(batch_size=1)
@@ -529,7 +553,7 @@ def test_the_transaction_of_a_batch_has_limits_of_its_own(monkeypatch):
                     limits.append(cursor.fetchone()[0])
             return {}
 
-    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: Looking())
+    monkeypatch.setattr(backends, "backend_of", lambda queue: Looking())
     stage(1)
     assert enqueue_once() == EnqueuePass(handed_over=1)
     assert limits == [enqueuer.IDLE_SECONDS * 1000, enqueuer.BROKER_TIMEOUT_SECONDS * 1000]
@@ -582,7 +606,7 @@ def test_nobody_else_writes_while_jobs_are_handed_over(monkeypatch):
 
     connection.ensure_connection()
     monkeypatch.setattr(connection, "transaction_mode", None)  # as Django has it by default
-    monkeypatch.setattr(enqueuer, "backend_of", lambda queue: Looking())
+    monkeypatch.setattr(backends, "backend_of", lambda queue: Looking())
     stage(1)
     assert enqueue_once() == EnqueuePass(handed_over=1)
     assert refused == ["database is locked"]
