@@ -114,24 +114,11 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
 
 
 def _reap_expired(alias: str, least_hours: float | None, batch_size: int) -> Iterator[dict[str, int]]:
-    keys = IdempotencyKey.objects.using(alias)
-    # An expired key normally has no lock. If it has one, its request is running, even if its times are old.
-    expired = keys.expired(least_hours).exclude(held()).select_for_update(skip_locked=True)
-    last, size = None, batch_size
     # Keys that their views keep for longer are read, and left; a page of them is as short as any other.
-    while page := _page(keys.perhaps_expired(least_hours), last, size):
-        pks: list[int] = []
-        try:
-            with durable_transaction(None, using=alias):
-                pks = list(expired.filter(pk__in=[pk for _, pk in page]).values_list("pk", flat=True))
-                deleted = _delete(alias, pks)
-        except IntegrityError:
-            # Citus checks deferred constraints at COMMIT only. Halve the batch, down to the key that a row protects.
-            if (size := len(page) // 2) > 0:
-                continue
-            deleted = 0
-        last, size = page[-1], batch_size
-        yield {"deleted": deleted, "protected": len(pks) - deleted}
+    last, keys = None, IdempotencyKey.objects.using(alias).perhaps_expired(least_hours)
+    while page := _page(keys, last, batch_size):
+        last = page[-1]
+        yield _delete([pk for _, pk in page], least_hours, alias)
 
 
 def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
@@ -163,21 +150,22 @@ def _page(keys: IdempotencyKeyQuerySet, last: tuple[datetime, int] | None, size:
     return list(keys.order_by("created_at", "pk").values_list("created_at", "pk")[:size])
 
 
-def _delete(alias: str, pks: list[int]) -> int:
-    """Delete these keys and return their number. If some are protected, halve the list until these are found, and keep them."""
-    if not pks:
-        return 0
+def _delete(pks: list[int], least_hours: float | None, alias: str) -> Counter[str]:
+    """Delete those of these keys that are expired, in one transaction, and count them. If some are protected, halve the list
+    until these are found, and keep them."""
+    keys = IdempotencyKey.objects.using(alias)
     try:
-        with transaction.atomic(using=alias):
+        with durable_transaction(None, using=alias):
+            # An expired key normally has no lock. If it has one, its request is running, even if its times are old.
+            expired = keys.expired(least_hours).exclude(held()).select_for_update(skip_locked=True)
+            pks = list(expired.filter(pk__in=pks).values_list("pk", flat=True))
             # Load no other column, because bodies may be large.
-            _, by_model = IdempotencyKey.objects.using(alias).filter(pk__in=pks).only("pk").delete()
+            _, by_model = keys.filter(pk__in=pks).only("pk").delete()
             if connections[alias].vendor == "postgresql":
-                # Check before COMMIT, so that a foreign key with DO_NOTHING prevents the deletion of one key only. The workers
-                # of Citus check nothing here.
-                connections[alias].check_constraints()
-        return by_model.get(IdempotencyKey._meta.label, 0)
+                connections[alias].check_constraints()  # A transaction of a TestCase has no COMMIT that would do it.
+            return Counter(deleted=by_model.get(IdempotencyKey._meta.label, 0))
     except (ProtectedError, RestrictedError, IntegrityError):
         if len(pks) == 1:
-            return 0
+            return Counter(protected=1)
         half = len(pks) // 2
-        return _delete(alias, pks[:half]) + _delete(alias, pks[half:])
+        return _delete(pks[:half], least_hours, alias) + _delete(pks[half:], least_hours, alias)
