@@ -103,18 +103,33 @@ def named(value: str | Callable[..., Any]) -> Callable[..., Any]:
     return import_string(value) if isinstance(value, str) else value
 
 
-#: The types of each annotation, and their description in messages.
-_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
-    int: ((int,), "a positive whole number"),
-    bool: ((bool,), "True or False"),
-    Confirmation: ((bool, str), "True, False or 'storage'"),
-    str: ((str,), "a string"),
-    tuple[str, ...]: ((list, tuple), "a list of strings"),
-    tuple[str, ...] | None: ((list, tuple, type(None)), "None or a list of dotted names of modules"),
-    frozenset[int]: ((list, tuple, set, frozenset), "a collection of status codes"),
-    Mapping[str, str]: ((Mapping,), "a dict of one or more queue names, each with the dotted path of its backend"),
-    Isolation | None: ((str, type(None)), "None or one of " + ", ".join(map(repr, get_args(Isolation)))),
-    str | Callable[..., Any] | None: ((str, Callable, type(None)), "a callable or its dotted path"),  # type: ignore[dict-item]
+def _filled(value: Any, containers: Any, kind: type) -> bool:
+    """Return whether ``value`` is a container with one or more items of this kind."""
+    return isinstance(value, containers) and bool(value) and all(isinstance(item, kind) for item in value)
+
+
+_LEVELS, _LIST = get_args(Isolation), list | tuple
+#: The condition of each annotation, and its description in messages.
+_KINDS: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    int: (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1, "a positive whole number"),
+    bool: (lambda v: isinstance(v, bool), "True or False"),
+    Confirmation: (lambda v: isinstance(v, bool) or v == "storage", "True, False or 'storage'"),
+    str: (lambda v: isinstance(v, str), "a string"),
+    tuple[str, ...]: (lambda v: _filled(v, _LIST, str), "a list of strings"),
+    tuple[str, ...] | None: (
+        lambda v: v is None or (_filled(v, _LIST, str) and all(v)),
+        "None or a list of dotted names of modules",
+    ),
+    frozenset[int]: (lambda v: _filled(v, _LIST | set | frozenset, int), "a collection of status codes"),
+    Mapping[str, str]: (
+        lambda v: _filled(v, Mapping, str) and all(isinstance(path, str) for path in v.values()),
+        "a dict of one or more queue names, each with the dotted path of its backend",
+    ),
+    Isolation | None: (lambda v: v is None or v in _LEVELS, "None or one of " + ", ".join(map(repr, _LEVELS))),
+    str | Callable[..., Any] | None: (
+        lambda v: v is None or isinstance(v, str) or callable(v),
+        "a callable or its dotted path",
+    ),
 }
 
 
@@ -127,24 +142,9 @@ def mistakes(values: object) -> list[str]:
         f"IDEMPOTENCY[{name!r}] is not a setting. The settings are: {', '.join(known)}." for name in values if name not in known
     ]
     for name, annotation in known.items():
-        if name not in values:
-            continue
-        value, (types, expected) = values[name], _KINDS[annotation]
-        right = isinstance(value, types)
-        if annotation is int:
-            right = right and not isinstance(value, bool) and value >= 1
-        elif annotation in (tuple[str, ...], frozenset[int]):
-            right = right and bool(value) and all(isinstance(item, get_args(annotation)[0]) for item in value)
-        elif annotation == tuple[str, ...] | None:
-            right = value is None or (right and bool(value) and all(isinstance(item, str) and item for item in value))
-        elif annotation == Mapping[str, str]:
-            right = right and bool(value) and all(isinstance(text, str) for pair in value.items() for text in pair)
-        elif annotation == Confirmation:
-            right = right and value in (True, False, "storage")
-        elif annotation == Isolation | None:
-            right = right and (value is None or value in get_args(Isolation))
-        if not right:
-            found.append(f"IDEMPOTENCY[{name!r}] must be {expected}, not {value!r}.")
+        accepts, expected = _KINDS[annotation]
+        if name in values and not accepts(values[name]):
+            found.append(f"IDEMPOTENCY[{name!r}] must be {expected}, not {values[name]!r}.")
     if not found:
         found.extend(_contradictions(Settings(**values)))
     return found
