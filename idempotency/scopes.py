@@ -27,10 +27,6 @@ _MAX_LENGTH = 200
 PROJECT_PREFIX = "scope="
 
 
-class NoScope(Exception):
-    """The request has no scope; it is answered 400 ``scope_missing``."""
-
-
 def user(request: HttpRequest) -> str:
     """Return the scope of the signed-in user, or an empty string for an anonymous one."""
     who = user_of(request)
@@ -145,19 +141,14 @@ def reads_of(scope: Scope | None) -> tuple[str, ...]:
 
 
 def scope_of(request: HttpRequest, scope: Scope | None) -> str:
-    """Return the scope of a request.
-
-    Raises NoScope if the request has none: two senders must not share a scope.
-    Raises ValueError for a scope that cannot be stored.
-    """
+    """Return the scope of a request, or an empty string without one. Such a request is refused, because two senders must not
+    share a scope. Raises ValueError for a scope that cannot be stored."""
     found = _named(scope or user_or_session, request)
     if not isinstance(found, str) or len(found) > _MAX_LENGTH or found.startswith(RETIRED_SCOPE) or "\x00" in found:
         raise ValueError(
             f"The function scope= must return a string of at most {_MAX_LENGTH - len(PROJECT_PREFIX)} characters without NUL. "
             f"A scope of idempotency.scopes.attribute() must not begin with {RETIRED_SCOPE!r}."
         )
-    if not found:
-        raise NoScope
     return found
 
 

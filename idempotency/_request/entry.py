@@ -76,7 +76,8 @@ def _unprotected(call: Call) -> HttpResponseBase:
 def _protected(call: Call, options: Options, value: str) -> HttpResponseBase:
     request, using = call.request, options.alias(call.request)
     with _reachable(using, options):
-        scope = _scope(call, options)
+        if not (scope := scopes.scope_of(call.seen_request, options.scope)):
+            raise problems.scope_missing()
         if (refusal := _refusal(call, options)) is not None:
             return refusal
         captured = stored_request.capture(request, scope, value, options, view=call.name)
@@ -115,13 +116,6 @@ def _outcome_of_problem(problem: Problem) -> RequestOutcome:
     if problem.status >= 500:
         return RequestOutcome.FAILED
     return RequestOutcome.REFUSED if problem.code in _NOT_CLAIMED else RequestOutcome.CONFLICT
-
-
-def _scope(call: Call, options: Options) -> str:
-    try:
-        return scopes.scope_of(call.seen_request, options.scope)
-    except scopes.NoScope:
-        raise problems.scope_missing() from None
 
 
 @contextmanager
