@@ -90,10 +90,12 @@ def _announced(call: Call, options: Options, value: str) -> HttpResponseBase:
     start, outcome = time.monotonic(), RequestOutcome.FAILED
     try:
         response = _protected(call, options, value)
-        outcome = _outcome_of(response)
+        if response.status_code < 500:
+            outcome = RequestOutcome.REPLAYED if conf.get().REPLAYED_HEADER in response else RequestOutcome.RAN
         return response
     except Problem as problem:
-        outcome = _outcome_of_problem(problem)
+        if problem.status < 500:
+            outcome = RequestOutcome.REFUSED if problem.code in _NOT_CLAIMED else RequestOutcome.CONFLICT
         raise
     except Exception as error:
         status = getattr(error, "status_code", None)  # of other libraries too, in which it may be a text
@@ -104,18 +106,6 @@ def _announced(call: Call, options: Options, value: str) -> HttpResponseBase:
         seconds = time.monotonic() - start
         key = call.request.idempotency_key  # type: ignore[attr-defined]
         events.emit(signals.request_answered, key, call.request, outcome=outcome, seconds=seconds)
-
-
-def _outcome_of(response: HttpResponseBase) -> RequestOutcome:
-    if response.status_code >= 500:
-        return RequestOutcome.FAILED
-    return RequestOutcome.REPLAYED if conf.get().REPLAYED_HEADER in response else RequestOutcome.RAN
-
-
-def _outcome_of_problem(problem: Problem) -> RequestOutcome:
-    if problem.status >= 500:
-        return RequestOutcome.FAILED
-    return RequestOutcome.REFUSED if problem.code in _NOT_CLAIMED else RequestOutcome.CONFLICT
 
 
 @contextmanager
