@@ -61,18 +61,25 @@ class ClaimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The result of a claim. While another run holds the key, ``lock_seconds`` is the remaining time of its lock."""
+    """The result of a claim. While another run holds the key, ``lock_seconds`` is the remaining time of its lock; 1 if that is
+    unknown."""
 
     outcome: Outcome
     key: Any = None
-    lock_seconds: float = 0
+    lock_seconds: float = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    key: IdempotencyKey
-    expired: bool
-    lock_seconds: float
+class _Found:
+    """The result of a claim statement: the columns of the claimed key, or the existing key with the remaining seconds of its
+    lock; and the time before the statement."""
+
+    sent: float
+    claimed: tuple[Any, ...] | None = None
+    key: IdempotencyKey | None = None
+    expired: bool = False
+    lock_seconds: float = 0
+    verdict: str = ""
 
 
 def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, using: str) -> Claim:
@@ -87,35 +94,32 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     parameters["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
     for _ in range(_CLAIM_TRIES):
         try:
-            look = _look(text.claim_phased if in_one else text.read, parameters, request, using)
+            found = _look(text.claim_phased if in_one else text.read, parameters, request, using)
         except Error as error:
-            if retryable_failure(error, None) is None or connections[using].in_atomic_block:
-                claimed = {"scope": request.scope, "idempotency_key": request.idempotency_key}
-                _release_if_lost(error, IdempotencyKey(**claimed), token, using)
-                raise
-            continue  # Another claim won under a high level of isolation.
-        row = look.row
-        if request.unstorable is not None and _would_store(row, request, recovery_points):
-            raise request.unstorable
-        if row is not None and row.expired:
-            execute(text.retire, {"id": row.key.pk, "scope": request.scope}, using)
+            claimed = IdempotencyKey(scope=request.scope, idempotency_key=request.idempotency_key)
+            _raise_unless_race(error, claimed, token, using)
             continue
-        if not in_one and (row is None or _refusal(row, request, recovery_points) is None):
-            look = _look(text.upsert, parameters, request, using)
-        if look.claimed is not None:
-            # A claim clears the mark of a stuck key, and an unfinished key has no response.
-            return Claim(Outcome.CLAIMED, _key_of_claim(look, request, token, using, finished_at=None))
-        if row is None:
-            if postgresql and (refusal := _refusal_by_holder(parameters, using)):
+        key = found.key
+        if key is not None:
+            if found.expired:
+                execute(text.retire, {"id": key.pk, "scope": request.scope}, using)
+                continue
+            if refusal := _refusal(found, request, recovery_points):
                 return refusal
-            continue  # Another claim inserted the key; the next attempt reads it.
-        if (comparable := _comparable(row, request)) is None:
-            return Claim(Outcome.IN_PROGRESS, row.key, lock_seconds=1)
-        if refusal := _refusal(row, comparable, recovery_points):
+            if key.request_fingerprint != request.request_fingerprint:  # It was made in another way.
+                alike = replace(request, request_fingerprint=key.request_fingerprint)
+                return claim_phased(alike, recovery_points, using=using)
+        if not in_one:
+            if request.unstorable is not None and (key is None or key.untouched):
+                raise request.unstorable
+            found = _look(text.upsert, parameters, request, using)
+        if found.claimed is not None:
+            # A claim clears the mark of a stuck key, and an unfinished key has no response.
+            return Claim(Outcome.CLAIMED, _key_of_claim(found, request, token, using, finished_at=None))
+        # Another claim has inserted or changed the key, and the next attempt reads it; or a plain view holds the key.
+        if key is None and postgresql and (refusal := _refusal_by_holder(parameters, using)):
             return refusal
-        if comparable is not request:
-            return claim_phased(comparable, recovery_points, using=using)
-    return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
+    return Claim(Outcome.IN_PROGRESS)
 
 
 def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
@@ -132,25 +136,24 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First | None = No
     parameters = first.parameters
     for attempt in range(_CLAIM_TRIES):
         ran = first.ran and attempt == 0
-        look = _found(first.row, 0.0, request, using) if ran else _look(first.text, parameters, request, using)
-        if look.claimed is not None:
-            key = _key_of_claim(look, request, uuid.UUID(str(parameters["claim_token"])), using)
+        found = _parsed(first.row, 0.0, request, using) if ran else _look(first.text, parameters, request, using)
+        if found.claimed is not None:
+            key = _key_of_claim(found, request, uuid.UUID(str(parameters["claim_token"])), using)
             key.born_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.
             return Claim(Outcome.CLAIMED, key)
-        if look.verdict == "same":  # A run of the same request holds the key, and has not committed.
-            return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
-        if look.verdict == "other":  # Another run holds the key: its holder tells whether the request is the same.
-            return _refusal_by_holder(parameters, using) or Claim(Outcome.IN_PROGRESS, lock_seconds=1)
-        row = look.row if postgresql else _look(text.read, parameters, request, using).row
-        if row is None:
+        if found.verdict == "same":  # A run of the same request holds the key, and has not committed.
+            return Claim(Outcome.IN_PROGRESS)
+        if found.verdict == "other":  # Another run holds the key: its holder tells whether the request is the same.
+            return _refusal_by_holder(parameters, using) or Claim(Outcome.IN_PROGRESS)
+        if not postgresql:
+            found = _look(text.read, parameters, request, using)
+        if found.key is None:
             continue  # The row was inserted or deleted concurrently.
-        if not row.expired:
-            if (comparable := _comparable(row, request)) is None:
-                return Claim(Outcome.IN_PROGRESS, row.key, lock_seconds=1)
+        if not found.expired:
             # A plain view leaves no unfinished row: the view was phased before a deploy.
-            return _refusal(row, comparable, ()) or Claim(Outcome.UNKNOWN_POINT, row.key)
-        execute(text.retire, {"id": row.key.pk, "scope": request.scope}, using)
-    return Claim(Outcome.IN_PROGRESS, lock_seconds=1)
+            return _refusal(found, request, ()) or Claim(Outcome.UNKNOWN_POINT, found.key)
+        execute(text.retire, {"id": found.key.pk, "scope": request.scope}, using)
+    return Claim(Outcome.IN_PROGRESS)
 
 
 def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = False) -> IdempotencyKey | None:
@@ -169,55 +172,46 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
     try:
         return fetch_key(statements_for(using).claim_by_id, parameters, using)
     except Error as error:
-        if retryable_failure(error, None) is None or connections[using].in_atomic_block:
-            _release_if_lost(error, IdempotencyKey(pk=pk), token, using)
-            raise
-        return None  # Another claim won under a high level of isolation.
+        _raise_unless_race(error, IdempotencyKey(pk=pk), token, using)
+        return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """The row of a claim statement: the columns of the claimed key, or the existing row; and the time before the statement."""
-
-    sent: float
-    claimed: tuple[Any, ...] | None = None
-    row: _Row | None = None
-    verdict: str = ""
-
-
-def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using: str) -> _Look:
+def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using: str) -> _Found:
     sent = time.monotonic()
     try:
         values = fetch(text, parameters, using)
     except Error as error:
         refuse_second_wait(error)
         raise
-    return _found(values, sent, request, using)
+    return _parsed(values, sent, request, using)
 
 
-def _found(values: tuple[Any, ...] | None, sent: float, request: ClaimedRequest, using: str) -> _Look:
+def _parsed(values: tuple[Any, ...] | None, sent: float, request: ClaimedRequest, using: str) -> _Found:
     if values is None:
-        return _Look(sent)
+        return _Found(sent)
     claimed, (*columns, expired, lock_seconds), verdict = statements.parts(values)
     if claimed is not None:
-        return _Look(sent, claimed)
+        return _Found(sent, claimed)
     if columns[0] is None:
-        return _Look(sent, verdict=verdict)
-    known = {"scope": request.scope, "idempotency_key": request.idempotency_key}
-    row = _Row(key_of_row(statements.MET, columns, using, **known), bool(expired), lock_seconds)
-    return _Look(sent, row=row, verdict=verdict)
+        return _Found(sent, verdict=verdict)
+    key = key_of_row(statements.MET, columns, using, scope=request.scope, idempotency_key=request.idempotency_key)
+    return _Found(sent, None, key, bool(expired), lock_seconds, verdict)
 
 
-def _release_if_lost(error: Error, key: IdempotencyKey, token: uuid.UUID, using: str) -> None:
-    """After a lost connection or standby, release a claim that was sent: it may have been committed."""
+def _raise_unless_race(error: Error, key: IdempotencyKey, token: uuid.UUID, using: str) -> None:
+    """Raise the error of a claim statement, unless another claim won under a high level of isolation. After a lost connection
+    or standby, release the claim: it may have been committed."""
+    if retryable_failure(error, None) is not None and not connections[using].in_atomic_block:
+        return
     sent = vendor(using) == "postgresql" and connections[using].connection is not None
     if sent and connection_lost(error, using):
         key.fence = token
         release_later(key, "The result of the claim was lost with the connection.", using=using)
+    raise error
 
 
-def _key_of_claim(look: _Look, request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:
-    *columns, age_seconds, place = look.claimed or ()
+def _key_of_claim(found: _Found, request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:
+    *columns, age_seconds, place = found.claimed or ()
     key = key_of_row(
         statements.CLAIMED,
         columns,
@@ -236,29 +230,23 @@ def _key_of_claim(look: _Look, request: ClaimedRequest, token: uuid.UUID, using:
         response_body=None,
         **known,
     )
-    key.born_monotonic = born(look.sent, age_seconds)
+    key.born_monotonic = born(found.sent, age_seconds)
     key.fence, key.place = token, place
     return key
 
 
-def _comparable(row: _Row, request: ClaimedRequest) -> ClaimedRequest | None:
-    """Return the request with a fingerprint made in the way of the key's; None if that way is unknown here."""
-    stored = row.key.request_fingerprint
-    if way_of(stored) == way_of(request.request_fingerprint):
-        return request
-    made = request.made_alike(stored)
-    return replace(request, request_fingerprint=made) if made is not None else None
-
-
-def _refusal(row: _Row, request: ClaimedRequest, recovery_points: tuple[str, ...]) -> Claim | None:
-    """Return why this key cannot be claimed, or None. A mismatch is first: another request must learn nothing else."""
-    key = row.key
-    if key.request_fingerprint != request.request_fingerprint:
+def _refusal(found: _Found, request: ClaimedRequest, recovery_points: tuple[str, ...]) -> Claim | None:
+    """Return why the found key cannot be claimed, or None. A mismatch is first: another request must learn nothing else."""
+    key: Any = found.key
+    stored, own = key.request_fingerprint, request.request_fingerprint
+    if (alike := own if way_of(own) == way_of(stored) else request.made_alike(stored)) is None:
+        return Claim(Outcome.IN_PROGRESS, key)
+    if alike != stored:
         return Claim(Outcome.MISMATCH, key)
     if key.finished_at is not None:
-        return None if row.expired else Claim(Outcome.FINISHED, key)
-    if row.lock_seconds > 0:
-        return Claim(Outcome.IN_PROGRESS, key, lock_seconds=row.lock_seconds)
+        return Claim(Outcome.FINISHED, key)
+    if found.lock_seconds > 0:
+        return Claim(Outcome.IN_PROGRESS, key, lock_seconds=found.lock_seconds)
     if key.stuck_at is not None and key.stuck_code not in OPEN_TO_RETRIES:
         return Claim(Outcome.STUCK, key)
     if key.recovery_point not in recovery_points:
@@ -266,15 +254,9 @@ def _refusal(row: _Row, request: ClaimedRequest, recovery_points: tuple[str, ...
     return None
 
 
-def _would_store(row: _Row | None, request: ClaimedRequest, recovery_points: tuple[str, ...]) -> bool:
-    if row is None or row.expired:
-        return True
-    return row.key.untouched and _refusal(row, request, recovery_points) is None
-
-
 def _refusal_by_holder(parameters: dict[str, Any], using: str) -> Claim | None:
     held, another_request = fetch(HOLDER, parameters, using) or (False, False)
-    return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS, lock_seconds=1) if held else None
+    return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS) if held else None
 
 
 def _parameters(request: ClaimedRequest, using: str) -> tuple[uuid.UUID, dict[str, Any]]:
