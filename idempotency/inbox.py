@@ -71,8 +71,9 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
             raise
         if not first:
             replication.confirm(alias)
-        elif not own:
-            replication.confirm_at_commit(alias)
+        elif not own and conf.get().CONFIRM_REPLICATED:
+            # A callback of this app: backends._callbacks() does not count it. Its exception reaches who commits.
+            transaction.on_commit(lambda: replication.confirm(alias), using=alias)
         yield first
         if first:
             _refuse_broken_transaction(connections[alias], marker)

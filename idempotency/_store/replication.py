@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
-from django.db import connections, transaction
+from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import debug_transaction
 from psycopg.errors import Diagnostic
@@ -94,19 +94,6 @@ def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
         own.remove_notice_handler(note)
     if cancelled:
         raise NotReplicated(f"The wait of a commit for its standby was cut short: {cancelled[0]}.")
-
-
-def confirm_at_commit(using: str) -> None:
-    """Confirm the open transaction right after its COMMIT, if somebody else commits it. Do nothing without CONFIRM_REPLICATED.
-
-    That COMMIT, or the block around it, raises NotReplicated if the standbys do not confirm it.
-    """
-
-    def confirm_commit() -> None:
-        confirm(using)
-
-    if conf.get().CONFIRM_REPLICATED:
-        transaction.on_commit(confirm_commit, using=using)
 
 
 def _pass_barrier(connection: BaseDatabaseWrapper) -> None:
