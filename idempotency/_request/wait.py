@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from functools import cache
 
 from django.db import connections
 
@@ -12,12 +13,15 @@ _FIRST_WAIT_SECONDS = 0.02
 _LONGEST_WAIT_SECONDS = 0.5
 
 
+@cache
+def places(number: int) -> threading.Semaphore:
+    """Return the places of this process for waiting requests."""
+    return threading.BoundedSemaphore(number)
+
+
 class Patience:
     """The wait of one request: up to ``seconds``, and with at most MAX_WAITING_REQUESTS in this process. A request in the
     main thread never waits, because its worker has only this thread."""
-
-    _waiting = 0
-    _lock = threading.Lock()
 
     def __init__(self, seconds: float, *, using: str) -> None:
         self._deadline = time.monotonic() + seconds
@@ -28,7 +32,8 @@ class Patience:
         """Wait with growing pauses and return True, to try again; return False when the time is over. Before a longer pause
         the connection is closed, so that waiting requests do not exhaust the connections of the database."""
         left = self._deadline - time.monotonic()
-        if left <= 0 or not self._take_place():
+        free = places(conf.get().MAX_WAITING_REQUESTS)
+        if left <= 0 or threading.current_thread() is threading.main_thread() or not free.acquire(blocking=False):
             return False
         try:
             connection = connections[self._using]
@@ -37,15 +42,5 @@ class Patience:
             time.sleep(min(left, random.uniform(self._pause / 2, self._pause)))  # nosec B311  # spreads waiters; no secret
             self._pause = min(self._pause * 2, _LONGEST_WAIT_SECONDS)
         finally:
-            with self._lock:
-                Patience._waiting -= 1
+            free.release()
         return True
-
-    def _take_place(self) -> bool:
-        if threading.current_thread() is threading.main_thread():
-            return False
-        with self._lock:
-            if self._waiting >= conf.get().MAX_WAITING_REQUESTS:
-                return False
-            Patience._waiting += 1
-            return True
