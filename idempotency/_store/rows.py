@@ -11,6 +11,7 @@ from django.db import OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import DEFERRED
 
+from idempotency import conf
 from idempotency._store import engine, round_trips, statements
 from idempotency._store.round_trips import Result, StaleStatement
 from idempotency._store.transactions import classified_errors, own_cursor
@@ -25,8 +26,12 @@ def vendor(using: str) -> str:
     return connections[using].vendor
 
 
+_statements = cache(statements.Statements)
+
+
 def statements_for(using: str) -> statements.Statements:
-    return statements.statements(vendor(using))
+    limits = conf.get()
+    return _statements(vendor(using), limits.LOCK_TIMEOUT_SECONDS, limits.RETENTION_HOURS)
 
 
 def execute(text: str, parameters: dict[str, Any], using: str) -> int:

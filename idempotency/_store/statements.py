@@ -4,10 +4,9 @@ Only names of columns and numbers of the settings are formatted into a text; val
 """
 # ruff: noqa: S608 - see above
 
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
-from idempotency import conf
 from idempotency._store.advisory_locks import KEY_LOCK, MARK_KEY
 from idempotency._store.dialects import POSTGRESQL, SQLITE
 from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
@@ -283,11 +282,3 @@ class Statements:
     def give_up(self) -> str:
         condition = f"k.id = %(id)s AND k.stuck_at IS NULL AND k.refused_at IS NULL AND {self.unlocked}"
         return self._mark_stuck(condition, self.history_of_unlocked)
-
-
-_statements = cache(Statements)
-
-
-def statements(vendor: str) -> Statements:
-    limits = conf.get()
-    return _statements(vendor, limits.LOCK_TIMEOUT_SECONDS, limits.RETENTION_HOURS)
