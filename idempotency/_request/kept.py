@@ -74,8 +74,6 @@ class KeptSession(SessionBase):
 
 def refuse_keep(names: Sequence[str]) -> None:
     """Raise ValueError for a name that is neither a key of the session nor an attribute that a middleware may set."""
-    if isinstance(names, str):
-        raise ValueError(f"The option keep must be a list of names, such as [{names!r}].")
     for name in names:
         if isinstance(name, str) and name.startswith(_SESSION) and name != _SESSION:
             continue

@@ -53,8 +53,10 @@ class Options:
     replay_check: ReplayCheck | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.redact, str):
-            raise ValueError(f"The option redact must be a list of dotted paths, such as [{self.redact!r}].")
+        for name, items in (("recovery_points", "names"), ("redact", "dotted paths"), ("keep", "names")):
+            if isinstance(given := getattr(self, name), str):
+                raise ValueError(f"The option {name} must be a list of {items}, such as [{given!r}].")
+            object.__setattr__(self, name, None if given is None else tuple(given))
         if self.key_from is not None:
             refuse_key_from(self.key_from)
         if self.isolation not in (None, "from settings", *get_args(Isolation)):
@@ -76,16 +78,9 @@ class Options:
                 f"The option retention_hours must be a whole number from 24 to {_MAX_RETENTION_HOURS}, not "
                 f"{self.retention_hours!r}."
             )
-        object.__setattr__(self, "redact", tuple(self.redact))
-        object.__setattr__(self, "keep", tuple(self.keep))
-        if self.recovery_points is not None:
-            object.__setattr__(self, "recovery_points", tuple(self.recovery_points))
 
     def _refuse_points(self) -> None:
-        points = self.recovery_points
-        if isinstance(points, str):
-            raise ValueError(f"The option recovery_points must be a list of names, such as [{points!r}].")
-        if points is None:
+        if (points := self.recovery_points) is None:
             return
         if not all(0 < len(point) <= 50 for point in points) or len({STARTED, FINISHED, *points}) != len(points) + 2:
             raise ValueError(
