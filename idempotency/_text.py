@@ -32,12 +32,20 @@ def summary(text: str, length: int = _MAX_SUMMARY_LENGTH) -> str:
 
 
 def refuse_unstorable_json(value: Any) -> None:
-    """Raise TypeError, ValueError or RecursionError for a value that is not JSON, or that PostgreSQL does not store as jsonb: a
-    failed INSERT would break the transaction of the caller."""
+    """Raise TypeError, ValueError or RecursionError for a value that is not JSON, that JSON would change, or that PostgreSQL
+    does not store as jsonb: a failed INSERT would break the transaction of the caller."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     text.encode()  # refuses lone surrogates
     if "\\u0000" in text.replace("\\\\", ""):
         raise ValueError("it contains a NUL character")
+    if not _has_names_only(value):
+        raise ValueError("an object in it has a key that is not a string, and JSON would change that key to a string")
+
+
+def _has_names_only(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _has_names_only(inner) for name, inner in value.items())
+    return not isinstance(value, list | tuple) or all(map(_has_names_only, value))
 
 
 def cut(text: str, length: int) -> str:

@@ -4,7 +4,7 @@ Both commit or neither does. The enqueuer then moves the rows to the broker.
 Source: Brandur Leach, "Transactionally Staged Job Drains in Postgres".
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from inspect import isasyncgen, isgenerator
 from typing import Any
@@ -181,31 +181,13 @@ def _refuse_queue(queue: str) -> None:
 
 
 def _refuse_arguments(name: str, args: JobArgs) -> None:
-    named: Sequence[tuple[Any, Any]]
-    if isinstance(args, dict):
-        named = list(args.items())
-    elif isinstance(args, list):
-        named = list(enumerate(args))
-    else:
+    if not isinstance(args, dict | list):
         raise TypeError(f"The arguments of {name} must be a dict (by name) or a list (by position), not {type(args).__name__}.")
-    for argument, value in named:
+    arguments: Iterable[tuple[Any, Any]] = args.items() if isinstance(args, dict) else enumerate(args)
+    for argument, value in arguments:
         if isinstance(args, dict) and not isinstance(argument, str):
             raise TypeError(f"An argument of {name} is named {argument!r}: the names of keyword arguments must be strings.")
-        if problem := _json_problem([argument, value]):
-            raise TypeError(f"Argument {argument!r} of {name} cannot be stored as JSON: {problem}. Pass ids.")
-
-
-def _json_problem(value: Any) -> str:
-    try:
-        refuse_unstorable_json(value)
-        if not _has_names_only(value):
-            return "an object in it has a key that is not a string, and JSON would change that key to a string"
-    except (TypeError, ValueError, RecursionError) as error:
-        return str(error)
-    return ""
-
-
-def _has_names_only(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(name, str) and _has_names_only(inner) for name, inner in value.items())
-    return not isinstance(value, list | tuple) or all(map(_has_names_only, value))
+        try:
+            refuse_unstorable_json([argument, value])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"Argument {argument!r} of {name} cannot be stored as JSON: {error}. Pass ids.") from error
