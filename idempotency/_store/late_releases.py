@@ -71,15 +71,10 @@ def _try_each() -> None:
 
 def _release(key: IdempotencyKey, error: str, using: str) -> None:
     """Release the key. Raises NotReplicated if there is nothing to release here, but a failover may undo the end of the run."""
-    if key.pk is None:
-        key.pk = _claimed(key, using)
+    if key.pk is None:  # The result of its claim was lost.
+        keys = IdempotencyKey.objects.using(using).filter(scope=key.scope, idempotency_key=key.idempotency_key)
+        key.pk = keys.filter(claim_token=key.fence).values_list("pk", flat=True).first()
     if key.pk is None:
         replication.confirm(using)
     else:
         fence.release(key, error, using=using)
-
-
-def _claimed(claim: IdempotencyKey, using: str) -> int | None:
-    """Return the id of the row with this claim, None if there is none."""
-    keys = IdempotencyKey.objects.using(using).filter(scope=claim.scope, idempotency_key=claim.idempotency_key)
-    return keys.filter(claim_token=claim.fence).values_list("pk", flat=True).first()
