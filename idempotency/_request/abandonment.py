@@ -23,9 +23,6 @@ logger = logging.getLogger("idempotency")
 
 #: The reason while ``on_abandon`` runs; it remains if ``on_abandon`` is interrupted.
 BEGUN = "The function on_abandon was begun and did not end. Check its effects on other services, then answer the key."
-IN_DOUBT = (
-    "A call to a downstream service was begun, and its result was never recorded. Check that service, then answer the key."
-)
 
 
 def settle(pk: int, *, using: str) -> bool | None:
@@ -66,7 +63,8 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
     meanwhile."""
     if ForeignCall.objects.using(using).filter(key_id=key.pk, recorded_at__isnull=True).exists():
         # The result of the call decides which effects to undo.
-        fence.mark_stuck(key, CallInDoubt.code, IN_DOUBT, using=using)
+        doubt = CallInDoubt()
+        fence.mark_stuck(key, doubt.code, doubt.reason, using=using)
         return False
     fence.mark_stuck(key, StuckCode.ON_ABANDON, BEGUN, using=using)
     key.begin_call = partial(fence.begin_call, key, using=using, stuck_code=StuckCode.ON_ABANDON)
