@@ -207,27 +207,27 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
         row = begun or calls.create(key_id=key.pk, name=name, token=token)
     run.has_begun()
     call = MadeCall(row)
-    if not call.due:
+    if not call.due:  # An earlier run has recorded it, perhaps late.
         replication.confirm(run.using)
-        run.call_is_settled(name)  # An earlier run has recorded it, perhaps late.
-    else:
-        doubt = run.call_is_due(name)
-        if begun:
-            raise doubt
+        run.call_is_settled(name)
+        with run.call_open(name):
+            yield call
+        return
+    doubt = run.call_is_due(name)
+    if begun:
+        raise doubt
     try:
         with run.call_open(name):
             yield call
-            if call.due and not (call.recorded or call.may_be_repeated):
+            if not (call.recorded or call.may_be_repeated):
                 raise CallNotRecorded
-            if call.recorded or not call.due:
-                run.call_was_made(name)
     except NeverEntered:
         call.retryable()  # The block did not run. EitherContext raises the cancellation.
     finally:
-        if call.due and call.may_be_repeated and not call.recorded:
+        if call.may_be_repeated and not call.recorded:
             _insist(_intent(row, using=run.using).delete, using=run.using)
             run.call_is_settled(name, CallNotRecorded())
-        elif call.due:
+        else:
             _insist(partial(_write_outcome, key, row, call, using=run.using), using=run.using)
             if call.recorded:
                 run.call_is_settled(name)

@@ -183,17 +183,16 @@ class PhasedRun:
         self._unsettled.pop(name, None)
         if obstacle is not None:
             self._unsettled[name] = obstacle
+            self._called.discard(name)
 
     @contextmanager
     def call_open(self, name: str) -> Iterator[None]:
         self._open_calls.add(name)
         try:
             yield
+            self._called.add(name)
         finally:
             self._open_calls.discard(name)
-
-    def call_was_made(self, name: str) -> None:
-        self._called.add(name)
 
 
 def call_in_doubt(name: str) -> str:
