@@ -72,23 +72,24 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
     truncated body, and the exceptions of Django for a body that is too large or invalid. If the values of ``keep=`` cannot be
     stored, ``unstorable`` has the error, which names the ``view``: a request that is only answered needs them no more."""
     body, content_type = _body(request)
-    marks = _marks(request)
-    snapshot, unstorable = _kept(request, options, view)
-    user = user_of(request)
     headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
     headers |= {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
-    if script_name := request.META.get("SCRIPT_NAME"):
-        headers[_SCRIPT_NAME] = printable(script_name)
-    if urlconf := chosen_urlconf(request):
-        headers[_URLCONF] = urlconf
+    marks = {
+        _NO_USER: "true" if is_no_user(request) else "",
+        _MULTIPART: "true" if is_multipart(request) and is_parsed(request) else "",
+        _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
+        _URLCONF: chosen_urlconf(request),
+    }
+    snapshot, unstorable = _kept(request, options, view)
+    user = user_of(request)
     # An empty body contains no secret, and the completer can run it.
     kept, path, taken = (body if options.store_body or not body else None), target(request), False
     if options.redact:
         path, from_query = redacted_target(path, options.redact)
         kept, from_body = redacted_body(kept, content_type, options.redact) if kept is not None else (None, False)
         taken = from_query or from_body
-    if kept is not None and not taken:  # Otherwise the completer cannot run the request.
-        marks |= snapshot
+    # The completer cannot run a request without all its parts.
+    marks |= {_REDACTED: "true"} if taken else {_KEPT: snapshot if kept is not None else ""}
     # With a secret, parts that are not stored cannot be guessed from the fingerprint.
     secret = settings.SECRET_KEY if options.withholds else None
     return ClaimedRequest(
@@ -99,7 +100,7 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
         request_path=path,
         request_body=kept,
         request_content_type=printable(content_type),
-        request_headers=headers | marks | ({_REDACTED: "true"} if taken else {}),
+        request_headers=headers | {name: value for name, value in marks.items() if value},
         remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
         request_fingerprint=fingerprint(request, body, secret, by_host=conf.get().FINGERPRINT_HOST),
         made_alike=partial(
@@ -144,28 +145,24 @@ def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
         raise problems.body_incomplete()
 
 
-def _marks(request: HttpRequest) -> dict[str, str]:
-    marks = {_NO_USER: is_no_user(request), _MULTIPART: is_multipart(request) and is_parsed(request)}
-    return {name: "true" for name, holds in marks.items() if holds}
-
-
-def _kept(request: HttpRequest, options: Options, view: str) -> tuple[dict[str, str], Exception | None]:
-    """Return the mark with the values of ``keep=``, or none, and why they cannot be stored. To read a lazy value may raise any
-    exception, for instance if the row behind it was deleted. Raises database errors, after which the client retries."""
+def _kept(request: HttpRequest, options: Options, view: str) -> tuple[str, Exception | None]:
+    """Return the values of ``keep=`` as JSON text, empty if there are none, and why they cannot be stored. To read a lazy value
+    may raise any exception, for instance if the row behind it was deleted. Raises database errors, after which the client
+    retries."""
     if not options.keep:
-        return {}, None
+        return "", None
     try:
         text = json.dumps(kept_values(request, options.keep, view))
     except Error:
         raise
     except Exception as error:
-        return {}, error
+        return "", error
     if len(text) > MAX_KEPT_BYTES:
-        return {}, ValueError(
+        return "", ValueError(
             f"The values of the option keep of the view {view} have {len(text):,} bytes as JSON; at most {MAX_KEPT_BYTES:,} "
             f"are stored. Name identifiers, and read the rows again."
         )
-    return {_KEPT: text}, None
+    return text, None
 
 
 def urlconf_of(key: IdempotencyKey) -> str | None:
