@@ -27,29 +27,21 @@ _MAX_CODE_LENGTH = 50
 def advance(key: IdempotencyKey, recovery_point: str, *, using: str, ends: OwnTransaction | None = None) -> None:
     """Set the recovery point and renew the lock. Raises LockLost if another claim has taken over the key. If the transaction
     ``ends`` sends its last statement with COMMIT, this is its last statement, and LockLost is raised there."""
-    _fenced(
-        "advance",
-        key,
-        using,
-        ends=ends,
-        reached=key.recovery_point,
-        recovery_point=recovery_point,
-        event=HistoryEvent.RECOVERY_POINT,
-        detail=recovery_point,
-    )
+    event: dict[str, Any] = {"event": HistoryEvent.RECOVERY_POINT, "detail": recovery_point}
+    _fenced("advance", key, using, ends=ends, recovery_point=recovery_point, **event)
 
 
 def renew(key: IdempotencyKey, *, using: str, ends: OwnTransaction | None = None) -> None:
     """Renew the lock, and mark that the request has begun something. Raises LockLost if another claim has taken over the key,
     or the key is stuck."""
-    _fenced("renew", key, using, ends=ends, reached=key.recovery_point)
+    _fenced("renew", key, using, ends=ends)
 
 
 def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = "") -> None:
     """Renew the lock before a call with a derived key, and write the call into the history. Raises LockLost if another claim
     has taken over the key, or it is stuck with another code than ``stuck_code``."""
     called: dict[str, Any] = {"event": HistoryEvent.CALL_BEGUN, "detail": summary(name)}
-    _fenced("begin_call", key, using, reached=key.recovery_point, stuck_code=stuck_code, **called)
+    _fenced("begin_call", key, using, stuck_code=stuck_code, **called)
 
 
 def finish(
@@ -65,20 +57,11 @@ def finish(
     """Store the response; None as ``body`` means that it was not stored. Raises LockLost if another claim has taken over the
     key. With ``untouched``, raises LockLost also if something was begun: if the response to a COMMIT was lost, the run may
     not know of it."""
-    # The row of a plain view was inserted as finished.
-    unfinished = "finish_untouched" if untouched else "finish"
-    _fenced(
-        "finish_plain" if key.recovery_point == FINISHED else unfinished,
-        key,
-        using,
-        ends=ends,
-        reached=key.recovery_point,
-        code=code,
-        headers=json.dumps(headers),
-        body=body,
-        event=HistoryEvent.FINISHED,
-        detail=f"status {code}",
-    )
+    statement = "finish_untouched" if untouched else "finish"
+    if key.recovery_point == FINISHED:  # The row of a plain view was inserted as finished.
+        statement = "finish_plain"
+    event: dict[str, Any] = {"event": HistoryEvent.FINISHED, "detail": f"status {code}"}
+    _fenced(statement, key, using, ends=ends, code=code, headers=json.dumps(headers), body=body, **event)
 
 
 def release(key: IdempotencyKey, error: str, *, using: str) -> None:
@@ -101,7 +84,7 @@ def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:
     """
     described: dict[str, Any] = {"error": storable(error), "detail": summary(error)}
     if key.untouched:
-        _fenced("refuse", key, using, reached=key.recovery_point, event=HistoryEvent.REFUSED, **described)
+        _fenced("refuse", key, using, event=HistoryEvent.REFUSED, **described)
     else:
         _fenced("release", key, using, event=HistoryEvent.ERROR, **described)
 
@@ -115,7 +98,8 @@ def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> No
 
 def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransaction | None = None, **parameters: Any) -> None:
     text: str = getattr(statements_for(using), statement)
-    parameters |= {"id": key.pk, "token": token_parameter(key.fence, using), "place": key.place}
+    fence = {"id": key.pk, "token": token_parameter(key.fence, using), "place": key.place, "reached": key.recovery_point}
+    parameters |= fence
     if ends is not None and key.place is not None:
 
         def note(row: tuple[Any, ...]) -> None:
