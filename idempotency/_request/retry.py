@@ -89,14 +89,15 @@ class RequestState:
         if self._seen is not None:
             parsed = ("_data", "_full_data")
             holders.append((self._seen, tuple(name for name in parsed if type(vars(self._seen).get(name)) in (dict, list))))
-        self._contents: list[tuple[Any, Any]] = []
+        #: Each container with its contents, and those of its values that may change and are therefore copied.
+        self._saved: list[tuple[Any, Any, dict[str, Any]]] = [(vars(call.request), self._attributes, {})]
         rows: list[models.Model] = []
         owned, seen = ({} if holder is None else vars(holder) for holder in (call.owner, self._seen))
         for value in (*self._attributes.values(), *call.args, *call.kwargs.values(), *owned.values(), *seen.values()):
             # Check the exact type, because isinstance() would load a lazy object.
             kind = type(value)
             if kind in _CONTAINERS:
-                self._contents.append((value, _shallow(value)))
+                self._saved.append((value, _shallow(value), {}))
                 if kind is QueryDict:
                     holders.append((value, ()))  # ``_mutable``
             elif kind is SimpleLazyObject:
@@ -108,11 +109,9 @@ class RequestState:
         for row in _with_their_rows(rows):
             mutable = tuple(name for name, value in vars(row).items() if isinstance(value, _MUTABLE))
             holders += [(row, mutable), (row._state, ("fields_cache",))]
-        self._held = [
-            (holder, dict(vars(holder)), {name: _copy(vars(holder)[name]) for name in names if name in vars(holder)})
-            for holder, names in holders
-            if hasattr(holder, "__dict__")
-        ]
+        for holder, names in holders:
+            if (state := getattr(holder, "__dict__", None)) is not None:
+                self._saved.append((state, dict(state), {name: _copy(state[name]) for name in names if name in state}))
 
     def keep(self) -> None:
         """Record that the work is committed: later calls of ``put_back`` do nothing."""
@@ -122,11 +121,8 @@ class RequestState:
         """Restore the state in memory, unless ``keep`` was called. No database is queried."""
         if self.kept:
             return
-        _refill(vars(self.request), self._attributes)
-        for container, contents in self._contents:
-            _refill(container, contents)
-        for holder, state, copied in self._held:
-            _refill(vars(holder), state | {name: _copy(value) for name, value in copied.items()})
+        for container, contents, copied in self._saved:
+            _refill(container, contents | {name: _copy(value) for name, value in copied.items()} if copied else contents)
 
     def restore(self) -> bool:
         """Restore the state, rewind body and files, and reload the user. Return False if that is not possible: an upload is
