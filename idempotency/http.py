@@ -8,7 +8,11 @@ Response = TypeVar("Response", bound=HttpResponseBase)
 
 
 def not_stored(response: Response) -> Response:
-    """Mark a response that must not be stored: the run is rolled back, the key is released, and a retry runs the view again."""
+    """Mark a response that must not be stored.
+
+    A plain view is rolled back; a phased view stays at its last recovery point. The key is released, and a retry runs the view
+    again.
+    """
     response.idempotency_not_stored = True  # type: ignore[attr-defined]
     return response
 

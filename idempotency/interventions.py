@@ -1,7 +1,7 @@
 """Manual interventions: actions of an operator on unfinished keys and on failed jobs, for the admin and shells.
 
-Each function changes a key with one conditional UPDATE in autocommit, which also writes the history. Of two operators who act
-at once, one succeeds. Common arguments:
+The functions ``release_lock``, ``hand_back``, ``answer`` and ``acknowledge`` change a key with one conditional UPDATE, which
+also writes the history. Of two operators who act at once, one succeeds. Common arguments:
 
 - ``seen``: the ``claim_token`` that the operator saw. If a run has claimed the key since, nothing changes.
 - ``at``: the recovery point that the operator saw. If a run has moved the key since, nothing changes. With None, the recovery

@@ -114,8 +114,9 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
     """Run the block in one transaction on the key's database. The transaction also commits the new recovery point or the
     response.
 
-    On return the writes of the block are committed, the key has moved, and its lock is renewed. On an exception the
-    transaction is rolled back. Do not call another service inside, because the call would keep the transaction open.
+    On return the writes of the block are committed together with the recovery point or response that the block has set. If the
+    key is not finished, its lock is renewed. On an exception the transaction is rolled back. Do not call another service
+    inside, because the call would keep the transaction open.
 
     The argument ``isolation`` is "read committed", "repeatable read", "serializable", or None for the connection's own level.
     The default is PHASE_ISOLATION. After a serialization failure the decorator runs the view again from the last recovery

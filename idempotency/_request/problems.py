@@ -131,7 +131,8 @@ def key_stuck(stuck_code: str) -> Problem:
         return Problem(503, stuck_code, detail, retryable=True, retry_after=LOOK_AGAIN_SECONDS)
     if stuck_code == StuckCode.REFUSED_WHEN_REBUILT:
         return key_in_use()
-    return Problem(409, "key_stuck", "Do not retry. This request requires manual intervention.")
+    detail = "This request requires manual intervention. Keep the key: after the intervention, a retry with it gets the answer."
+    return Problem(409, "key_stuck", detail)
 
 
 def conflict() -> Problem:
