@@ -31,7 +31,8 @@ UNSAFE_CALL = (
     "@idempotent(recovery_points=[...])."
 )
 RANDOM_KEY = (
-    "Pass the key of request.idempotency_key.call(NAME): it is the same in each run of this request, and nobody else's."
+    "Pass the key of request.idempotency_key.call(NAME): it is the same in each run of this request, and different for "
+    "every other request."
 )
 OTHER_ARGUMENTS = (
     "A service refuses a known key with other arguments. Compute each argument in a phase, store it in a row, and read it from "
@@ -110,7 +111,8 @@ def _of_effects(differences: Sequence[Difference], derived: set[str], effects: S
         if None in keys:
             return f"{fake.name} was called {len(keys)} times without an idempotency key, at {lines}.", UNSAFE_CALL
         if not derived.issuperset(map(str, keys)):
-            return f"{fake.name} got a different key from each run, none of key.derive(), at {lines}.", RANDOM_KEY
+            cause = f"{fake.name} got a different key in each run, and not every key came from key.call() or key.derive()"
+            return f"{cause}, at {lines}.", RANDOM_KEY
         return f"{fake.name} was called under several derived keys, at {lines}.", RANDOM_KEY
     return f"A call to another system was made again: {_joined(effects)}.", UNSAFE_CALL
 
