@@ -58,9 +58,9 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     A plain view has no ``recovery_points`` and writes to the database only. One transaction contains the claim, its writes
     and the stored response. A phased view declares ``recovery_points`` and loops over ``request.idempotency_key.phases()``.
 
-    When the view returns a 2xx, 3xx or definitive 4xx, the response and the work are committed. A 5xx, a status of
-    NEVER_STORED_STATUSES or an exception rolls a plain view back. It leaves a phased view at its last recovery point, and the
-    next request with the key continues from there.
+    When the view returns a 2xx, a 3xx, or a 4xx that is not in NEVER_STORED_STATUSES, the response and the work are committed.
+    After a 5xx, a status of NEVER_STORED_STATUSES or an exception, a plain view is rolled back, and a phased view stays at its
+    last recovery point. The next request with the key continues from there.
 
     - ``required``: False lets a request without a key run unprotected.
     - ``applies(request)``: False lets the request run unprotected. It is called neither for safe methods nor for a request

@@ -40,11 +40,12 @@ logger = logging.getLogger("idempotency")
 
 #: The wait after the first refusal. It doubles with each refusal, up to an hour; ten refusals take 1.4 hours.
 BACKOFF_SECONDS = 10
-#: The time limit of an idle batch. A shorter one would end its transaction while it waits for a broker.
+#: The idle time limit of the transaction of a batch. A lower limit would end the transaction while the batch waits for a
+#: broker.
 IDLE_SECONDS = 4 * BATCH_SECONDS
 
-#: A queue whose broker could not be reached is left out for this time, the longest pause of a loop after a failed pass. The
-#: pass may last much longer, and the broker may have been away for one call.
+#: The time for which a queue is left out after its broker could not be reached: the longest pause of a loop after a failed
+#: pass. The pass then tries the queue again, because a pass may last much longer than the outage.
 UNREACHABLE_SECONDS = 10
 
 
@@ -106,7 +107,8 @@ class _Pass:
 def backlog(*, using: str | None = None) -> Backlog:
     """Measure the waiting jobs by the clock of the database, for metrics and health checks. Nothing is written.
 
-    The age of a job counts from its ``run_at``. If it exceeds a few passes, no enqueuer runs or a broker is unavailable.
+    The age of a job counts from its ``run_at``. If this age exceeds the time of a few passes, no enqueuer runs or a broker is
+    unavailable.
     """
     due = Q(failed_at__isnull=True, run_at__lte=Now())
     counts = StagedJob.objects.using(using or router.db_for_write(StagedJob)).aggregate(
@@ -130,7 +132,8 @@ def enqueue_once(
     - ``stop``: called before each batch; True ends the pass.
 
     A queue whose broker could not be reached is left out for UNREACHABLE_SECONDS, then offered again in the same pass.
-    Raises BrokerUnavailable if it could not be reached until the end, after the jobs of the other queues were handed over.
+    Raises BrokerUnavailable at the end of the pass if a queue is still left out then. The jobs of the other queues were handed
+    over before.
     Raises NotReplicated if the standbys do not confirm the jobs of a batch, which stay as they are (CONFIRM_REPLICATED).
     """
     alias = using or router.db_for_write(StagedJob)

@@ -101,7 +101,7 @@ class JobNotAllowed(IdempotencyError, ValueError):
 
 
 class MessageInProgress(IdempotencyError):
-    """Another delivery of this message is being processed. Refuse this one, so that it is delivered again. A webhook view
+    """Another delivery of this message is being processed. Refuse this delivery, so that it is delivered again. A webhook view
     responds with 503."""
 
 

@@ -40,7 +40,8 @@ _INSERT = "INSERT INTO {} (source, message_id) VALUES (%s, %s) ON CONFLICT (sour
 
 @either_context(holds_transaction=True)
 def process_once(source: str, message_id: str, *, using: str | None = None) -> Iterator[bool]:
-    """Open a transaction for one delivery of a message; return True the first time, False if it took effect before.
+    """Open a transaction for one delivery of a message. The variable of the block is True for the first delivery, and False if
+    the message took effect before.
 
     The argument ``source`` names the sender ("stripe"), at most 100 characters. The argument ``message_id`` is the id that
     the sender gave to the message, at most 255 characters.
@@ -48,7 +49,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
     an outer transaction the block is a savepoint and commits with the outer one. A second delivery waits up to 5 seconds for
     the first; on SQLite, up to the ``timeout`` of the connection.
     Raises MessageInProgress after that wait. Refuse the delivery, so that it is repeated.
-    Raises NotReplicated if the standbys do not confirm an earlier effect, or that of the block (CONFIRM_REPLICATED).
+    Raises NotReplicated if the standbys do not confirm the effect of an earlier delivery or of this block (CONFIRM_REPLICATED).
     Raises TransactionManagementError if the block caught an error that broke the transaction, or ended it by COMMIT or
     ROLLBACK.
     Raises ValueError if the source or the id cannot be stored.

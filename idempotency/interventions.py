@@ -61,8 +61,8 @@ def complete_now(
 ) -> str | None:
     """Hand a key back as ``hand_back`` does, and run it in this process; return the result of ``complete_key``.
 
-    Return "handed back" if another run claimed it first; None, without any change, if it could not be handed back. If this
-    process dies, the completer runs the key. The call lasts as long as the view.
+    Return "handed back" if another run claimed the key first. Return None, without any change, if the key could not be handed
+    back. If this process dies, the completer runs the key. The call lasts as long as the view.
     Raises RuntimeError in a transaction.
     """
     refuse_outer_transaction(_alias(using))

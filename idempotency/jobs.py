@@ -35,19 +35,20 @@ def stage_job(
     run_at: datetime | None = None,
     using: str | None = None,
 ) -> StagedJob:
-    """Insert a job in the open transaction and return it. It is handed to the broker only after COMMIT.
+    """Insert a job in the open transaction and return it. It is handed to the broker only after COMMIT. The id of the row
+    becomes the broker's id of the job.
 
     - ``name``: the dotted path of the function.
     - ``args``: JSON; a dict becomes keyword arguments, a list positional arguments.
     - ``run_at``: the job is not handed over before this time.
     - ``using``: the database of the row. By default it is the database of the current request's key, or else the one that the
-      router chooses. The id of the row becomes the broker's id of the job.
+      router chooses.
 
     On an exception nothing was written.
     Raises NoOpenTransaction outside a transaction.
     Raises TypeError if an argument is not JSON.
     Raises ValueError for an invalid name, queue or time.
-    Raises JobNotAllowed, a ValueError, if the queue runs functions and JOB_MODULES does not permit this one.
+    Raises JobNotAllowed, a ValueError, if the queue runs functions and JOB_MODULES does not permit this function.
     """
     _refuse_path(name)
     _refuse_queue(queue)
@@ -83,7 +84,8 @@ async def astage_job(
 
 
 def shard_of(job: StagedJob) -> str | None:
-    """Return the database of the job's inbox row, which its worker needs; None if the project has only one."""
+    """Return the alias of the database with the job's inbox row, which the worker must use. None if the job is in the default
+    database and the router writes staged jobs there."""
     alias = job._state.db
     return None if alias == DEFAULT_DB_ALIAS == router.db_for_write(StagedJob) else alias
 

@@ -166,9 +166,9 @@ class MadeCall:
     def retryable(self) -> None:
         """Declare that the call took no effect: the intent is deleted at the end of the block, and a retry calls again.
 
-        After this call, return a status that is not stored, or raise an exception. A later phase of this run cannot commit: it
-        raises CallNotRecorded. If you call a second service instead, ``record()`` the refusal of the first: a retry must not
-        call the first again.
+        After ``retryable()``, return a status that is not stored, or raise an exception. A later phase of this run cannot
+        commit: it raises CallNotRecorded. If you call a second service instead, ``record()`` the refusal of the first: a retry
+        must not call the first again.
         """
         self.may_be_repeated = True
 
@@ -189,8 +189,8 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     the recorded result is committed. It is committed even if another claim has taken over the key, because the call was made.
     If a failover has lost the intent, it is written again, with or without a result.
 
-    If the block recorded nothing, and the view catches its exception and continues, the next phase or call raises CallInDoubt.
-    After ``retryable()`` the next phase raises CallNotRecorded.
+    If the block recorded nothing, and the view catches the exception of the block and continues, the next phase or call raises
+    CallInDoubt. After ``retryable()`` the next phase raises CallNotRecorded.
     Raises CallInDoubt if this or another call of the key was begun before and has no recorded result; the key becomes stuck.
     Raises CallNotRecorded if the block recorded nothing.
     Raises LockLost if another claim has taken over the key.

@@ -59,12 +59,14 @@ def reap_once(
 ) -> ReapPass:
     """Delete expired rows and settle overdue keys. Several reapers may run concurrently.
 
-    Each batch is deleted in one transaction, followed by a pause. A pass deletes finished and refused keys after the
-    retention, messages of the inbox after 30 days, and counts of requests after 8 days. It keeps the message of a job that is
-    still staged. Foreign keys to a deleted key are honoured; a key that one of them protects is kept.
+    Each batch is deleted in one transaction, followed by a pause. A pass deletes finished and refused keys after the retention,
+    messages of the inbox after 30 days, and counts of requests after 8 days. It keeps the message of a job that is still
+    staged. The ``on_delete`` action of each foreign key to IdempotencyKey is applied. A key that a row of the project protects
+    is kept.
 
     Unfinished keys that are not refused are overdue after RETENTION_HOURS, which count from their creation or from the last
-    hand-back. Unless a run holds the key, ``on_abandon`` of its view settles it, or it becomes stuck.
+    hand-back. If no run holds an overdue key, ``on_abandon`` of its view settles the key. If the view has no ``on_abandon``, or
+    if it fails, the key becomes stuck.
 
     - ``older_than_hours``: replaces RETENTION_HOURS for finished and refused keys. A longer ``retention_hours`` of the view
       still counts. A retry whose key was deleted runs again.

@@ -1,4 +1,4 @@
-"""Scopes: the owner of each key. Two scopes never see each other's keys.
+"""Scopes: the owner of each key. A request of one scope cannot access the keys of another scope.
 
 Each function of this module can be passed as ``@idempotent(scope=...)``. The scope of a retry must equal the scope of the
 first request, and no other sender may have it. It is read after authentication.
@@ -36,10 +36,10 @@ def user(request: HttpRequest) -> str:
 def session(request: HttpRequest) -> str:
     """Return the scope of the session, or an empty string without a session.
 
-    The scope is an id that is derived from the first session key, so that two first requests get the same one. It is stored
-    in the session and survives a new session key. On return it is saved, so that a retry finds it after a 500 or a login.
-    With signed_cookies there is no scope, because different sessions may have equal cookies. A session that this request has
-    created is no scope either, because a client that gets no answer retries without the cookie.
+    The scope is an id that is derived from the first session key, so that two first requests get the same id. It is stored in
+    the session and survives a new session key. On return it is saved, so that a retry finds it after a 500 or a login. With
+    signed_cookies there is no scope, because different sessions may have equal cookies. A session that this request has created
+    is no scope either, because a client that gets no answer retries without the cookie.
     Raises UpdateError if the session is deleted concurrently.
     """
     store = getattr(request, "session", None)
@@ -57,7 +57,7 @@ def session(request: HttpRequest) -> str:
         if store.modified and store.session_key != request.COOKIES.get(settings.SESSION_COOKIE_NAME):
             logger.warning(
                 "No scope: the session was created by this request, and a client that gets no answer does not get its cookie. "
-                "Create the session before, for example with the page from which the request is sent."
+                "Create the session earlier, for example with the page from which the request is sent."
             )
             return ""
         # A separate store: the other changes of this request are saved with its response, or not at all.

@@ -84,7 +84,8 @@ def _prefers_html(request: HttpRequest) -> bool:
 
 
 def _page(request: HttpRequest, context: dict[str, Any]) -> str:
-    """Return the page. Without the database no context processor is called, because it may read it."""
+    """Return the page. Without the database no context processor is called, because a context processor may read the
+    database."""
     try:
         template = loader.get_template(_TEMPLATE)
     except TemplateDoesNotExist:  # The project has no engine that looks into apps.
@@ -153,6 +154,6 @@ def database_unavailable() -> Problem:
 
 
 def not_replicated() -> Problem:
-    """A synchronous standby has not confirmed what the response reports. A retry asks it again."""
+    """A synchronous standby has not confirmed what the response reports. A retry waits for the confirmation again."""
     detail = "Retry after the time in Retry-After, with the same key."
     return Problem(503, "not_replicated", detail, retryable=True, retry_after=LOOK_AGAIN_SECONDS)
