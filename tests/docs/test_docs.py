@@ -142,11 +142,12 @@ def only_example(page: str) -> str:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_example_of_a_shell_hands_stuck_keys_back() -> None:
+@pytest.mark.parametrize("page", ["a-key-is-stuck.md", "practise-with-a-stuck-key.md"])
+def test_the_example_of_a_shell_hands_stuck_keys_back(page: str) -> None:
     now = timezone.now()
     stuck = {"stuck_at": now, "stuck_reason": "It failed 25 times.", "claim_token": uuid4()}
     key, other = (IdempotencyKeyFactory(stuck_code=code, **stuck) for code in ("view_gave_up", "call_in_doubt"))
-    exec(compile(file_of("a-key-is-stuck.md", "hand_back.py"), "shell", "exec"), {})
+    exec(compile(file_of(page, "hand_back.py"), "shell", "exec"), {})
     key.refresh_from_db()
     other.refresh_from_db()
     assert (key.stuck_at, key.history[-1]["detail"], other.stuck_at) == (
