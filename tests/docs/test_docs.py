@@ -127,7 +127,7 @@ def refusals() -> list[problems.Problem]:
 
 
 def test_the_lines_of_the_processes_are_those_that_they_write() -> None:
-    page = (ROOT / "docs" / "how-to" / "run-the-processes.md").read_text()
+    page = (ROOT / "docs" / "reference" / "log-lines.md").read_text()
     written = re.findall(r"^\| `(\w+: \d[\w ,]+)` \|", page, re.M)
     assert written == [
         f"enqueue_jobs: {in_words(EnqueuePass(handed_over=12))}",
