@@ -80,7 +80,12 @@ class Problem(Exception):
 def _prefers_html(request: HttpRequest) -> bool:
     """Return whether the client prefers HTML to JSON. A client that accepts everything does not."""
     # Django compares types slowly, and most clients of an API name none of these.
-    return "text/" in request.META.get("HTTP_ACCEPT", "").lower() and request.get_preferred_type(_TYPES) == "text/html"
+    if "text/" not in request.META.get("HTTP_ACCEPT", "").lower():
+        return False
+    try:
+        return request.get_preferred_type(_TYPES) == "text/html"
+    except (LookupError, ValueError):  # a parameter in an unknown charset
+        return False
 
 
 def _page(request: HttpRequest, context: dict[str, Any]) -> str:

@@ -4,23 +4,30 @@ The fingerprint still covers them. It is keyed with the SECRET_KEY, so that valu
 from it.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
+from django.utils.http import parse_header_parameters
+
 REDACTED = "[redacted]"
-#: Characters that a form contains only percent-encoded. A body with one of them is JSON, XML or text, which some clients send
-#: with the content type of a form.
-_NO_FORM = re.compile(rb'[{}"<>\n]')
+#: What a form contains only percent-encoded, a name that contains JSON, and a name without a value. A body with one of them is
+#: JSON, XML or text, which some clients send with the content type of a form.
+_NO_FORM = re.compile(rb'[{}"<>\s]|(?:^|&)[^=&]*(?:%7b|%22)|(?:^|&)[^=&]+(?:&|$)', re.IGNORECASE)
+#: In another charset, such as UTF-7, a view may read other names than this module.
+_CHARSETS = ("utf-8", "ascii", "iso8859-1")
 
 
 def redacted_body(body: bytes, content_type: str, paths: Sequence[str]) -> tuple[bytes | None, bool]:
     """Return the body to store, or None if its content is unknown, and whether anything was removed."""
     if not body:
         return body, False
-    kind = content_type.partition(";")[0].strip().lower()
+    kind, parameters = parse_header_parameters(content_type)
+    if not _is_read_alike(parameters.get("charset", "utf-8")):
+        return None, True
     if kind == "application/x-www-form-urlencoded" and not _NO_FORM.search(body):
         text, taken = _redacted_fields(body.decode("utf-8", "surrogateescape"), paths)
         return (text.encode() if taken else body), taken
@@ -34,6 +41,13 @@ def redacted_body(body: bytes, content_type: str, paths: Sequence[str]) -> tuple
     except (ValueError, RecursionError):
         return None, True
     return (json.dumps(value).encode() if found else body), found
+
+
+def _is_read_alike(charset: str) -> bool:
+    try:
+        return codecs.lookup(charset).name in _CHARSETS
+    except LookupError:  # Django and the frameworks ignore it.
+        return True
 
 
 def redacted_target(target: str, paths: Sequence[str]) -> tuple[str, bool]:

@@ -44,6 +44,8 @@ def asking(accept: str | None = BROWSER) -> HttpRequest:
         ("text/html;q=0.5, application/json", False),
         ("text/html;q=0, */*", False),
         ("application/problem+json, text/html;q=0.9", False),
+        ("text/html;charset*=unknown''%ff", False),
+        ("text/html;q*0*=unknown''1", False),
     ],
 )
 def test_html_is_for_those_who_prefer_it(accept: str | None, html: bool) -> None:

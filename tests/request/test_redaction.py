@@ -8,6 +8,9 @@ import pytest
 from django.db import connection
 from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
+from rest_framework.parsers import FormParser, JSONParser
+from rest_framework.response import Response
+from rest_framework.views import APIView
 
 from idempotency._request.fingerprint import fingerprint
 from idempotency._request.redaction import redacted_body
@@ -212,3 +215,36 @@ def test_what_is_kept_of_a_body(body: bytes, content_type: str, kept: bytes | No
 def test_a_single_path_is_refused_at_decoration() -> None:
     with pytest.raises(ValueError, match="list of dotted paths"):
         idempotent(redact="card.number")(lambda request: HttpResponse())
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "read"),
+    [
+        (FORM, NUMBER.encode(), None),
+        (FORM, f"[{NUMBER}]".encode(), None),
+        (FORM, f"card: {NUMBER}".encode(), None),
+        (FORM, f"%7B%22card%22%3A%22{NUMBER}%22%7D".encode(), None),
+        (f"{FORM}; charset=utf-7", f"c+AGE-rd={NUMBER}".encode(), NUMBER),
+        (f"{FORM}; charset=utf-16-le", f"card={NUMBER}".encode("utf-16-le"), NUMBER),
+        (f"{JSON}; charset=utf-7", f'{{"c+AGE-rd": "{NUMBER}"}}'.encode(), NUMBER),
+        (f"{FORM}; charset=unknown", f"card={NUMBER}".encode(), NUMBER),
+        (f"{FORM}; charset=latin-1", f"card={NUMBER}".encode(), NUMBER),
+    ],
+)
+def test_a_body_that_is_no_form_or_in_another_charset_is_not_stored(
+    content_type: str, body: bytes, read: str | None, serve: Serve, sender: Sender
+) -> None:
+    seen: list[Any] = []
+
+    class Pay(APIView):
+        parser_classes = [FormParser, JSONParser]
+
+        @idempotent(redact=["card"])
+        def post(self, request: Any) -> Response:
+            seen.append(request.data.get("card"))
+            return Response({})
+
+    serve(view=Pay.as_view())
+    assert sender.send(body=body, content_type=content_type).status_code == 200
+    assert seen == [read]
+    assert NUMBER not in everything_stored()
