@@ -39,6 +39,8 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
     try:
         if (completion := completion_of(request)) is not None:
             return run_claimed(call, options, completion.key, completion=completion)
+        if call.seen_request is not request:
+            stored_request.read_into_memory(request)
         if not _applies(call, options):
             return _unprotected(call)
         value = key_header.key_of(request, call.seen_request, options.key_from)

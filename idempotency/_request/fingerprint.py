@@ -131,8 +131,12 @@ def is_multipart(request: HttpRequest) -> bool:
 def is_parsed(request: HttpRequest) -> bool:
     """Return whether the fields and files of a multipart body are in ``POST`` and ``FILES``: Django parses the body of a POST,
     and a middleware may have parsed that of another method (Django Ninja has one)."""
-    streamed = request._read_started and not hasattr(request, "_body")  # type: ignore[attr-defined]
-    return request.method == "POST" or (streamed and hasattr(request, "_post"))
+    fields = getattr(request, "_post", None)
+    if hasattr(request, "_body"):
+        # A parser of Django REST framework may leave data of its own in ``_post``.
+        return request.method == "POST" and (fields is None or isinstance(fields, QueryDict))
+    # Django leaves empty fields in a request that it does not parse.
+    return request.method == "POST" or bool(fields or getattr(request, "_files", None))
 
 
 def _content(request: HttpRequest, body: bytes | None) -> tuple[bytes, bytes]:
@@ -199,6 +203,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _multipart(request: HttpRequest, body: bytes | None) -> bytes:
     """Return the sorted fields and files, each file by its hash. The files are rewound."""
     fields, files = _parts(request, body)
+    whole = vars(request).get("_body")
+    if whole is not None and any("\ufffd" in text for name, values in fields.lists() for text in (name, *values)):
+        # Not text in this charset. A parser of the view may tell such bytes apart.
+        fields, files = readable(MultiPartParser(request.META, BytesIO(whole), _handlers(request), "latin-1").parse)
     counting = [pair for pair in fields.lists() if pair[0] != _CSRF_FIELD]
     named = sorted(files.lists(), key=itemgetter(0))
     return json.dumps(
@@ -213,9 +221,12 @@ def _parts(request: HttpRequest, body: bytes | None) -> tuple[QueryDict, "MultiV
     if is_parsed(request):
         return request.POST, request.FILES
     # Parse a copy, because the view may parse the body itself.
-    handlers = [load_handler(path, request) for path in settings.FILE_UPLOAD_HANDLERS]
     encoding = request.encoding or settings.DEFAULT_CHARSET
-    return readable(MultiPartParser(request.META, BytesIO(body or b""), handlers, encoding).parse)
+    return readable(MultiPartParser(request.META, BytesIO(body or b""), _handlers(request), encoding).parse)
+
+
+def _handlers(request: HttpRequest) -> list[Any]:
+    return [load_handler(path, request) for path in settings.FILE_UPLOAD_HANDLERS]
 
 
 def readable(read: Callable[[], Parsed]) -> Parsed:

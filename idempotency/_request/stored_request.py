@@ -6,6 +6,8 @@ lower-case names, which no stored header has.
 
 import json
 import secrets
+from contextlib import suppress
+from copy import copy
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -15,9 +17,10 @@ from asgiref.sync import sync_to_async
 from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
+from django.core.exceptions import BadRequest
 from django.core.handlers.wsgi import WSGIRequest
 from django.db.utils import Error
-from django.http import HttpRequest, RawPostDataException
+from django.http import HttpRequest, QueryDict, RawPostDataException
 
 from idempotency import conf
 from idempotency._request import problems
@@ -47,8 +50,12 @@ _KEPT_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "S
 _REDACTED = "redacted"
 #: The mark with the mount point of the site, unless it is the root.
 _SCRIPT_NAME = "script_name"
+_FORM = "application/x-www-form-urlencoded"
 #: The mark of a multipart request, whose fields are stored as a form.
 _MULTIPART = "multipart"
+#: The mark of a form that a middleware has parsed although the method is not POST: one of Django Ninja, or one that overrides
+#: the method.
+_PARSED = "parsed"
 #: The mark of an authenticated sender that is not a Django user.
 _NO_USER = "no_user"
 #: The mark with the URLconf that a middleware chose, for instance by host.
@@ -71,12 +78,13 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
     """Return the parts of the request that a claim stores. The body is read. Raises Problem ``body_incomplete`` for a
     truncated body, and the exceptions of Django for a body that is too large or invalid. If the values of ``keep=`` cannot be
     stored, ``unstorable`` has the error, which names the ``view``: a request that is only answered needs them no more."""
-    body, content_type = _body(request)
+    body, content_type = _body(request, unchanged=not options.redact)
     headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
     headers |= {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
     marks = {
         _NO_USER: "true" if is_no_user(request) else "",
-        _MULTIPART: "true" if is_multipart(request) and is_parsed(request) else "",
+        _MULTIPART: "true" if is_multipart(request) and content_type == _FORM else "",
+        _PARSED: "true" if request.method != "POST" and getattr(request, "_post", None) else "",
         _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
         _URLCONF: chosen_urlconf(request),
     }
@@ -111,24 +119,49 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
     )
 
 
-def _body(request: HttpRequest) -> tuple[bytes | None, str]:
-    """Return the body to store and its content type. Of a multipart request the fields are stored; with files, nothing."""
+def _body(request: HttpRequest, *, unchanged: bool) -> tuple[bytes | None, str]:
+    """Return the body to store and its content type. A multipart body is stored with files not at all; otherwise as it came
+    if it is in memory and may be stored ``unchanged``, else as the form of its fields."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
+    read_into_memory(request)
+    if is_multipart(request) and not request._read_started:  # type: ignore[attr-defined]
+        _parse(request)  # A view of Django REST framework takes these fields, whatever the method.
     if not (is_multipart(request) and is_parsed(request)):
         _refuse_cut_body(request, len(request.body))
         return request.body, content_type
-    if request._read_started and not (hasattr(request, "_post") or hasattr(request, "_body")):  # type: ignore[attr-defined]
+    whole = getattr(request, "_body", None)
+    if whole is None and not isinstance(getattr(request, "_post", None), QueryDict):
         raise RawPostDataException(
             "The body was read as a stream before @idempotent could compare it. Code outside @idempotent must read "
             "request.body or request.POST instead."
         )
-    if not request._read_started and _fits_in_memory(request):  # type: ignore[attr-defined]
-        # A view of Django REST framework parses the bytes itself. Of a larger request it gets what Django has parsed.
-        request.body  # noqa: B018
-    fields = readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode())
-    whole = getattr(request, "_body", None)
+    if whole is not None and not hasattr(request, "_post"):
+        # The parsers of the view use the upload handlers again, and these may count.
+        handlers = [copy(handler) for handler in request.upload_handlers]
+        _parse(request)
+        request._upload_handlers = handlers  # type: ignore[attr-defined]
     _refuse_cut_body(request, len(whole) if whole is not None else getattr(request._stream, "_pos", None))
-    return (None, content_type) if request.FILES else (fields, "application/x-www-form-urlencoded")
+    if request.FILES:
+        return None, content_type
+    if whole is not None and unchanged:
+        return whole, content_type  # A parser of the view may read more than Django's fields.
+    return readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode()), _FORM
+
+
+def read_into_memory(request: HttpRequest) -> None:
+    """Read a multipart body that Django would keep in memory. A view of Django REST framework parses it itself, and must not
+    consume the stream. Of a larger body, the view gets what Django has parsed."""
+    if is_multipart(request) and not request._read_started and _fits_in_memory(request):  # type: ignore[attr-defined]
+        request.body  # noqa: B018
+
+
+def _parse(request: HttpRequest) -> None:
+    """Parse the form of a request with any method. Django does it for POST only."""
+    method, request.method = request.method, "POST"
+    try:
+        readable(request._load_post_and_files)
+    finally:
+        request.method = method
 
 
 def _fits_in_memory(request: HttpRequest) -> bool:
@@ -204,6 +237,9 @@ def rebuild(key: IdempotencyKey) -> HttpRequest:
     request = WSGIRequest(_environ(key, body, content_type))
     # The body counts as read, because a stream could not serve a second attempt.
     request._body = body
+    if _PARSED in key.request_headers:
+        with suppress(BadRequest):  # In a charset that only the parsers of the view can read.
+            _parse(request)
     # The original request passed the CSRF check; otherwise there would be no key.
     request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
     request.user = _user(key)
