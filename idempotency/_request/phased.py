@@ -21,7 +21,7 @@ from django.db.utils import Error
 from django.http import HttpResponseBase
 
 from idempotency import signals
-from idempotency._request import problems, responses
+from idempotency._request import problems, replays, responses
 from idempotency._request.options import Options
 from idempotency._request.phased_run import Completion, PhasedRun
 from idempotency._request.retry import Attempts, RequestState
@@ -47,7 +47,7 @@ def run_phased(call: Call, options: Options, captured: ClaimedRequest, *, using:
     while (claim := claims.claim_phased(captured, points, using=using)).outcome is Outcome.IN_PROGRESS and patience.waited():
         pass
     if claim.outcome is not Outcome.CLAIMED:
-        return responses.answer_without_running(claim, call, options, using=using)
+        return replays.answer_without_running(claim, call, options, using=using)
     if claim.key.attempts > 1:
         logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point, extra=events.about(claim.key))
     events.emit(signals.key_claimed, claim.key, call.request)
@@ -69,7 +69,7 @@ def run_claimed(call: Call, options: Options, key: IdempotencyKey, *, completion
             other = None  # A failover that lost this key has given its id to another.
         if completion is not None:
             completion.note(other)
-        return responses.answer_of_other_run(other, call, options, sender)
+        return replays.answer_of_other_run(other, call, options, sender)
     except KeyStuck as stuck:
         if run.finished:
             raise  # The response is stored, and retries get it.
@@ -92,7 +92,7 @@ def run_claimed(call: Call, options: Options, key: IdempotencyKey, *, completion
 def _in_attempts(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
     """Run the view, and again after a serialization failure. An HTTP exception releases or refuses the key."""
     if run.key.recovery_point not in run.order:
-        raise CannotRun(StuckCode.UNKNOWN_RECOVERY_POINT, responses.unknown_point(run.key))
+        raise CannotRun(StuckCode.UNKNOWN_RECOVERY_POINT, replays.unknown_point(run.key))
     try:
         for attempt in Attempts(RequestState(call), lambda: run.level):
             with attempt:

@@ -8,7 +8,7 @@ from django.db.utils import Error
 from django.http import HttpResponseBase
 
 from idempotency import signals
-from idempotency._request import problems, responses
+from idempotency._request import problems, replays, responses
 from idempotency._request.options import Options
 from idempotency._request.retry import Attempts, RequestState
 from idempotency._request.view_call import Call
@@ -41,7 +41,7 @@ def run_plain(call: Call, options: Options, captured: ClaimedRequest, *, using: 
         # The writes of a view that raised are rolled back, as under ATOMIC_REQUESTS; its response is stored.
         claim, response = run.attempt(lambda: answer)
     if response is None:
-        return responses.answer_without_running(claim, call, options, using=using)
+        return replays.answer_without_running(claim, call, options, using=using)
     if responses.is_stored(response):
         events.emit(signals.key_claimed, claim.key, call.request)
         events.emit(signals.key_finished, claim.key, call.request)

@@ -1,30 +1,22 @@
-"""Responses: which are stored, in which form, and the responses to requests that may not run."""
+"""Responses: which are stored, in which form, and the response made of a stored one."""
 
 import json
-import logging
 from http import HTTPStatus
 from typing import Any
 
 from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
 from django.core.handlers.exception import response_for_exception
 from django.db.utils import Error
-from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
+from django.http import Http404, HttpResponse, HttpResponseBase
 from django.http.multipartparser import MultiPartParserError
 
-from idempotency import conf, signals
-from idempotency._async import awaited
-from idempotency._request import problems
-from idempotency._request.options import Options
+from idempotency import conf
 from idempotency._request.problems import Problem
 from idempotency._request.view_call import Call
-from idempotency._store import events, replication, settlement
-from idempotency._store.claims import Claim, Outcome
 from idempotency._text import cut
-from idempotency.exceptions import IdempotencyError, StuckCode
-from idempotency.http import is_not_stored, not_stored
+from idempotency.exceptions import IdempotencyError
+from idempotency.http import is_not_stored
 from idempotency.models import IdempotencyKey
-
-logger = logging.getLogger("idempotency")
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 BODY_OMITTED_HEADER = "Idempotent-Body-Omitted"
@@ -57,15 +49,19 @@ def is_refusal(response: HttpResponseBase) -> bool:
 
 def stored_parts(response: HttpResponseBase) -> tuple[int, dict[str, str], bytes | None]:
     """Return status, headers and body to store; the body is None if it streams or is too large."""
-    headers = {
+    body = response.content if isinstance(response, HttpResponse) else None
+    if body is not None and len(body) > conf.get().MAX_STORED_BODY_BYTES:
+        body = None
+    return response.status_code, stored_headers(response), body
+
+
+def stored_headers(response: HttpResponseBase) -> dict[str, str]:
+    """Return the headers of a response that its replay has too."""
+    return {
         name: value
         for name, value in response.items()
         if name.lower() not in _FRESH_HEADERS and not name.lower().startswith(_FRESH_PREFIXES)
     }
-    body = response.content if isinstance(response, HttpResponse) else None
-    if body is not None and len(body) > conf.get().MAX_STORED_BODY_BYTES:
-        body = None
-    return response.status_code, headers, body
 
 
 def described(response: HttpResponseBase, *, withheld: bool) -> str:
@@ -127,77 +123,3 @@ def answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
     if isinstance(error, HTTP_EXCEPTIONS) or conf.get().STORE_5XX:
         answer = response_for_exception(call.request, error)
     return answer if answer is not None and is_stored(answer) else None
-
-
-def answer_without_running(claim: Claim, call: Call, options: Options, *, using: str) -> HttpResponseBase:
-    """Return the stored response for a key that could not be claimed, or raise Problem."""
-    key = claim.key
-    if claim.outcome is Outcome.FINISHED:
-        return replay(key, call, options)
-    problem = _conflict(claim)
-    events.emit(signals.key_conflict, key, call.request, code=problem.code)
-    if claim.outcome is Outcome.UNKNOWN_POINT:
-        code, reason = StuckCode.UNKNOWN_RECOVERY_POINT, unknown_point(key)
-        settlement.give_up(key.pk, code, reason, using=using, request=call.request)
-    raise problem
-
-
-def answer_of_other_run(
-    key: IdempotencyKey | None, call: Call, options: Options, sender: HttpRequest | None
-) -> HttpResponseBase:
-    """Return the response of the run that has taken over the key. Raises Problem if it has stored none. If ``sender`` is
-    None, the caller is the completer, and no replay is announced."""
-    if key is not None and key.finished_at is not None:
-        return replay(key, call, options) if sender is not None else _replayed(key)
-    stuck_code = key.stuck_code if key is not None else ""
-    problem = problems.key_stuck(stuck_code) if stuck_code else problems.key_in_use()
-    events.emit(signals.key_conflict, key, sender, code=problem.code)
-    raise problem
-
-
-def replay(key: IdempotencyKey, call: Call, options: Options) -> HttpResponseBase:
-    """Return the stored response, or the refusal of ``replay_check``, which does not change the key. Raises NotReplicated."""
-    replication.confirm(str(key._state.db))
-    if (check := options.replay_check) is not None:
-        refusal = awaited(check(call.seen_request, key, **call.named_by(check)))
-        if refusal is not None:
-            if not isinstance(refusal, HttpResponseBase):
-                raise TypeError(
-                    f"The function replay_check must return None or a response that refuses the replay, not {refusal!r}."
-                )
-            return not_stored(call.rendered(refusal))
-    response = _replayed(key)
-    events.emit(signals.key_replayed, key, call.request)
-    return response
-
-
-def unknown_point(key: IdempotencyKey) -> str:
-    return (
-        f"The running code does not declare the recovery point {key.recovery_point!r}. Deploy code that declares it: the next "
-        f"request or the completer then continues from there. Nothing is lost."
-    )
-
-
-def _replayed(key: IdempotencyKey) -> HttpResponse:
-    if key.response_code is None:
-        logger.error(
-            "key %s was committed without a response, probably because its view ended the transaction with COMMIT. The writes "
-            "before it are committed. The client gets 409.",
-            key.key_hash,
-            extra=events.about(key),
-        )
-        raise problems.key_stuck("")
-    response = stored_response(key)
-    response[conf.get().REPLAYED_HEADER] = "true"
-    return response
-
-
-def _conflict(claim: Claim) -> Problem:
-    match claim.outcome:
-        case Outcome.MISMATCH:
-            return problems.key_reused()
-        case Outcome.IN_PROGRESS:
-            return problems.key_in_use(claim.lock_seconds)
-        case Outcome.STUCK:
-            return problems.key_stuck(claim.key.stuck_code)
-    return problems.key_stuck(StuckCode.UNKNOWN_RECOVERY_POINT)

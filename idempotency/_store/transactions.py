@@ -36,6 +36,12 @@ _LEVELS: dict[Isolation, IsolationLevel] = {
     "repeatable read": IsolationLevel.REPEATABLE_READ,
     "serializable": IsolationLevel.SERIALIZABLE,
 }
+#: A setting that lasts as long as the transaction. Its id is no marker on Citus, where the workers write.
+MARKER = "current_setting('idempotency.transaction', true)"
+_OR_ENDED = f", sqrt(CASE WHEN {MARKER} = %(marker)s THEN 1 ELSE -1 END)"
+
+#: A hook of Django that ``atomic()`` calls, if the connection has it, to begin a transaction.
+_BEGIN_HOOK = "_start_transaction_under_autocommit"
 
 
 @dataclass(slots=True)
@@ -223,14 +229,6 @@ def prepare_commits(aliases: list[str], committed: list[str], *, last: str) -> N
             for _, hook, robust in hooks:  # type: ignore[misc]  # the stubs know two of the three
                 transaction.on_commit(hook, using=last, robust=robust)
             transaction.on_commit(partial(committed.append, alias), using=alias)
-
-
-#: A setting that lasts as long as the transaction. Its id is no marker on Citus, where the workers write.
-MARKER = "current_setting('idempotency.transaction', true)"
-_OR_ENDED = f", sqrt(CASE WHEN {MARKER} = %(marker)s THEN 1 ELSE -1 END)"
-
-#: A hook of Django that ``atomic()`` calls, if the connection has it, to begin a transaction.
-_BEGIN_HOOK = "_start_transaction_under_autocommit"
 
 
 def _send_beginning(connection: BaseDatabaseWrapper, text: str) -> None:

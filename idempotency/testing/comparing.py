@@ -62,6 +62,8 @@ class Answer:
     content: bytes = b""
     content_type: str = ""
     location: str = ""
+    #: The lower-case names of the headers that a replay has too.
+    headers: frozenset[str] = frozenset()
     error: BaseException | None = None
 
     def body(self) -> Any:

@@ -7,6 +7,7 @@ What the death of a real process takes away and this one cannot is memory: modul
 
 import re
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -114,8 +115,8 @@ def observed(run: Run) -> Iterator[None]:
 def foreign_calls_noticed() -> Iterator[None]:
     """Notice what runs under observation send over Python's sockets, and which keys they derive. psycopg uses none of them."""
 
-    def noticing_send(name: str) -> Callable[..., Any]:
-        original = getattr(socket.socket, name)
+    def noticing_send(kind: type[socket.socket], name: str) -> Callable[..., Any]:
+        original = getattr(kind, name)
 
         def send(self: socket.socket, data: Any, *args: Any) -> Any:
             run = _active.get()
@@ -125,8 +126,8 @@ def foreign_calls_noticed() -> Iterator[None]:
 
         return send
 
-    def noticing_receive(name: str) -> Callable[..., Any]:
-        original = getattr(socket.socket, name)
+    def noticing_receive(kind: type[socket.socket], name: str) -> Callable[..., Any]:
+        original = getattr(kind, name)
 
         def receive(self: socket.socket, *args: Any, **kwargs: Any) -> Any:
             received = original(self, *args, **kwargs)
@@ -147,10 +148,11 @@ def foreign_calls_noticed() -> Iterator[None]:
         return derived
 
     with ExitStack() as stack:
-        for name in ("send", "sendall"):
-            stack.enter_context(patch.object(socket.socket, name, noticing_send(name)))
-        for name in ("recv", "recv_into"):
-            stack.enter_context(patch.object(socket.socket, name, noticing_receive(name)))
+        for kind in (ssl.SSLSocket, socket.socket):  # TLS has methods of its own
+            for name in ("send", "sendall"):
+                stack.enter_context(patch.object(kind, name, noticing_send(kind, name)))
+            for name in ("recv", "recv_into"):
+                stack.enter_context(patch.object(kind, name, noticing_receive(kind, name)))
         stack.enter_context(patch.object(IdempotencyKey, "derive", noticing_derive))
         yield
 

@@ -131,6 +131,11 @@ class Proof(Stage):
                 raise CannotProve(
                     f"The replay differs from the first response: {answer.content[:200]!r}, then {again.content[:200]!r}."
                 )
+            if self._keys().exists() and (once := answer.headers ^ again.headers):
+                raise CannotProve(
+                    f"Only one of the first response and its replay has the header {min(once)!r}. Set the headers of a "
+                    f"response before it is stored."
+                )
         if missing := found[0].keys() ^ found[1].keys():
             raise CannotProve(
                 f"Two undisturbed requests leave different data: {' / '.join(min(missing))}. Exclude it with ignore=[...], or "

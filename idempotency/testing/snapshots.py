@@ -105,12 +105,14 @@ class Snapshot:
         return [table for table in self.tables if marks[table.label] != self._marks[table.label]]
 
     def unseen(self, written: set[tuple[str, str]], ignored: Container[str]) -> list[str]:
-        """Return the model and the database of each written table that is not in the snapshot. ``written`` has pairs of a
-        database and a table."""
-        seen = {(table.alias, table.model._meta.db_table) for table in self.tables}
-        labels = {model._meta.db_table: model._meta.label for model in _models()}
-        elsewhere = [(labels[table], alias) for alias, table in written - seen if table in labels]
-        return sorted(f"{label} in the database {alias!r}" for label, alias in elsewhere if label not in ignored)
+        """Return the model, or else the table, and the database of each written table that is not in the snapshot. The
+        argument ``written`` has pairs of a database and a table."""
+        unseen = written - {(table.alias, table.model._meta.db_table) for table in self.tables}
+        # The statements are not parsed exactly: UPDATE may stand before another word than a table.
+        existing = {alias: connections[alias].introspection.table_names() for alias, _ in unseen}
+        labels = {model._meta.db_table: model._meta.label for model in apps.get_models(include_auto_created=True)}
+        found = [(labels.get(table, table), alias) for alias, table in unseen if table in existing[alias]]
+        return sorted(f"{label} in the database {alias!r}" for label, alias in found if label not in ignored)
 
     def restore(self) -> None:
         """Put everything back, and let ids begin anew, each table with a range of its own."""

@@ -12,6 +12,7 @@ from django.db import transaction
 
 from idempotency import conf
 from idempotency._request.lookup import has_on_abandon
+from idempotency._request.responses import stored_headers
 from idempotency._states import IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
@@ -88,6 +89,7 @@ class Stage:
             content,
             headers.get("Content-Type", ""),
             headers.get("Location", ""),
+            frozenset(map(str.lower, stored_headers(response))) - {conf.get().REPLAYED_HEADER.lower()},
             raised[-1] if raised and response.status_code >= 500 else None,
         )
 
@@ -101,9 +103,10 @@ class Stage:
         unseen = self._snapshot.unseen(run.written, self._ignore) if self._state is None else []
         if unseen:
             raise CannotProve(
-                f"The request writes {', '.join(unseen)}. The kit compares a model only in the database to which the router "
-                "sends its writes. Let a router in DATABASE_ROUTERS send the model to that database, exclude the model with "
-                "ignore=[...], or pass state=, which returns the data to compare, and reset=, which restores that data."
+                f"The request writes {', '.join(unseen)}. The kit compares only tables of managed models, each in the database "
+                "to which the router sends its writes. Let a router in DATABASE_ROUTERS send the model to that database, "
+                "exclude the model or the table with ignore=[...], or pass state=, which returns the data to compare, and "
+                "reset=, which restores that data."
             )
 
     def _aside(self, work: Callable[[], T]) -> T:

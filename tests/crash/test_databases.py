@@ -1,9 +1,10 @@
-"""Each model is compared in the database of its router; a write elsewhere is not passed over."""
+"""Each model is compared in the database of its router; a write elsewhere, or to another table, is not passed over."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from django.db import connection
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from pytest_django import Settings
 
@@ -66,3 +67,34 @@ def test_a_state_of_the_test_replaces_the_comparison(send: Callable[[str], Any])
 
     with pytest.raises(DoesNotSurvive, match="state / accounts"):
         assert_survives(send, races=False, state=lambda: {"accounts": accounts.count()}, reset=empty)
+
+
+@idempotent
+def writes_without_a_model(request: HttpRequest) -> HttpResponseBase:
+    """Write a row to a table that no model describes."""
+    with connection.cursor() as cursor:
+        cursor.execute("INSERT INTO legacy_entry (name) VALUES ('made')")
+    return JsonResponse({}, status=201)
+
+
+@pytest.fixture
+def legacy_table(transactional_db: None) -> Iterator[None]:
+    """Create the table for one test."""
+    with connection.cursor() as cursor:
+        cursor.execute("CREATE TABLE legacy_entry (id bigserial PRIMARY KEY, name text)")
+    yield
+    with connection.cursor() as cursor:
+        cursor.execute("DROP TABLE legacy_entry")
+
+
+def test_a_write_to_a_table_without_a_model_proves_nothing(
+    serve: Callable[..., None], sender: Sender, legacy_table: None
+) -> None:
+    serve(view=writes_without_a_model)
+
+    def send(key: str) -> Any:
+        return sender.send(key=key)
+
+    with pytest.raises(CannotProve, match="legacy_entry in the database 'default'"):
+        assert_survives(send, races=False)
+    assert_survives(send, races=False, ignore=["legacy_entry"])

@@ -3,9 +3,13 @@
 import os
 import pty
 import re
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
+from http.client import HTTPSConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import pytest
 from django.conf import settings
 from django.db import connection
 from django.db.models import DateTimeField
-from django.http import HttpRequest, JsonResponse
+from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from django.test import Client, TestCase
 from django.urls import path
 from django.utils import timezone
@@ -21,11 +25,13 @@ from django.utils import timezone
 from idempotency.completer import complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from idempotency.testing import CannotProve, CrashTestCase, Report, age, assert_survives, courses, progress
+from idempotency.phases import atomic_phase
+from idempotency.testing import CannotProve, CrashTestCase, DoesNotSurvive, Report, age, assert_survives, courses, progress
 from tests.crash import views
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.commands import environment
 from tests.kit.serving import Sender
+from tests.kit.threads import background
 from tests.kit.waiting import eventually
 from tests.models import Account, Entry
 
@@ -231,3 +237,76 @@ class UnderUnittest(CrashTestCase):
             for course in courses(lambda key: sender.send(key=key), races=False):
                 with self.subTest(course.title):
                     course.check()
+
+
+@idempotent(recovery_points=[])
+def sets_a_header_late(request: HttpRequest) -> HttpResponseBase:
+    """Set a header after the response was stored."""
+    key = request.idempotency_key  # type: ignore[attr-defined]
+    for _ in key.phases():
+        with atomic_phase(key) as phase:
+            response = JsonResponse({}, status=201)
+            phase.set_response(response)
+        response["X-Charge"] = "ch_1"
+    return key.response()  # type: ignore[no-any-return]
+
+
+def test_a_header_that_the_replay_lacks_is_found(serve: Callable[..., None], sender: Sender) -> None:
+    serve(view=sets_a_header_late)
+    with pytest.raises(CannotProve, match="'x-charge'"):
+        assert_survives(lambda key: sender.send(key=key), races=False)
+
+
+def test_a_call_over_tls_is_a_place_to_die(serve: Callable[..., None], sender: Sender) -> None:
+    """The sockets of TLS send and receive with methods of their own."""
+    charges: dict[str, int] = {}
+    texts: list[str] = []
+
+    class Service(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200 if self.path in charges else 201)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            texts.append(self.path) if self.path == "/texts" else charges.setdefault(self.path, 1)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    def context(protocol: int) -> ssl.SSLContext:
+        found = ssl.SSLContext(protocol)
+        found.check_hostname = False
+        found.verify_mode = ssl.CERT_NONE
+        found.maximum_version = ssl.TLSVersion.TLSv1_2
+        found.set_ciphers("aNULL:@SECLEVEL=0")  # without a certificate
+        return found
+
+    def call(path: str) -> int:
+        client = HTTPSConnection("127.0.0.1", server.server_port, context=context(ssl.PROTOCOL_TLS_CLIENT), timeout=10)
+        with closing(client):
+            client.request("POST", path)
+            return client.getresponse().status
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key  # type: ignore[attr-defined]
+        for _ in key.phases():
+            if call(f"/charges/{key.derive('charge')}") == 201:
+                call("/texts")  # It is lost if the process dies between the two calls.
+            with atomic_phase(key) as phase:
+                phase.set_response(JsonResponse({}, status=201))
+        return key.response()  # type: ignore[no-any-return]
+
+    serve(view=view)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        server.socket = context(ssl.PROTOCOL_TLS_SERVER).wrap_socket(server.socket, server_side=True)
+        with background(server.serve_forever):
+            try:
+                with pytest.raises(DoesNotSurvive):
+                    assert_survives(
+                        lambda key: sender.send(key=key),
+                        races=False,
+                        effects=lambda: [len(charges), len(texts)],
+                        reset=lambda: (charges.clear(), texts.clear()),
+                    )
+            finally:
+                server.shutdown()
