@@ -222,7 +222,7 @@ def test_a_number_of_an_example_is_above_that_of_the_code(page: str, said: str, 
     assert [float(found) > value for found in re.findall(said, prose(page))] == [True]
 
 
-@pytest.mark.parametrize("page", ["../README.md", "explanation/how-a-request-runs.md"])
+@pytest.mark.parametrize("page", ["explanation/what-is-promised.md", "explanation/how-a-request-runs.md"])
 def test_every_status_that_is_never_stored_is_on_the_page(page: str) -> None:
     assert not [status for status in DEFAULTS.NEVER_STORED_STATUSES if not says(prose(page), status)]
     assert not DEFAULTS.STORE_5XX
