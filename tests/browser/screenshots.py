@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import httpx
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 from rides_demo.management.commands.serve import NO_KEEP_ALIVE
 from rides_demo.processes import web_workers
@@ -66,8 +66,10 @@ TROUBLE = (
 def main() -> int:
     """Start the demo, make trouble, and take the pictures."""
     ALL.mkdir(parents=True, exist_ok=True)
+    expect.set_options(timeout=30_000)  # for the lock of a killed server
     with tempfile.TemporaryDirectory(prefix="shots-") as folder, sync_playwright() as playwright:
         environment = {web_workers.SUPERVISOR: str(os.getpid()), "GUNICORN_CMD_ARGS": NO_KEEP_ALIVE}
+        environment |= {"LOCK_TIMEOUT_SECONDS": "5"}
         with Service(Path(folder), environment) as service:
             service.begin()
             browser = playwright.chromium.launch(executable_path=chromium.chromium(), args=chromium.ARGUMENTS)
@@ -106,6 +108,10 @@ def shoot(service: Service, visitor: Visitor) -> None:
     }
     for name, path in pages.items():
         visitor.sign_in_to_admin(path) if name == "dashboard" else visitor.go(path)
+        if name == "demo":  # a booking whose server was killed
+            visitor.kill.click()
+            visitor.expect_status("Payment accepted")
+            visitor.page.evaluate("scrollTo(0, 0)")
         visitor.page.wait_for_load_state("networkidle")
         visitor.shoot(f"docs-{name}")
         if name in OF_THE_DOCS and visitor.name == SHOWN:
