@@ -52,7 +52,7 @@ def hand_over(pid: int) -> None:
     entry.rename(entry.with_name(entry.name.replace(f".{os.getpid()}.", f".{pid}.")))
 
 
-@pytest.mark.parametrize("supervisor", [None, "", "1", "this process"])
+@pytest.mark.parametrize("supervisor", [None, "", "-1", "this process"])
 def test_a_service_that_no_supervisor_started_has_no_button(
     window: Client, monkeypatch: pytest.MonkeyPatch, supervisor: str | None
 ) -> None:
