@@ -358,6 +358,22 @@ def test_http404_at_started_is_stored(serve: Any, sender: Sender) -> None:
     assert IdempotencyKey.objects.get().response_code == 404
 
 
+@pytest.mark.parametrize(("status", "stored"), [(399, False), (400, True), (499, True), (500, False)])
+def test_a_phase_stores_any_4xx_and_no_other_status_that_is_never_stored(
+    serve: Any, sender: Sender, settings: Settings, status: int, stored: bool
+) -> None:
+    settings.IDEMPOTENCY = {"NEVER_STORED_STATUSES": [status]}
+
+    def body(key: IdempotencyKey) -> HttpResponseBase:
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse(status=status))
+        return key.response()
+
+    serve(view=one_phase(body))
+    assert [sender.send().status_code for _ in range(2)] == ([status] if stored else [500]) * 2
+    assert IdempotencyKey.objects.finished().exists() == stored
+
+
 def raise_404() -> HttpResponseBase:
     raise Http404
 

@@ -304,6 +304,13 @@ def test_a_message_is_called_processed_only_when_it_is_confirmed(confirm: Any) -
     assert ProcessedMessage.objects.count() == 1
 
 
+def test_the_commit_of_an_outer_transaction_confirms_the_message(confirm: Any) -> None:
+    confirm(True)
+    with pytest.raises(NotReplicated), transaction.atomic(), process_once("stripe", "evt_1") as first:
+        assert first
+    assert ProcessedMessage.objects.exists()
+
+
 def test_an_answer_of_a_person_counts_only_when_it_is_confirmed(confirm: Any) -> None:
     key = IdempotencyKeyFactory(claim_token=uuid4(), stuck_at=Now(), stuck_code="call_in_doubt", stuck_reason="Look.")
     confirm(True)
