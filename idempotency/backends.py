@@ -47,8 +47,8 @@ class HandOverOnCommit(IdempotencyError):
 
 @dataclass(frozen=True, slots=True)
 class OfferAgain:
-    """The broker took the job but may lose it. The job stays staged, and is due again after ``seconds``, which are positive:
-    otherwise a pass would hand the job over without end."""
+    """The broker took the job but may lose it. The job stays staged, and is due again after ``seconds``. The number must
+    be positive, because otherwise one pass would hand the job over again and again."""
 
     seconds: float
 
@@ -86,7 +86,7 @@ class Backend(Protocol):
     def hand_over(
         self, queue: str, jobs: Sequence[StagedJob]
     ) -> Mapping[UUID, HandOverResult] | Awaitable[Mapping[UUID, HandOverResult]]:
-        """Give ``jobs`` to the broker; return the results of those that it did not simply take, by their ids.
+        """Give ``jobs`` to the broker. Return a mapping from job ids to results, without the jobs that the broker simply took.
 
         - Without a result, the broker has the job, and the row is deleted.
         - ``OfferAgain``: the broker has the job, and the row stays until the job took effect.

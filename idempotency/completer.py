@@ -112,10 +112,17 @@ def complete_once(
 def complete_key(pk: int, *, using: str | None = None) -> str | None:
     """Run one key from its recovery point now, whatever its age.
 
-    Return "finished", "stuck", or "failed" if the key was released with its error; it is then due again after
-    COMPLETER_IDLE_SECONDS. Return None, without any change, if a run holds the key; if the key is finished, refused, or stuck
-    for another reason than an unknown recovery point; or if its next run is not due. Exceptions of the view are logged and
-    stored on the key. Do not call this function in a transaction.
+    Return the result of the run: "finished", "stuck" or "failed". After "failed", the key is released with its error, and is
+    due again after COMPLETER_IDLE_SECONDS. Exceptions of the view are logged and stored on the key.
+
+    Return None, without any change, in these cases:
+
+    - A run holds the key.
+    - The key is finished or refused.
+    - The key is stuck for another reason than an unknown recovery point.
+    - The next run of the key is not due.
+
+    Do not call this function in a transaction.
     Raises OperationalError or InterfaceError if the database cannot be reached.
     """
     return _complete(pk, 0, using or router.db_for_write(IdempotencyKey))

@@ -107,8 +107,8 @@ class _Pass:
 def backlog(*, using: str | None = None) -> Backlog:
     """Measure the waiting jobs by the clock of the database, for metrics and health checks. Nothing is written.
 
-    The age of a job counts from its ``run_at``. If this age exceeds the time of a few passes, no enqueuer runs or a broker is
-    unavailable.
+    The age of a job counts from its ``run_at``. If this age exceeds the time of a few passes, either no enqueuer runs, or a
+    broker is unavailable.
     """
     due = Q(failed_at__isnull=True, run_at__lte=Now())
     counts = StagedJob.objects.using(using or router.db_for_write(StagedJob)).aggregate(

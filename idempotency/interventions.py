@@ -4,8 +4,8 @@ The functions ``release_lock``, ``hand_back``, ``answer`` and ``acknowledge`` ch
 also writes the history. Of two operators who act at once, one succeeds. Common arguments:
 
 - ``seen``: the ``claim_token`` that the operator saw. If a run has claimed the key since, nothing changes.
-- ``at``: the recovery point that the operator saw. If a run has moved the key since, nothing changes. With None, the recovery
-  point is not compared.
+- ``at``: the recovery point that the operator saw. If a run has committed a phase since, nothing changes. With None, the
+  recovery point is not compared.
 - ``by``: the name of the operator, for the history.
 - ``note``: the finding of the operator, or the number of a ticket, for the history, which keeps the first line. A name and a
   note together have at most 300 characters.

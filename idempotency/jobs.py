@@ -84,8 +84,10 @@ async def astage_job(
 
 
 def shard_of(job: StagedJob) -> str | None:
-    """Return the alias of the database with the job's inbox row, which the worker must use. None if the job is in the default
-    database and the router writes staged jobs there."""
+    """Return the alias of the database that the worker must use for the inbox row of the job.
+
+    Return None if the job is in the default database and the router writes staged jobs there.
+    """
     alias = job._state.db
     return None if alias == DEFAULT_DB_ALIAS == router.db_for_write(StagedJob) else alias
 
@@ -135,7 +137,7 @@ def refuse_module(name: str, module: str | None) -> None:
 
 
 def not_allowed(jobs: Iterable[StagedJob]) -> dict[UUID, Exception]:
-    """Return the errors of the jobs whose function may not run, by their ids. Each name is looked up once."""
+    """Map the id of each job whose function may not run to its error. Each name is looked up once."""
     problems: dict[str, JobNotAllowed] = {}
     jobs = list(jobs)
     for name in {job.job_name for job in jobs}:

@@ -67,7 +67,7 @@ class AtomicPhase:
         self._end(FINISHED)
 
     def no_op(self) -> None:
-        """Commit the phase without moving the key. Each retry repeats its writes, so they must be repeatable."""
+        """Commit the phase and keep the recovery point. Each retry repeats the writes, so they must be repeatable."""
         self._end(self._run.key.recovery_point)
 
     def _end(self, to: str) -> None:
@@ -187,7 +187,7 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
 
     When the block begins, the intent to call is committed and the lock is renewed. When the block ends, also by an exception,
     the recorded result is committed. It is committed even if another claim has taken over the key, because the call was made.
-    If a failover has lost the intent, it is written again, with or without a result.
+    If a failover has lost the intent, the end of the block writes it again, even without a result.
 
     If the block recorded nothing, and the view catches the exception of the block and continues, the next phase or call raises
     CallInDoubt. After ``retryable()`` the next phase raises CallNotRecorded.

@@ -123,7 +123,7 @@ def attribute(path: str) -> Scope:
 
 
 def joined(*scopes: Scope) -> Scope:
-    """Return a scope made of several, such as a tenant and its user. If one of them is missing, the request has no scope."""
+    """Return a scope that joins several scopes, such as tenant and user. If one is missing, the request has no scope."""
 
     def scope(request: HttpRequest) -> str:
         parts = [_named(part, request) for part in scopes]
