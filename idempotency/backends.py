@@ -53,7 +53,7 @@ class OfferAgain:
     seconds: float
 
     def __post_init__(self) -> None:
-        if self.seconds <= 0:
+        if not self.seconds > 0:
             raise ValueError(f"OfferAgain takes a positive number of seconds, not {self.seconds!r}.")
 
 

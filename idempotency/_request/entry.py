@@ -9,7 +9,7 @@ from django.db.utils import Error
 from django.http import HttpResponseBase
 
 from idempotency import conf, scopes, signals
-from idempotency._request import key_header, problems, stored_request
+from idempotency._request import bodies, key_header, problems, stored_request
 from idempotency._request.options import Options
 from idempotency._request.phased import run_claimed, run_phased
 from idempotency._request.phased_run import completion_of
@@ -40,7 +40,7 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
         if (completion := completion_of(request)) is not None:
             return run_claimed(call, options, completion.key, completion=completion)
         if call.seen_request is not request:
-            stored_request.read_into_memory(request)
+            bodies.read_into_memory(request)
         if not _applies(call, options):
             return _unprotected(call)
         value = key_header.key_of(request, call.seen_request, options.key_from)
@@ -82,7 +82,8 @@ def _protected(call: Call, options: Options, value: str) -> HttpResponseBase:
             raise problems.scope_missing()
         if (refusal := _refusal(call, options)) is not None:
             return refusal
-        captured = stored_request.capture(request, scope, value, options, view=call.name)
+        framework = call.seen_request is not request
+        captured = stored_request.capture(request, scope, value, options, view=call.name, framework=framework)
         run = run_plain if options.recovery_points is None else run_phased
         return run(call, options, captured, using=using)
 

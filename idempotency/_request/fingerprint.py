@@ -141,7 +141,7 @@ def is_parsed(request: HttpRequest) -> bool:
 
 def _content(request: HttpRequest, body: bytes | None) -> tuple[bytes, bytes]:
     if is_multipart(request):
-        return b"multipart", _multipart(request, body)
+        return b"multipart", _multipart(request)
     body = body or b""
     content_type = request.content_type or ""
     if content_type == "application/json" or content_type.endswith("+json"):
@@ -200,9 +200,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _multipart(request: HttpRequest, body: bytes | None) -> bytes:
+def _multipart(request: HttpRequest) -> bytes:
     """Return the sorted fields and files, each file by its hash. The files are rewound."""
-    fields, files = _parts(request, body)
+    fields, files = _parts(request)
     whole = vars(request).get("_body")
     if whole is not None and any("\ufffd" in text for name, values in fields.lists() for text in (name, *values)):
         # Not text in this charset. A parser of the view may tell such bytes apart.
@@ -217,12 +217,12 @@ def _multipart(request: HttpRequest, body: bytes | None) -> bytes:
     ).encode()
 
 
-def _parts(request: HttpRequest, body: bytes | None) -> tuple[QueryDict, "MultiValueDict[str, UploadedFile[Any]]"]:
+def _parts(request: HttpRequest) -> tuple[QueryDict, "MultiValueDict[str, UploadedFile[Any]]"]:
     if is_parsed(request):
         return request.POST, request.FILES
     # Parse a copy, because the view may parse the body itself.
     encoding = request.encoding or settings.DEFAULT_CHARSET
-    return readable(MultiPartParser(request.META, BytesIO(body or b""), _handlers(request), encoding).parse)
+    return readable(MultiPartParser(request.META, BytesIO(request.body), _handlers(request), encoding).parse)
 
 
 def _handlers(request: HttpRequest) -> list[Any]:

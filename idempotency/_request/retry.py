@@ -78,6 +78,8 @@ class RequestState:
         self.request = call.request
         self.kept = False
         self._attributes = dict(vars(call.request))
+        #: The parsers of a framework use these in each attempt, and they may count.
+        self._handlers = [copy(handler) for handler in self._attributes.get("_upload_handlers", ())]
         self._seen = None if call.seen_request is call.request else call.seen_request
         holders: list[tuple[Any, tuple[str, ...]]] = [
             (self._attributes.get("session"), ("_session_cache",)),
@@ -130,6 +132,8 @@ class RequestState:
         overwrite that change."""
         self.put_back()
         attributes = self._attributes
+        if self._handlers:
+            vars(self.request)["_upload_handlers"] = [copy(handler) for handler in self._handlers]
         if "_body" in attributes:
             vars(self.request)["_stream"] = BytesIO(attributes["_body"])
         for _, uploads in attributes["_files"].lists() if "_files" in attributes else ():

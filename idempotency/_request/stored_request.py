@@ -7,11 +7,10 @@ lower-case names, which no stored header has.
 import json
 import secrets
 from contextlib import suppress
-from copy import copy
 from functools import partial
 from io import BytesIO
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlencode
+from urllib.parse import parse_qsl, quote, unquote
 
 from asgiref.sync import sync_to_async
 from django.conf import settings
@@ -20,18 +19,16 @@ from django.contrib.auth.models import AnonymousUser
 from django.core.exceptions import BadRequest
 from django.core.handlers.wsgi import WSGIRequest
 from django.db.utils import Error
-from django.http import HttpRequest, QueryDict, RawPostDataException
+from django.http import HttpRequest
 
 from idempotency import conf
-from idempotency._request import problems
+from idempotency._request.bodies import FORM, body_to_store, parse
 from idempotency._request.fingerprint import (
     chosen_urlconf,
     fingerprint,
     host_of,
     is_multipart,
-    is_parsed,
     made_alike,
-    readable,
     target,
 )
 from idempotency._request.kept import give_back, kept_values
@@ -50,7 +47,6 @@ _KEPT_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "S
 _REDACTED = "redacted"
 #: The mark with the mount point of the site, unless it is the root.
 _SCRIPT_NAME = "script_name"
-_FORM = "application/x-www-form-urlencoded"
 #: The mark of a multipart request, whose fields are stored as a form.
 _MULTIPART = "multipart"
 #: The mark of a form that a middleware has parsed although the method is not POST: one of Django Ninja, or one that overrides
@@ -74,16 +70,19 @@ class CannotRun(KeyStuck):
         self.code = code
 
 
-def capture(request: HttpRequest, scope: str, key: str, options: Options, *, view: str = "") -> ClaimedRequest:
+def capture(
+    request: HttpRequest, scope: str, key: str, options: Options, *, view: str = "", framework: bool = False
+) -> ClaimedRequest:
     """Return the parts of the request that a claim stores. The body is read. Raises Problem ``body_incomplete`` for a
     truncated body, and the exceptions of Django for a body that is too large or invalid. If the values of ``keep=`` cannot be
-    stored, ``unstorable`` has the error, which names the ``view``: a request that is only answered needs them no more."""
-    body, content_type = _body(request, unchanged=not options.redact)
+    stored, ``unstorable`` has the error, which names the ``view``: a request that is only answered needs them no more. With
+    ``framework``, the view has parsers of its own, as in Django REST framework."""
+    body, content_type = body_to_store(request, framework=framework, redacted=bool(options.redact))
     headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
     headers |= {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
     marks = {
         _NO_USER: "true" if is_no_user(request) else "",
-        _MULTIPART: "true" if is_multipart(request) and content_type == _FORM else "",
+        _MULTIPART: "true" if is_multipart(request) and content_type == FORM else "",
         _PARSED: "true" if request.method != "POST" and getattr(request, "_post", None) else "",
         _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
         _URLCONF: chosen_urlconf(request),
@@ -117,65 +116,6 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
         retention_hours=options.retention_hours,
         unstorable=unstorable,
     )
-
-
-def _body(request: HttpRequest, *, unchanged: bool) -> tuple[bytes | None, str]:
-    """Return the body to store and its content type. A multipart body is stored with files not at all; otherwise as it came
-    if it is in memory and may be stored ``unchanged``, else as the form of its fields."""
-    content_type: str = request.META.get("CONTENT_TYPE", "")
-    read_into_memory(request)
-    if is_multipart(request) and not request._read_started:  # type: ignore[attr-defined]
-        _parse(request)  # A view of Django REST framework takes these fields, whatever the method.
-    if not (is_multipart(request) and is_parsed(request)):
-        _refuse_cut_body(request, len(request.body))
-        return request.body, content_type
-    whole = getattr(request, "_body", None)
-    if whole is None and not isinstance(getattr(request, "_post", None), QueryDict):
-        raise RawPostDataException(
-            "The body was read as a stream before @idempotent could compare it. Code outside @idempotent must read "
-            "request.body or request.POST instead."
-        )
-    if whole is not None and not hasattr(request, "_post"):
-        # The parsers of the view use the upload handlers again, and these may count.
-        handlers = [copy(handler) for handler in request.upload_handlers]
-        _parse(request)
-        request._upload_handlers = handlers  # type: ignore[attr-defined]
-    _refuse_cut_body(request, len(whole) if whole is not None else getattr(request._stream, "_pos", None))
-    if request.FILES:
-        return None, content_type
-    if whole is not None and unchanged:
-        return whole, content_type  # A parser of the view may read more than Django's fields.
-    return readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode()), _FORM
-
-
-def read_into_memory(request: HttpRequest) -> None:
-    """Read a multipart body that Django would keep in memory. A view of Django REST framework parses it itself, and must not
-    consume the stream. Of a larger body, the view gets what Django has parsed."""
-    if is_multipart(request) and not request._read_started and _fits_in_memory(request):  # type: ignore[attr-defined]
-        request.body  # noqa: B018
-
-
-def _parse(request: HttpRequest) -> None:
-    """Parse the form of a request with any method. Django does it for POST only."""
-    method, request.method = request.method, "POST"
-    try:
-        readable(request._load_post_and_files)
-    finally:
-        request.method = method
-
-
-def _fits_in_memory(request: HttpRequest) -> bool:
-    """Return whether Django would keep the whole body and each of its files in memory."""
-    announced, of_body = request.META["CONTENT_LENGTH"], settings.DATA_UPLOAD_MAX_MEMORY_SIZE
-    most = settings.FILE_UPLOAD_MAX_MEMORY_SIZE if of_body is None else min(of_body, settings.FILE_UPLOAD_MAX_MEMORY_SIZE)
-    return announced.isdecimal() and int(announced) <= most
-
-
-def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
-    """Raise Problem for a truncated body, which would use the key for another request."""
-    announced = request.META.get("CONTENT_LENGTH") or "0"
-    if arrived is not None and announced.isdecimal() and arrived < int(announced):
-        raise problems.body_incomplete()
 
 
 def _kept(request: HttpRequest, options: Options, view: str) -> tuple[str, Exception | None]:
@@ -239,7 +179,7 @@ def rebuild(key: IdempotencyKey) -> HttpRequest:
     request._body = body
     if _PARSED in key.request_headers:
         with suppress(BadRequest):  # In a charset that only the parsers of the view can read.
-            _parse(request)
+            parse(request)
     # The original request passed the CSRF check; otherwise there would be no key.
     request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
     request.user = _user(key)

@@ -110,7 +110,8 @@ class Snapshot:
         unseen = written - {(table.alias, table.model._meta.db_table) for table in self.tables}
         # The statements are not parsed exactly: UPDATE may stand before another word than a table.
         existing = {alias: connections[alias].introspection.table_names() for alias, _ in unseen}
-        labels = {model._meta.db_table: model._meta.label for model in apps.get_models(include_auto_created=True)}
+        models = (model for model in apps.get_models(include_auto_created=True) if not model._meta.proxy)
+        labels = {model._meta.db_table: model._meta.label for model in models}
         found = [(labels.get(table, table), alias) for alias, table in unseen if table in existing[alias]]
         return sorted(f"{label} in the database {alias!r}" for label, alias in found if label not in ignored)
 

@@ -89,7 +89,8 @@ class Stage:
             content,
             headers.get("Content-Type", ""),
             headers.get("Location", ""),
-            frozenset(map(str.lower, stored_headers(response))) - {conf.get().REPLAYED_HEADER.lower()},
+            # Middleware adds Vary: Cookie when the view reads the session or the CSRF token.
+            frozenset(map(str.lower, stored_headers(response))) - {conf.get().REPLAYED_HEADER.lower(), "vary"},
             raised[-1] if raised and response.status_code >= 500 else None,
         )
 

@@ -257,6 +257,20 @@ def test_a_header_that_the_replay_lacks_is_found(serve: Callable[..., None], sen
         assert_survives(lambda key: sender.send(key=key), races=False)
 
 
+@idempotent(scope=lambda request: "partner:one")
+def reads_the_session(request: HttpRequest) -> HttpResponseBase:
+    """Read the session, for which its middleware adds a header that a replay lacks."""
+    request.session.get("cart")
+    Entry.objects.create(name="made")
+    return JsonResponse({}, status=201)
+
+
+def test_a_header_of_a_middleware_for_caches_is_no_difference(serve: Callable[..., None], sender: Sender) -> None:
+    serve(view=reads_the_session)
+    client = Client()
+    assert_survives(lambda key: client.post("/view/", headers={"Idempotency-Key": key}), races=False)
+
+
 def test_a_call_over_tls_is_a_place_to_die(serve: Callable[..., None], sender: Sender) -> None:
     """The sockets of TLS send and receive with methods of their own."""
     charges: dict[str, int] = {}

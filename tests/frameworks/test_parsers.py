@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from django.core.files.uploadedfile import SimpleUploadedFile
-from django.core.files.uploadhandler import FileUploadHandler, StopUpload
+from django.core.files.uploadhandler import FileUploadHandler, SkipFile, StopUpload
+from django.db import OperationalError
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.test import Client
 from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
@@ -15,6 +16,7 @@ from django.urls import path
 from ninja import Form, NinjaAPI
 from ninja.decorators import decorate_view
 from ninja.security import django_auth
+from psycopg.errors import SerializationFailure
 from pytest_django import Settings
 from rest_framework.parsers import BaseParser, DataAndFiles, MultiPartParser
 from rest_framework.permissions import BasePermission
@@ -24,6 +26,7 @@ from rest_framework.views import APIView
 from idempotency.completer import CompletePass, complete_once
 from idempotency.contrib.ninja import idempotent as ninja_idempotent
 from idempotency.decorators import idempotent
+from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from tests.factories import UserFactory
 from tests.kit.ageing import abandon
@@ -179,6 +182,100 @@ def test_an_upload_is_counted_once(client: Client, settings: Settings, serve: Se
 
     serve(view=View.as_view())
     assert client.post("/view/", {"a": SimpleUploadedFile("x", b"x" * 600)}).json() == {"files": ["a"]}
+
+
+def test_an_upload_is_counted_once_in_each_attempt(client: Client, settings: Settings, serve: Serve) -> None:
+    settings.FILE_UPLOAD_HANDLERS = [f"{__name__}.Quota", "django.core.files.uploadhandler.MemoryFileUploadHandler"]
+    attempts: list[list[str]] = []
+
+    class View(APIView):
+        parser_classes = [MultiPartParser]
+
+        @idempotent
+        def post(self, request: Any) -> Response:
+            attempts.append(sorted(request.FILES))
+            if len(attempts) == 1:
+                raise OperationalError from SerializationFailure()
+            return Response({})
+
+    serve(view=View.as_view())
+    assert client.post("/view/", {"a": SimpleUploadedFile("x", b"x" * 600)}).status_code == 200
+    assert attempts == [["a"], ["a"]]
+
+
+class Scanner(FileUploadHandler):
+    """Lets no file through."""
+
+    def new_file(self, *args: Any, **kwargs: Any) -> None:
+        raise SkipFile
+
+    def receive_data_chunk(self, raw_data: bytes, start: int) -> bytes:
+        return raw_data
+
+    def file_complete(self, file_size: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+@pytest.mark.parametrize("handler", [None, "Scanner"])
+@pytest.mark.parametrize("name", ["scan.pdf", "M\xfcller.pdf"])
+def test_a_file_is_not_stored_though_the_view_does_not_get_it(
+    client: Client, settings: Settings, serve: Serve, method: str, handler: str | None, name: str
+) -> None:
+    """Django drops a part whose header is not UTF-8."""
+    if handler is not None:
+        settings.FILE_UPLOAD_HANDLERS = [f"{__name__}.{handler}"]
+
+    class View(APIView):
+        parser_classes = [MultiPartParser]
+
+        @idempotent
+        def post(self, request: Any) -> Response:
+            return Response({})
+
+        put = post
+
+    serve(view=View.as_view())
+    head = f'Content-Disposition: form-data; name="scan"; filename="{name}"\r\nContent-Type: application/pdf'
+    body = f"--x\r\n{head}\r\n\r\nPASSPORT\r\n--x--\r\n".encode("latin-1")
+    assert client.generic(method, "/view/", body, "multipart/form-data; boundary=x").status_code == 200
+    assert b"PASSPORT" not in bytes(IdempotencyKey.objects.get().request_body or b"")
+
+
+class LooksForAMethod:
+    """Looks for a field of a form, whatever the method."""
+
+    def __init__(self, get_response: Callable[[HttpRequest], HttpResponseBase]) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponseBase:
+        request.POST.get("_method")
+        return self.get_response(request)
+
+
+def test_a_large_put_whose_fields_a_middleware_has_looked_for_is_parsed(
+    client: Client, settings: Settings, serve: Serve
+) -> None:
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{__name__}.LooksForAMethod"]
+    settings.FILE_UPLOAD_MAX_MEMORY_SIZE = 0
+
+    class View(APIView):
+        parser_classes = [MultiPartParser]
+
+        @idempotent
+        def put(self, request: Any) -> Response:
+            return Response({"title": request.data["title"]})
+
+    serve(view=View.as_view())
+    response = client.generic("PUT", "/view/", encode_multipart(BOUNDARY, {"title": "me"}), MULTIPART_CONTENT)
+    assert response.json() == {"title": "me"}
+
+
+def test_a_view_of_django_gets_the_body_of_a_put(client: Client, settings: Settings, serve: Serve) -> None:
+    settings.FILE_UPLOAD_MAX_MEMORY_SIZE = 0
+    serve(view=idempotent(lambda request: JsonResponse({"bytes": len(request.body)})))
+    body = encode_multipart(BOUNDARY, {"title": "me"})
+    assert client.generic("PUT", "/view/", body, MULTIPART_CONTENT).json() == {"bytes": len(body)}
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 from django.contrib.auth import get_user_model
-from django.db import connection
+from django.db import OperationalError, connection
 from django.http import Http404, HttpResponse
 from django.test import Client
 from django.urls import include, path, register_converter
+from psycopg.errors import DeadlockDetected
 from pytest_django import Settings
 
 from idempotency.completer import complete_once
@@ -24,6 +25,9 @@ pytestmark = pytest.mark.django_db(transaction=True)
 KEYS = "/admin/idempotency/idempotencykey/"
 
 
+failures: list[OperationalError] = []
+
+
 class Account:
     """Looks the account of a path up."""
 
@@ -32,6 +36,8 @@ class Account:
     def to_python(self, value: str) -> Any:
         if value == "0":
             raise ConnectionError("the directory of accounts is down")
+        if failures:
+            raise failures.pop() from DeadlockDetected()
         if value == "1":
             with connection.cursor() as cursor:
                 cursor.execute("SELECT name FROM a_table_that_a_deploy_has_dropped")
@@ -112,3 +118,13 @@ def test_the_completer_runs_the_others_although_the_query_of_a_converter_fails(v
     left_key("/pay/", created_at=ago(hours=99), last_run_at=ago(hours=98))
     complete_once()
     assert [key.request_path for key in IdempotencyKey.objects.finished()] == ["/pay/"]
+
+
+def test_a_deadlock_of_a_converter_ends_the_pass_and_does_not_mark_the_key() -> None:
+    """The view may have a function ``on_abandon``, which a key that is stuck never runs."""
+    waiting = left_key("/accounts/4711/pay/", completer_attempts=25, attempts=25)
+    failures.append(OperationalError("deadlock detected"))
+    with pytest.raises(OperationalError):
+        complete_once()
+    waiting.refresh_from_db()
+    assert waiting.stuck_at is None

@@ -1,0 +1,80 @@
+"""The body of a request: read, parsed, and the part of it that is stored."""
+
+import re
+from copy import copy
+from typing import Any
+from urllib.parse import urlencode
+
+from django.conf import settings
+from django.http import HttpRequest, QueryDict, RawPostDataException
+from django.utils.datastructures import ImmutableList
+
+from idempotency._request import problems
+from idempotency._request.fingerprint import is_multipart, is_parsed, readable
+
+FORM = "application/x-www-form-urlencoded"
+_FILE = re.compile(rb"filename", re.IGNORECASE)
+
+
+def body_to_store(request: HttpRequest, *, framework: bool, redacted: bool) -> tuple[bytes | None, str]:
+    """Return the body to store and its content type. Of a multipart request the fields are stored as a form, but with files
+    nothing. For a ``framework`` the body is stored as it came, if it is in memory and nothing is to be ``redacted``."""
+    content_type: str = request.META.get("CONTENT_TYPE", "")
+    read_into_memory(request)
+    if framework and is_multipart(request) and not request._read_started:  # type: ignore[attr-defined]
+        parse(request)  # A view of Django REST framework takes these fields, whatever the method.
+    if not (is_multipart(request) and is_parsed(request)):
+        _refuse_cut_body(request, len(request.body))
+        with_file = is_multipart(request) and _FILE.search(request.body)
+        return (None if with_file else request.body), content_type
+    whole = getattr(request, "_body", None)
+    if whole is None and request._read_started and not isinstance(getattr(request, "_post", None), QueryDict):  # type: ignore[attr-defined]
+        raise RawPostDataException(
+            "The body was read as a stream before @idempotent could compare it. Code outside @idempotent must read "
+            "request.body or request.POST instead."
+        )
+    if whole is not None and not hasattr(request, "_post"):
+        # The parsers of the view use the upload handlers again, and these may count.
+        handlers: Any = ImmutableList(map(copy, request.upload_handlers))
+        parse(request)
+        request._upload_handlers = handlers  # type: ignore[attr-defined]
+    fields = readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode())
+    _refuse_cut_body(request, len(whole) if whole is not None else getattr(request._stream, "_pos", None))
+    if request.FILES:
+        return None, content_type
+    if framework and not redacted and whole is not None and not _FILE.search(whole):  # A handler may skip a file.
+        return whole, content_type
+    return fields, FORM
+
+
+def read_into_memory(request: HttpRequest) -> None:
+    """Read a multipart body that Django would keep in memory. A view of Django REST framework parses it itself, and must not
+    consume the stream. Of a larger body, the view gets what Django has parsed."""
+    if is_multipart(request) and not request._read_started and _fits_in_memory(request):  # type: ignore[attr-defined]
+        request.body  # noqa: B018
+
+
+def parse(request: HttpRequest) -> None:
+    """Parse the form of a request with any method. Django does it for POST only."""
+    method, request.method = request.method, "POST"
+    if not getattr(request, "_post", None):  # Django leaves empty fields in a request that it does not parse.
+        for name in ("_post", "_files"):
+            vars(request).pop(name, None)
+    try:
+        readable(request._load_post_and_files)
+    finally:
+        request.method = method
+
+
+def _fits_in_memory(request: HttpRequest) -> bool:
+    """Return whether Django would keep the whole body and each of its files in memory."""
+    announced, of_body = request.META["CONTENT_LENGTH"], settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+    most = settings.FILE_UPLOAD_MAX_MEMORY_SIZE if of_body is None else min(of_body, settings.FILE_UPLOAD_MAX_MEMORY_SIZE)
+    return announced.isdecimal() and int(announced) <= most
+
+
+def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
+    """Raise Problem for a truncated body, which would use the key for another request."""
+    announced = request.META.get("CONTENT_LENGTH") or "0"
+    if arrived is not None and announced.isdecimal() and arrived < int(announced):
+        raise problems.body_incomplete()
