@@ -240,18 +240,17 @@ def _intent(row: ForeignCall, *, using: str) -> QuerySet[ForeignCall]:
 
 def _write_outcome(key: IdempotencyKey, row: ForeignCall, call: MadeCall, *, using: str) -> None:
     """Write the result of a call, or only that it was begun. Raises LockLost if the key is gone."""
-    calls = ForeignCall.objects.using(using)
     recorded = {"result": call.result, "recorded_at": Now()} if call.recorded else {}
-    written = recorded and _intent(row, using=using).update(**recorded)
-    if written or calls.filter(key_id=row.key_id, name=row.name).exists():
+    if recorded and _intent(row, using=using).update(**recorded):
         return
-    # A failover has lost the intent, perhaps also phases before it, and perhaps the key: its id may be that of another key. The
-    # update locks the row of the key, so no other run begins this call meanwhile.
+    # Another run has recorded the call, or a failover has lost the intent, perhaps also phases before it, and perhaps the key:
+    # its id may be that of another key. The update locks the row of the key, so no other run begins this call meanwhile.
     with durable_transaction(None, using=using):
         # By the seed, not by the claim: that of a retry is often lost together with its intent.
         own = IdempotencyKey.objects.using(using).filter(pk=row.key_id, seed=bytes(key.seed))
         if not own.update(begun=True, refused_at=None):
             raise LockLost
+        calls = ForeignCall.objects.using(using)
         if not calls.filter(key_id=row.key_id, name=row.name).exists():
             calls.create(key_id=row.key_id, name=row.name, token=row.token, **recorded)
 
