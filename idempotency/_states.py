@@ -43,7 +43,7 @@ _OVER = {
 NOT_GIVEN_UP = Q(stuck_at__isnull=True) | Q(stuck_code=StuckCode.UNKNOWN_RECOVERY_POINT)
 
 
-def ago(seconds: int) -> Any:
+def before_now(seconds: int) -> Any:
     """Return the time of the database, ``seconds`` before now."""
     return Now() - timedelta(seconds=seconds)
 
@@ -64,7 +64,7 @@ def _least_seconds(least_hours: float | None) -> int:
 
 def held() -> Q:
     """Return the condition that a run holds the key: it is locked, and the lock has not expired."""
-    return Q(locked_at__gte=ago(conf.get().LOCK_TIMEOUT_SECONDS))
+    return Q(locked_at__gte=before_now(conf.get().LOCK_TIMEOUT_SECONDS))
 
 
 def due_at() -> Greatest:
@@ -80,7 +80,7 @@ def due_at() -> Greatest:
 
 def _due() -> Q:
     # The second condition is implied, and has an index.
-    return Q(LessThanOrEqual(due_at(), Now()), created_at__lte=ago(conf.get().COMPLETER_MIN_AGE_SECONDS))
+    return Q(LessThanOrEqual(due_at(), Now()), created_at__lte=before_now(conf.get().COMPLETER_MIN_AGE_SECONDS))
 
 
 def _unfinished_states() -> dict[KeyState, Q]:
@@ -169,6 +169,6 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
 
         The retention counts from ``created_at``, or from ``handed_back_at`` if a person gave the key back to the completer.
         """
-        cutoff = ago(conf.get().RETENTION_HOURS * 3600)
+        cutoff = before_now(conf.get().RETENTION_HOURS * 3600)
         handed_back_before = Q(handed_back_at__isnull=True) | Q(handed_back_at__lt=cutoff)
         return self.unlocked().filter(handed_back_before, stuck_at__isnull=True, created_at__lt=cutoff)

@@ -19,5 +19,5 @@ class IdempotencyConfig(AppConfig):
         from idempotency.monitoring import traffic
 
         request_started.connect(atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests")
-        signals.request_answered.connect(traffic.count, dispatch_uid="idempotency.traffic.count")
+        signals.request_answered.connect(traffic.count_request, dispatch_uid="idempotency.traffic.count")
         request_finished.connect(traffic.write_after_request, dispatch_uid="idempotency.traffic.write")

@@ -93,7 +93,7 @@ def numbers(request: HttpRequest, site: AdminSite) -> dict[str, Any]:
 def _charts(alias: str, chosen: str) -> dict[str, Any]:
     """Return the charts of the chosen span, in one query."""
     span = next((span for span in SPANS if span.name == chosen), SPANS[0])
-    found = traffic.read(alias, intervals=span.intervals, minutes=span.minutes)
+    found = traffic.read_intervals(alias, intervals=span.intervals, minutes=span.minutes)
     begins = [timezone.localtime(interval.begin) for interval in found]
     minutely = gettext("a minute")
 

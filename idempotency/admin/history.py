@@ -36,7 +36,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Run:
+class LoggedRun:
     """One run of the key. ``ending`` is the event that ended it, LOST if it fell silent, or "" while it may go on."""
 
     by: str
@@ -74,12 +74,12 @@ def is_whole(key: Any) -> bool:
     return bool(key.history) and key.history[0]["event"] == HistoryEvent.CLAIMED and len(key.history) < HISTORY_LIMIT - 1
 
 
-def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[Run], list[Event]]:
+def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[LoggedRun], list[Event]]:
     """Return the runs, and the events that belong to none. A cut history may begin inside a run.
 
     A run is lost if an event says so, or if another claim follows it, or a change that only an unlocked key takes.
     """
-    runs: list[Run] = []
+    runs: list[LoggedRun] = []
     others: list[Event] = []
     for event in events:
         if event.at is None:
@@ -90,7 +90,7 @@ def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[Run], li
         ):
             if run is not None:
                 run.ending = LOST
-            run = Run(event.detail if event.name == HistoryEvent.CLAIMED else "run", event.at, event.at)
+            run = LoggedRun(event.detail if event.name == HistoryEvent.CLAIMED else "run", event.at, event.at)
             runs.append(run)
             if event.name == HistoryEvent.CLAIMED:
                 continue

@@ -12,8 +12,8 @@ from idempotency import conf
 from idempotency._states import KeyState
 from idempotency._store.history import HistoryEvent
 from idempotency._text import duration
-from idempotency.admin.history import LOST, Event, Run, event_label, runs_of
-from idempotency.admin.timeline import Bar, Mark, Row, draw
+from idempotency.admin.history import LOST, Event, LoggedRun, event_label, runs_of
+from idempotency.admin.timeline import Lane, Mark, Stretch, draw
 from idempotency.templatetags.idempotency_admin import aware, written
 
 #: Of more runs, those in the middle share one row.
@@ -54,43 +54,43 @@ class KeyTimeline:
             described_by="idem-history",
         )
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[Lane]:
         captions = [
             _("Run %(number)s, %(by)s: %(course)s") % {"number": number, "by": run.by, "course": self._told(run)}
             for number, run in enumerate(self._runs, 1)
         ]
-        rows = [Row(caption, *self._drawn_run(run)) for caption, run in zip(captions, self._runs, strict=True)]
+        rows = [Lane(caption, *self._drawn_run(run)) for caption, run in zip(captions, self._runs, strict=True)]
         if len(rows) > MAX_ROWS:
             rows[_FIRST:-_LAST] = [self._folded(rows[_FIRST:-_LAST])]
         if self._others:
             marks = tuple(Mark(self._at(event.at), _mark_of(event), event.label) for event in self._others)
-            rows.append(Row(_("Between runs"), marks=marks))
+            rows.append(Lane(_("Between runs"), marks=marks))
         return rows + self._ahead()
 
-    def _drawn_run(self, run: Run) -> tuple[tuple[Bar, ...], tuple[Mark, ...]]:
+    def _drawn_run(self, run: LoggedRun) -> tuple[tuple[Stretch, ...], tuple[Mark, ...]]:
         """Return the bars and the marks of a run; a call lasts until the next event of its run."""
         begin, last, silent = self._at(run.begin), self._at(run.last), self._silence(run)
         alive = silent if run.ending == "" else last
         events = [*run.events, Event("", "", self._begin + timedelta(seconds=alive), None)]
         calls = [
-            Bar(self._at(event.at), self._at(after.at), "call")
+            Stretch(self._at(event.at), self._at(after.at), "call")
             for event, after in pairwise(events)
             if event.name == HistoryEvent.CALL_BEGUN
         ]
         marks = [Mark(self._at(event.at), _mark_of(event), _label_of(event)) for event in run.events]
-        bars = [Bar(begin, alive), *calls]
+        bars = [Stretch(begin, alive), *calls]
         if run.ending == LOST:
-            bars.append(Bar(last, silent, "silent"))
+            bars.append(Stretch(last, silent, "silent"))
             marks.append(Mark(silent, "error", event_label(LOST)))
         return tuple(bars), tuple(marks)
 
-    def _silence(self, run: Run) -> float:
+    def _silence(self, run: LoggedRun) -> float:
         """Return until when a run without an end may have held its lock: until it expired, or the key was changed."""
         later = [event.at for event in self._events if event.at and event.at > run.last]
         expired = run.last + timedelta(seconds=self._lock_seconds)
         return self._at(min([expired, self._now, *later[:1]]))
 
-    def _told(self, run: Run) -> str:
+    def _told(self, run: LoggedRun) -> str:
         """Return how long a run lasted, and how it ended."""
         if run.ending == LOST:
             lasted = duration((run.last - run.begin).total_seconds())
@@ -102,30 +102,30 @@ class KeyTimeline:
         ending = f"{lasted}, {event_label(run.ending)}"
         return f"{ending}, {run.events[-1].detail}" if run.ending == HistoryEvent.FINISHED else ending
 
-    def _folded(self, rows: list[Row]) -> Row:
+    def _folded(self, rows: list[Lane]) -> Lane:
         runs = self._runs[_FIRST:-_LAST]
         counted = Counter(run.ending for run in runs).items()
         ends = ", ".join(
             _("%(count)s times %(ending)s") % {"count": count, "ending": event_label(name)} for name, count in counted
         )
         numbers = {"first": _FIRST + 1, "last": len(self._runs) - _LAST, "endings": ends}
-        return Row(_("Runs %(first)s to %(last)s: %(endings)s") % numbers, tuple(bar for row in rows for bar in row.bars))
+        return Lane(_("Runs %(first)s to %(last)s: %(endings)s") % numbers, tuple(bar for row in rows for bar in row.bars))
 
-    def _ahead(self) -> list[Row]:
+    def _ahead(self) -> list[Lane]:
         """Return what comes next: the lock that expires, or the run of the completer."""
         now = self._at(self._now)
         match self._key.state:
             case KeyState.IN_FLIGHT:
                 expiry = self._at(self._key.locked_at) + self._lock_seconds
-                bar = Bar(now, expiry, "ahead")
+                bar = Stretch(now, expiry, "ahead")
                 label = _("Lock, expires in %(duration)s") % {"duration": duration(expiry - now)}
-                return [Row(label, (bar,), (Mark(expiry, "expiry", _("expires")),))]
+                return [Lane(label, (bar,), (Mark(expiry, "expiry", _("expires")),))]
             case KeyState.WAITING | KeyState.ABANDONED:
                 due = max(now, self._at(self._key.due_at))
                 label = _("Next run, completer: in its next pass")
                 if due > now:
                     label = _("Next run, completer: in %(duration)s") % {"duration": duration(due - now)}
-                return [Row(label, marks=(Mark(due, "next", _("due")),))]
+                return [Lane(label, marks=(Mark(due, "next", _("due")),))]
         return []
 
     def _at(self, at: Any) -> float:

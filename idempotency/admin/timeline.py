@@ -41,7 +41,7 @@ _SHAPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class Stretch:
     """A span of time, in seconds since the begin: a ``run``, a ``call``, ``silent`` (no sign of life) or ``ahead``."""
 
     begin: float
@@ -59,11 +59,11 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Lane:
     """A line of the timeline with its caption."""
 
     label: str
-    bars: tuple[Bar, ...] = ()
+    bars: tuple[Stretch, ...] = ()
     marks: tuple[Mark, ...] = ()
 
     @property
@@ -74,7 +74,7 @@ class Row:
 class Scale:
     """Places of times, in percent of the width; ``breaks`` has the place and the length of each compressed gap."""
 
-    def __init__(self, times: Iterable[float], busy: Sequence[Bar]) -> None:
+    def __init__(self, times: Iterable[float], busy: Sequence[Stretch]) -> None:
         self._times = sorted(set(times))
         gaps = list(pairwise(self._times))
         lengths = [end - begin for begin, end in gaps]
@@ -125,7 +125,7 @@ def _shares(lengths: list[float], taken: float) -> list[float]:
     return [least] * len(lengths)
 
 
-def draw(rows: Sequence[Row], *, now: float | None, axis: tuple[str, str], summary: str, described_by: str) -> SafeString:
+def draw(rows: Sequence[Lane], *, now: float | None, axis: tuple[str, str], summary: str, described_by: str) -> SafeString:
     """Return the SVG, or nothing if all happened at one moment. ``described_by`` is the id of a text with the same events."""
     bars = [bar for row in rows for bar in row.bars]
     times = [time for bar in bars for time in (bar.begin, bar.end)] + [mark.at for row in rows for mark in row.marks]
@@ -156,7 +156,7 @@ _HATCH = SafeString(
 )
 
 
-def _row(row: Row, scale: Scale, top: int) -> SafeString:
+def _row(row: Lane, scale: Scale, top: int) -> SafeString:
     parts = [format_html('<text class="idem-caption" x="0" y="{}">{}</text>', top + _LABEL, row.label)]
     for bar in row.bars:
         left = scale.place(bar.begin)

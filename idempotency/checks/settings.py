@@ -93,8 +93,7 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
         found.append(
             Warning(
                 f"The setting CONFIRM_REPLICATED of IDEMPOTENCY has no effect: the database {alias!r} is SQLite.",
-                hint="Remove the setting from settings files that use SQLite. SQLite has no standby that could confirm a "
-                "commit.",
+                hint="Remove the setting from settings files that use SQLite, which has no standby to confirm a commit.",
                 id="idempotency.W014",
             )
         )

@@ -88,14 +88,17 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
     least, hours = conf.get().RETENTION_HOURS, view.options.retention_hours
     if hours is not None and hours < least:
         yield Warning(
-            f"The view {view.path} has @idempotent(retention_hours={hours}). This has no effect, because RETENTION_HOURS is "
-            f"{least}, and keys are kept at least that long.",
+            f"The view {view.path} has @idempotent(retention_hours={hours}), without effect: RETENTION_HOURS is {least}.",
             hint="Remove it. Or lower RETENTION_HOURS: first deploy the option of the views that need a longer time, then wait "
             "for the former RETENTION_HOURS.",
             id="idempotency.W016",
         )
+    yield from _doubts_of_scope(view)
+
+
+def _doubts_of_scope(view: Protected) -> Iterator[CheckMessage]:
     by_session = view.options.scope in (None, scopes.session, scopes.user, scopes.user_or_session)
-    if owner is None and by_session and _nobody_says_who(view.callback):
+    if class_of(view.callback) is None and by_session and _nobody_says_who(view.callback):
         yield Warning(
             f"The view {view.path} has no middleware that sets a user or a session. Each request has no scope and is refused.",
             hint="Add SessionMiddleware and AuthenticationMiddleware to MIDDLEWARE, or give the view a scope=.",

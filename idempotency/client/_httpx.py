@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import httpx
 
-from idempotency.client._rules import UNSAFE_METHODS, Call, Retries
+from idempotency.client._rules import UNSAFE_METHODS, ClientCall, Retries
 
 #: Errors of the request itself, which a retry would repeat.
 _HOPELESS = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
@@ -114,7 +114,7 @@ class _Exchange:
     """The request of each attempt of a call, and the pause after each. It does no I/O."""
 
     def __init__(self, request: httpx.Request, retries: Retries) -> None:
-        self._request, self._call = request, Call(retries, request.headers)
+        self._request, self._call = request, ClientCall(retries, request.headers)
         if request.headers.pop("Transfer-Encoding", None) is not None:
             # The length is known now. It lets the server detect a truncated body.
             request.headers["Content-Length"] = str(len(request.content))

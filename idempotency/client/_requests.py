@@ -11,7 +11,7 @@ from requests.exceptions import ChunkedEncodingError, ConnectionError, ContentDe
 from requests.utils import rewind_body
 from urllib3.util import Timeout as Timeouts
 
-from idempotency.client._rules import UNSAFE_METHODS, Call, Retries
+from idempotency.client._rules import UNSAFE_METHODS, ClientCall, Retries
 
 #: The errors of an incomplete exchange. The others are errors of the request itself, which a retry would repeat.
 _INCOMPLETE = (ConnectionError, Timeout, ChunkedEncodingError, ContentDecodingError)
@@ -47,7 +47,7 @@ class IdempotentAdapter(HTTPAdapter):
         if request.method not in UNSAFE_METHODS:
             return super().send(request, timeout=timeout, **options)
         _hold_body(request)
-        call = Call(self._retries, request.headers)
+        call = ClientCall(self._retries, request.headers)
         while True:
             options["timeout"] = _ending_after(call.begin_attempt(), timeout)
             try:
@@ -69,7 +69,7 @@ def make_session(retries: Retries | None = None, **options: Any) -> requests.Ses
     return session
 
 
-def _pause_after(call: Call, response: requests.Response) -> float | None:
+def _pause_after(call: ClientCall, response: requests.Response) -> float | None:
     content = response.content  # Read in any case: an error of a truncated body is raised here, where it is retried.
     return call.pause_after_answer(response.status_code, response.headers, lambda: content)
 

@@ -42,7 +42,7 @@ def new_key() -> str:
     return f'"{UUID(int=value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62)}"'
 
 
-class Call:
+class ClientCall:
     """The attempts of one call. It sets the key in ``headers`` if they have none."""
 
     def __init__(self, retries: Retries, headers: MutableMapping[str, Any]) -> None:

@@ -128,7 +128,7 @@ class Loop:
 
     def _note_failure(self, error: BaseException) -> None:
         """Log the first of consecutive failures of the same kind."""
-        unreachable, line = _is_unreachable(error), explained(error, self._using)
+        unreachable, line = _is_unreachable(error), one_line_of(error, self._using)
         failure = _UNREACHABLE if unreachable else type(error)
         if failure != self._failure:
             logger.log(
@@ -170,7 +170,7 @@ class PassCommand(BaseCommand):
         )
         parser.add_argument(
             "--batch-size",
-            type=count,
+            type=whole_number,
             default=self.default_batch_size,
             metavar="N",
             help=f"{self.batch_size_help} (default: %(default)s).",
@@ -213,12 +213,12 @@ def exit_1_explained(name: str, using: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (line := explained(error, using)) is None:
+        if (line := one_line_of(error, using)) is None:
             raise
         raise CommandError(f"{name}: {line}", returncode=1) from error
 
 
-def explained(error: BaseException, using: str) -> str | None:
+def one_line_of(error: BaseException, using: str) -> str | None:
     """Return one line about an unavailable database or broker, or a missing migration; None for any other error."""
     line = _one_line(error)
     if getattr(error.__cause__, "sqlstate", None) in _NOT_MIGRATED or line.startswith(_NOT_MIGRATED_WORDS):
@@ -243,7 +243,7 @@ def add_database_argument(parser: argparse.ArgumentParser) -> None:
 def add_concurrency_argument(parser: CommandParser) -> None:
     parser.add_argument(
         "--concurrency",
-        type=count,
+        type=whole_number,
         default=1,
         metavar="N",
         help="Number of keys that run at once, each in a thread with its own connections (default: %(default)s).",
@@ -252,14 +252,14 @@ def add_concurrency_argument(parser: CommandParser) -> None:
 
 def seconds(text: str) -> float:
     """Parse a duration in seconds, at most a day."""
-    return number(text, float, "a number of seconds", 86_400)
+    return positive_number(text, float, "a number of seconds", 86_400)
 
 
-def count(text: str) -> int:
-    return number(text, int, "a whole number", 100_000)
+def whole_number(text: str) -> int:
+    return positive_number(text, int, "a whole number", 100_000)
 
 
-def number(text: str, kind: Callable[[str], Number], what: str, at_most: int) -> Number:
+def positive_number(text: str, kind: Callable[[str], Number], what: str, at_most: int) -> Number:
     """Parse a number above 0. Raises ArgumentTypeError for other text."""
     try:
         value = kind(text)

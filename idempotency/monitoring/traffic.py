@@ -38,7 +38,7 @@ _lock = Lock()
 _next_write = 0.0
 
 
-def count(*, outcome: RequestOutcome, seconds: float, **kwargs: Any) -> None:
+def count_request(*, outcome: RequestOutcome, seconds: float, **kwargs: Any) -> None:
     """Count a request in memory; the receiver of ``request_answered``."""
     if conf.get().COUNT_REQUESTS:
         kind = f"{_RAN}{_class_of(seconds)}" if outcome is RequestOutcome.RAN else outcome.value
@@ -120,7 +120,7 @@ class Traffic:
     p95: float | None
 
 
-def read(using: str, *, intervals: int, minutes: int) -> list[Traffic]:
+def read_intervals(using: str, *, intervals: int, minutes: int) -> list[Traffic]:
     """Return the last ``intervals`` intervals of ``minutes`` minutes, the oldest first. The last one is not over yet."""
     last = int(time.time()) // 60 // minutes
     rows = (

@@ -102,6 +102,19 @@ class Proof(Stage):
         """Do it on a connection that no death cuts: a new one reads the catalog of the database again."""
         return self._threads.call(work) if self._in_transactions else work()
 
+    def _compare_replay(self, answer: Answer, again: Answer) -> None:
+        if not self._keys().exists():
+            return
+        if again.content != answer.content:
+            raise CannotProve(
+                f"The replay differs from the first response: {answer.content[:200]!r}, then {again.content[:200]!r}."
+            )
+        if once := answer.headers ^ again.headers:
+            raise CannotProve(
+                f"Only one of the first response and its replay has the header {min(once)!r}. Set the headers of a response "
+                "before it is stored."
+            )
+
     def _run_undisturbed(self) -> Run:
         """Run it twice: what differs is random, and what is left of the first run is what all others must come to."""
         places_of_effects: list[str] = []
@@ -127,15 +140,7 @@ class Proof(Stage):
                 )
             found.append(self._left(answer))
             self._answer, again = answer, self._ask(key)
-            if self._keys().exists() and again.content != answer.content:
-                raise CannotProve(
-                    f"The replay differs from the first response: {answer.content[:200]!r}, then {again.content[:200]!r}."
-                )
-            if self._keys().exists() and (once := answer.headers ^ again.headers):
-                raise CannotProve(
-                    f"Only one of the first response and its replay has the header {min(once)!r}. Set the headers of a "
-                    f"response before it is stored."
-                )
+            self._compare_replay(answer, again)
         if missing := found[0].keys() ^ found[1].keys():
             raise CannotProve(
                 f"Two undisturbed requests leave different data: {' / '.join(min(missing))}. Exclude it with ignore=[...], or "

@@ -122,7 +122,7 @@ def test_what_is_written_is_added_to_what_others_have_written() -> None:
 def test_threads_that_write_at_once_lose_nothing() -> None:
     def requests() -> None:
         for _ in range(50):
-            traffic.count(outcome=RequestOutcome.REPLAYED, seconds=0)
+            traffic.count_request(outcome=RequestOutcome.REPLAYED, seconds=0)
             traffic.write()
 
     at_once([requests] * 4)
@@ -131,10 +131,10 @@ def test_threads_that_write_at_once_lose_nothing() -> None:
 
 
 def test_counts_that_could_not_be_written_wait_for_the_next_time() -> None:
-    traffic.count(outcome=RequestOutcome.CONFLICT, seconds=0)
+    traffic.count_request(outcome=RequestOutcome.CONFLICT, seconds=0)
     with connection.cursor() as cursor:
         cursor.execute("ALTER TABLE idempotency_trafficcount RENAME TO elsewhere")
-    traffic.count(outcome=RequestOutcome.CONFLICT, seconds=0)
+    traffic.count_request(outcome=RequestOutcome.CONFLICT, seconds=0)
     with pytest.raises(DatabaseError):
         traffic.write()
     with connection.cursor() as cursor:
@@ -145,7 +145,7 @@ def test_counts_that_could_not_be_written_wait_for_the_next_time() -> None:
 
 
 def test_nothing_is_written_in_a_transaction_of_others() -> None:
-    traffic.count(outcome=RequestOutcome.CONFLICT, seconds=0)
+    traffic.count_request(outcome=RequestOutcome.CONFLICT, seconds=0)
     with transaction.atomic():
         traffic.write()
         assert written() == {}
@@ -157,7 +157,7 @@ def test_after_a_request_it_is_written_but_not_after_each(monkeypatch: pytest.Mo
     monkeypatch.delattr(mail, "outbox")
     monkeypatch.setattr(traffic, "_next_write", 0.0)
     for _ in range(2):
-        traffic.count(outcome=RequestOutcome.REPLAYED, seconds=0)
+        traffic.count_request(outcome=RequestOutcome.REPLAYED, seconds=0)
         traffic.write_after_request()
     assert written() == {"replayed": 1}
     assert sum(traffic._counts.values()) == 1
@@ -166,7 +166,7 @@ def test_after_a_request_it_is_written_but_not_after_each(monkeypatch: pytest.Mo
 @pytest.mark.postgres
 def test_a_lock_on_the_table_stops_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "LOCK_SECONDS", 0.05)
-    traffic.count(outcome=RequestOutcome.REPLAYED, seconds=0)
+    traffic.count_request(outcome=RequestOutcome.REPLAYED, seconds=0)
     locked, over = Event(), Event()
 
     def hold() -> None:
@@ -202,7 +202,7 @@ def test_an_error_of_the_router_reaches_nobody_and_loses_nothing(settings: Any, 
     monkeypatch.delattr(mail, "outbox")
     monkeypatch.setattr(traffic, "_next_write", 0.0)
     settings.DATABASE_ROUTERS = [f"{__name__}.NoTenant"]
-    traffic.count(outcome=RequestOutcome.REPLAYED, seconds=0)
+    traffic.count_request(outcome=RequestOutcome.REPLAYED, seconds=0)
     traffic._counts[0, "replayed"] = 1  # of 1970: not kept for ever
     request_finished.send(sender=None)
     settings.DATABASE_ROUTERS = []
@@ -215,7 +215,7 @@ def test_a_connection_that_the_server_has_ended_is_closed_and_the_counts_are_wri
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(mail, "outbox")
-    traffic.count(outcome=RequestOutcome.REPLAYED, seconds=0)
+    traffic.count_request(outcome=RequestOutcome.REPLAYED, seconds=0)
     with connection.cursor() as cursor, suppress(OperationalError):
         cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
     for open_after in (False, True):
@@ -227,7 +227,7 @@ def test_a_connection_that_the_server_has_ended_is_closed_and_the_counts_are_wri
 
 def test_nothing_is_counted_if_the_setting_says_so(settings: Any) -> None:
     settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "COUNT_REQUESTS": False}
-    traffic.count(outcome=RequestOutcome.REPLAYED, seconds=0)
+    traffic.count_request(outcome=RequestOutcome.REPLAYED, seconds=0)
     assert not traffic._counts
 
 
@@ -236,11 +236,11 @@ def test_the_numbers_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: begin + 1)
     durations = [0.01] * 90 + [1.0] * 10
     for seconds in durations:
-        traffic.count(outcome=RequestOutcome.RAN, seconds=seconds)
-    traffic.count(outcome=RequestOutcome.REPLAYED, seconds=0)
+        traffic.count_request(outcome=RequestOutcome.RAN, seconds=seconds)
+    traffic.count_request(outcome=RequestOutcome.REPLAYED, seconds=0)
     traffic.write()
     monkeypatch.setattr(time, "time", lambda: begin + 3601)
-    hour, now = traffic.read("default", intervals=2, minutes=60)
+    hour, now = traffic.read_intervals("default", intervals=2, minutes=60)
     assert (hour.begin.timestamp(), hour.requests, hour.replays) == (begin, pytest.approx(101 / 60), pytest.approx(1 / 60))
     assert 0.01 <= (hour.p50 or 0) < 0.0142
     assert 1 <= (hour.p95 or 0) < 1.42

@@ -197,7 +197,7 @@ class TestOnPostgresql:
                 with process_once("stripe", "evt_1") as first:
                     assert first
                     assert limits() == ("90s", "local")
-            traffic.count(outcome=traffic.RequestOutcome.REPLAYED, seconds=0.1)
+            traffic.count_request(outcome=traffic.RequestOutcome.REPLAYED, seconds=0.1)
             traffic.write()
             assert limits()[0] == "0"
             assert limits()[1] != "local"

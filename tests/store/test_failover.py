@@ -16,7 +16,7 @@ from idempotency._store.late_releases import release_later
 from idempotency.completer import complete_once
 from idempotency.enqueuer import enqueue_once
 from idempotency.inbox import process_once
-from idempotency.management.passes import explained
+from idempotency.management.passes import one_line_of
 from idempotency.models import ForeignCall, IdempotencyKey
 from idempotency.reaper import reap_once
 from idempotency.testing import age
@@ -70,7 +70,7 @@ def test_a_command_says_in_one_line_that_the_database_takes_no_writes() -> None:
     make_read_only(True)
     with pytest.raises(Exception, match="read-only") as raised:
         reap_once()
-    assert explained(raised.value, "default") is not None
+    assert one_line_of(raised.value, "default") is not None
 
 
 def test_a_delivery_to_a_read_only_database_is_one_to_a_lost_database() -> None:

@@ -236,7 +236,7 @@ def receive() -> None:
 
 def count() -> None:
     """Write the counts of requests."""
-    traffic.count(outcome=traffic.RequestOutcome.REPLAYED, seconds=0.1)
+    traffic.count_request(outcome=traffic.RequestOutcome.REPLAYED, seconds=0.1)
     traffic.write()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from idempotency.management.passes import PassCommand, number
+from idempotency.management.passes import PassCommand, positive_number
 from idempotency.reaper import ReapPass, reap_once
 
 
@@ -48,4 +48,4 @@ class Command(PassCommand):
 
 
 def _hours(text: str) -> float:
-    return number(text, float, "a number of hours", 1_000_000)
+    return positive_number(text, float, "a number of hours", 1_000_000)

@@ -12,7 +12,7 @@ from django.db.models import F
 
 from idempotency.enqueuer import backlog
 from idempotency.interventions import discard_jobs, retry_jobs
-from idempotency.management.passes import add_database_argument, count, exit_1_explained
+from idempotency.management.passes import add_database_argument, exit_1_explained, whole_number
 from idempotency.models import StagedJob
 
 
@@ -32,7 +32,7 @@ class Command(BaseCommand):
         )
         listing.add_argument("--failed", action="store_true", help="Print only failed jobs.")
         listing.add_argument(
-            "--limit", type=count, default=100, metavar="N", help="Maximum number of lines (default: %(default)s)."
+            "--limit", type=whole_number, default=100, metavar="N", help="Maximum number of lines (default: %(default)s)."
         )
         for name, text in (
             ("retry", "Make failed jobs due again, and reset their counts of hand-overs and refusals."),
