@@ -278,10 +278,11 @@ def test_a_call_over_tls_is_a_place_to_die(serve: Callable[..., None], sender: S
 
     class Service(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.send_response(200 if self.path in charges else 201)
+            status = 200 if self.path in charges else 201
+            texts.append(self.path) if self.path == "/texts" else charges.setdefault(self.path, 1)
+            self.send_response(status)
             self.send_header("Content-Length", "0")
             self.end_headers()
-            texts.append(self.path) if self.path == "/texts" else charges.setdefault(self.path, 1)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
