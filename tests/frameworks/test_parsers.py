@@ -366,3 +366,16 @@ def test_a_body_that_a_middleware_has_streamed_is_not_taken_for_an_empty_one(
     serve(view=idempotent(lambda request: HttpResponse()))
     body = encode_multipart(BOUNDARY, {"a": "1"})
     assert client.generic("PUT", "/view/", body, MULTIPART_CONTENT).status_code == 500
+
+
+@pytest.mark.parametrize(
+    ("method", "content_type", "body"),
+    [
+        ("PUT", MULTIPART_CONTENT, encode_multipart(BOUNDARY, {"title": "me"})),
+        ("POST", "application/json", b'{"filename": "scan.pdf"}'),
+    ],
+)
+def test_a_body_without_files_is_stored(client: Client, serve: Serve, method: str, content_type: str, body: bytes) -> None:
+    serve(view=idempotent(lambda request: HttpResponse()))
+    assert client.generic(method, "/view/", body, content_type).status_code == 200
+    assert bytes(IdempotencyKey.objects.get().request_body) == body
