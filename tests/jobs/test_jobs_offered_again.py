@@ -12,7 +12,7 @@ from django.db.models.functions import Now
 from django.utils import timezone
 from pytest_django import Settings
 
-from idempotency.backends import MAX_ATTEMPTS, OneByOne
+from idempotency.backends import MAX_ATTEMPTS, OfferAgain, OneByOne
 from idempotency.checks.settings import check_references
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.inbox import STAGED_JOBS, process_once
@@ -179,3 +179,10 @@ def test_a_row_that_would_keep_a_job_is_an_error(pointing: Any) -> None:
     (error,) = check_references(None)
     assert error.id == "idempotency.E010"
     assert "tests.Receipt.job" in error.msg
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_job_is_offered_again_after_a_positive_time_only(seconds: float) -> None:
+    """A job that is due at once would be handed over in the same pass without end."""
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        OfferAgain(seconds)
