@@ -379,3 +379,9 @@ def test_a_body_without_files_is_stored(client: Client, serve: Serve, method: st
     serve(view=idempotent(lambda request: HttpResponse()))
     assert client.generic(method, "/view/", body, content_type).status_code == 200
     assert bytes(IdempotencyKey.objects.get().request_body) == body
+
+
+def test_a_view_of_django_gets_the_body_of_a_multipart_post(client: Client, serve: Serve) -> None:
+    serve(view=idempotent(lambda request: JsonResponse({"bytes": len(request.body), "title": request.POST["title"]})))
+    body = encode_multipart(BOUNDARY, {"title": "me"})
+    assert client.generic("POST", "/view/", body, MULTIPART_CONTENT).json() == {"bytes": len(body), "title": "me"}
