@@ -21,8 +21,10 @@ from idempotency.models import IdempotencyKey
 from idempotency.signals import phase_committed
 from idempotency.testing.places import KEYS, Place, What, When, shortened, users_line
 
-#: A write, with its table.
-_WRITE = re.compile(r"""\b(?:INTO|UPDATE|DELETE\s+FROM|TRUNCATE)\s+["`]?(\w+)""", re.IGNORECASE)
+#: A write, with the schema, if it names one, and the table.
+_WRITE = re.compile(
+    r"""\b(?:INTO|UPDATE|DELETE\s+FROM|TRUNCATE)(?:\s+TABLE)?(?:\s+ONLY)?\s+["`]?(?:(\w+)["`]?\.["`]?)?(\w+)""", re.IGNORECASE
+)
 
 
 class Died(BaseException):
@@ -38,8 +40,8 @@ class Run:
         self.dead = False
         #: What ``key.derive()`` gave.
         self.derived: set[str] = set()
-        #: The database and the table of each write.
-        self.written: set[tuple[str, str]] = set()
+        #: The database, the schema or "", and the table of each write.
+        self.written: set[tuple[str, str, str]] = set()
         #: The number of the last place of each phase that ended with no_op().
         self.no_ops: list[int] = []
         #: The connections that were cut, what each one was, and the process that served it.
@@ -175,7 +177,7 @@ def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
 
     def around_statement(execute: Callable[..., Any], sql: Any, *arguments: Any) -> Any:
         # The last statement of a transaction may be sent together with COMMIT.
-        run.written |= {(connection.alias, table) for table in _WRITE.findall(str(sql))}
+        run.written |= {(connection.alias, *name) for name in _WRITE.findall(str(sql))}
         what: What = "COMMIT" if str(sql).endswith("; COMMIT") else "statement"
         run.reach("before", what, str(sql), connection=connection)
         result = execute(sql, *arguments)

@@ -104,15 +104,20 @@ class Snapshot:
         marks = self._marked()
         return [table for table in self.tables if marks[table.label] != self._marks[table.label]]
 
-    def unseen(self, written: set[tuple[str, str]], ignored: Container[str]) -> list[str]:
+    def unseen(self, written: set[tuple[str, str, str]], ignored: Container[str]) -> list[str]:
         """Return the model, or else the table, and the database of each written table that is not in the snapshot. The
-        argument ``written`` has pairs of a database and a table."""
-        unseen = written - {(table.alias, table.model._meta.db_table) for table in self.tables}
+        argument ``written`` has the database, the schema or "", and the table of each write."""
+        default = {alias: _schemas(connections[alias]) for alias, schema, _ in written if schema}
+        tables = {
+            (alias, f"{schema}.{table}" if schema and schema not in default[alias] else table)
+            for alias, schema, table in written
+        }
+        unseen = tables - {(table.alias, table.model._meta.db_table) for table in self.tables}
         # The statements are not parsed exactly: UPDATE may stand before another word than a table.
         existing = {alias: connections[alias].introspection.table_names() for alias, _ in unseen}
         models = (model for model in apps.get_models(include_auto_created=True) if not model._meta.proxy)
-        labels = {model._meta.db_table: model._meta.label for model in models}
-        found = [(labels.get(table, table), alias) for alias, table in unseen if table in existing[alias]]
+        labels = {model._meta.db_table.replace('"', ""): model._meta.label for model in models}
+        found = [(labels.get(table, table), alias) for alias, table in unseen if "." in table or table in existing[alias]]
         return sorted(f"{label} in the database {alias!r}" for label, alias in found if label not in ignored)
 
     def restore(self) -> None:
@@ -151,6 +156,15 @@ class Snapshot:
             each = (mark.format(number, quote(table.model._meta.db_table)) for number, table in enumerate(here))
             marks |= {here[number].label: value for number, value in _prepared(connections[alias], " UNION ALL ".join(each))}
         return marks
+
+
+def _schemas(connection: BaseDatabaseWrapper) -> set[str]:
+    """Return the schemas whose tables need no schema in their name."""
+    if connection.vendor != "postgresql":
+        return {"main"}
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT unnest(current_schemas(true))")
+        return {schema for (schema,) in cursor.fetchall()}
 
 
 def _prepared(connection: BaseDatabaseWrapper, text: str) -> list[tuple[Any, ...]]:
