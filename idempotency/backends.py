@@ -1,6 +1,5 @@
 """Backends: the interface between the enqueuer and a queue, and a base class for queues that take one job at a time."""
 
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,10 +14,8 @@ from django.utils.module_loading import import_string
 from idempotency._async import awaited
 from idempotency.exceptions import IdempotencyError
 from idempotency.inbox import STAGED_JOBS, took_effect
-from idempotency.jobs import backend_path, not_allowed, refuse_generator
+from idempotency.jobs import backend_path, refuse_generator
 from idempotency.models import StagedJob
-
-logger = logging.getLogger("idempotency")
 
 #: A job has failed after this number of refusals, or of hand-overs without an effect.
 MAX_ATTEMPTS = 10
@@ -194,48 +191,3 @@ def _built(path: str) -> Backend:
     named = import_string(path)
     backend: Backend = named() if isinstance(named, type) else CallableBackend(named)
     return backend
-
-
-def hand_over(queue: str, jobs: Sequence[StagedJob], deadline: float) -> Results:
-    """Hand over the jobs of one queue: all at once, or one by one if the backend raised an error for all of them. Errors are
-    returned as results, because an exception would roll back the hand-overs of other queues. Jobs that were not offered
-    before the deadline have no result."""
-    try:
-        if (backend := backend_of(queue)) is None:
-            raise LookupError(f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none for '*'.")
-    except Exception as error:
-        return dict.fromkeys((job.pk for job in jobs), error)
-    results: Results = {**not_allowed(jobs)} if getattr(backend, "runs_functions", False) else {}
-    if not (jobs := [job for job in jobs if job.pk not in results]):
-        return results
-    try:
-        return results | _offer(backend, queue, jobs)
-    except Exception as error:
-        logger.info("queue %r refused a batch of %d jobs, which are handed over one by one: %s", queue, len(jobs), error)
-    for job in jobs:
-        try:
-            results |= _offer(backend, queue, [job])
-        except Exception as error:
-            results[job.pk] = error
-        if isinstance(results[job.pk], BrokerUnavailable) or time.monotonic() > deadline:
-            break
-    return results
-
-
-def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
-    """Hand the jobs to the backend; return a result for each. Raises the other errors of the backend."""
-    ids = [job.pk for job in jobs]
-    try:
-        with hand_over_savepoint(jobs[0]._state.db):
-            returned = awaited(backend.hand_over(queue, jobs))
-    except BrokerUnavailable as error:
-        return dict.fromkeys(ids, error)
-    if isinstance(returned, Mapping) and returned.keys() <= set(ids):
-        results: Results = {pk: returned.get(pk) for pk in ids}
-        if all(isinstance(result, NotOffered) for result in results.values()):
-            # The pass would read the same jobs again without end.
-            return dict.fromkeys(ids, BrokerUnavailable(f"The backend offered none of {len(jobs)} jobs to the broker."))
-        return results
-    # No second hand-over: the backend may have sent them.
-    wrong = TypeError(f"hand_over() of the backend of {queue!r} must return a dict by job ids, not {returned!r:.100}")
-    return dict.fromkeys(ids, wrong)

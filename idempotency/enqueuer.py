@@ -17,6 +17,7 @@ from django.db.models import Count, F, Max, Q, QuerySet
 from django.db.models.deletion import Collector
 from django.db.models.functions import Now
 
+from idempotency._hand_over import hand_over
 from idempotency._store import replication
 from idempotency._store.transactions import durable_transaction
 from idempotency._text import storable
@@ -31,7 +32,6 @@ from idempotency.backends import (
     OfferAgain,
     Results,
     TookEffect,
-    hand_over,
 )
 from idempotency.exceptions import JobNotAllowed
 from idempotency.models import StagedJob

@@ -13,7 +13,7 @@ import pytest
 from amqp.exceptions import AccessRefused, InternalError, NotAllowed, NotFound
 from celery import Celery
 
-from idempotency import backends
+from idempotency import _hand_over
 from idempotency.backends import BrokerUnavailable
 from idempotency.contrib.celery import CeleryBackend, OnceTask
 from idempotency.enqueuer import EnqueuePass, enqueue_once
@@ -99,7 +99,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, server: AmqpServer) -> Iterator[Cel
     backend.app = Celery(broker=f"pyamqp://user:secret@{address}//", set_as_current=False)
     backend.app.task(base=OnceTask, name="tests.charge")(charge)
     backend.app.finalize()
-    monkeypatch.setattr(backends, "backend_of", lambda queue: backend)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: backend)
     yield backend
     with suppress(AttributeError):
         backend._drop_producer()

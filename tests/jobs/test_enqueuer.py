@@ -17,7 +17,7 @@ from django.db.models.functions import Now
 from django.utils import timezone
 from rq import Retry
 
-from idempotency import backends, enqueuer
+from idempotency import _hand_over, backends, enqueuer
 from idempotency.backends import BrokerUnavailable
 from idempotency.contrib import rq as rq_backend
 from idempotency.contrib.rq import RQBackend, run_once
@@ -461,7 +461,7 @@ class Broker:
 @pytest.mark.parametrize(("seconds", "left"), [(-1, 0), (60, 1)])
 def test_a_batch_that_took_too_long_is_committed_before_the_next_queue(seconds, left, monkeypatch):
     monkeypatch.setattr(enqueuer, "BATCH_SECONDS", seconds)
-    monkeypatch.setattr(backends, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
     broker = Broker()
     for queue in "ab":
         stage(1, queue=queue)
@@ -476,7 +476,7 @@ def test_a_batch_that_took_too_long_is_committed_before_the_next_queue(seconds, 
 def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(seconds, error, offered, monkeypatch, caplog):
     caplog.set_level("INFO", logger="idempotency")
     monkeypatch.setattr(enqueuer, "BATCH_SECONDS", seconds)
-    monkeypatch.setattr(backends, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
     broker = Broker(error)
     stage(3)
     with pytest.raises(BrokerUnavailable) if error else nullcontext():
@@ -509,7 +509,7 @@ def test_a_queue_whose_broker_was_away_once_is_offered_again_in_the_same_pass(mo
     """The other queue may have new jobs without end, and the pass lasts as long."""
     broker = Away(a=1)
     monkeypatch.setattr(enqueuer, "UNREACHABLE_SECONDS", 0)
-    monkeypatch.setattr(backends, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
     stage_by_age("abbb")
     assert enqueue_once(batch_size=1) == EnqueuePass(handed_over=4)
     assert "".join(broker.offers) == "ababb"
@@ -519,7 +519,7 @@ def test_a_queue_whose_broker_was_away_once_is_offered_again_in_the_same_pass(mo
 def test_a_pass_names_the_queues_that_are_still_away_and_logs_each_once(monkeypatch, caplog):
     broker = Away(a=9, c=1)
     monkeypatch.setattr(enqueuer, "UNREACHABLE_SECONDS", 0)
-    monkeypatch.setattr(backends, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
     stage_by_age("acbb")
     with pytest.raises(BrokerUnavailable, match=r"^3 jobs were handed over.* queue 'a': timed out$"):
         enqueue_once(batch_size=1)
@@ -529,7 +529,7 @@ def test_a_pass_names_the_queues_that_are_still_away_and_logs_each_once(monkeypa
 
 def test_a_pass_does_not_wait_for_the_end_of_a_mark(monkeypatch, caplog):
     broker = Away(a=1)
-    monkeypatch.setattr(backends, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
     stage_by_age("abb")
     with pytest.raises(BrokerUnavailable, match="2 jobs were handed over"):
         enqueue_once(batch_size=1)
@@ -553,7 +553,7 @@ def test_the_transaction_of_a_batch_has_limits_of_its_own(monkeypatch):
                     limits.append(cursor.fetchone()[0])
             return {}
 
-    monkeypatch.setattr(backends, "backend_of", lambda queue: Looking())
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: Looking())
     stage(1)
     assert enqueue_once() == EnqueuePass(handed_over=1)
     assert limits == [enqueuer.IDLE_SECONDS * 1000, enqueuer.BROKER_TIMEOUT_SECONDS * 1000]
@@ -606,7 +606,7 @@ def test_nobody_else_writes_while_jobs_are_handed_over(monkeypatch):
 
     connection.ensure_connection()
     monkeypatch.setattr(connection, "transaction_mode", None)  # as Django has it by default
-    monkeypatch.setattr(backends, "backend_of", lambda queue: Looking())
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: Looking())
     stage(1)
     assert enqueue_once() == EnqueuePass(handed_over=1)
     assert refused == ["database is locked"]

@@ -4,7 +4,7 @@
 WHOLE = (
     *("fence", "round_trips", "phases", "claims", "statements", "advisory_locks", "settlement"),
     *("phased_run", "phased", "plain", "retry"),
-    *("view_call", "responses", "replays", "stored_request", "bodies", "inbox", "enqueuer", "completer"),
+    *("view_call", "responses", "replays", "stored_request", "bodies", "inbox", "enqueuer", "_hand_over", "completer"),
 )
 #: So many mutants of these, drawn with the seed.
 SAMPLED = {"decorators": 30, "options": 30, "entry": 30}
