@@ -16,6 +16,9 @@ Given = TypeVar("Given")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
+#: What the code of a user may raise although the process goes on: sys.exit() and a cancellation raise no Exception.
+FAILURES = (Exception, SystemExit, asyncio.CancelledError)
+
 #: The asyncio tasks with an open block in each thread, the innermost last.
 _tasks = threading.local()
 

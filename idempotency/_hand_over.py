@@ -8,7 +8,8 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from idempotency._async import awaited
+from idempotency._async import FAILURES, awaited
+from idempotency._text import error_text
 from idempotency.backends import Backend, BrokerUnavailable, NotOffered, Results, backend_of, hand_over_savepoint
 from idempotency.jobs import not_allowed
 from idempotency.models import StagedJob
@@ -23,19 +24,21 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], deadline: float) -> Results
     try:
         if (backend := backend_of(queue)) is None:
             raise LookupError(f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none for '*'.")
-    except Exception as error:
+    except FAILURES as error:
         return dict.fromkeys((job.pk for job in jobs), error)
     results: Results = {**not_allowed(jobs)} if getattr(backend, "runs_functions", False) else {}
     if not (jobs := [job for job in jobs if job.pk not in results]):
         return results
     try:
         return results | _offer(backend, queue, jobs)
-    except Exception as error:
-        logger.info("queue %r refused a batch of %d jobs, which are handed over one by one: %s", queue, len(jobs), error)
+    except FAILURES as error:
+        logger.info(
+            "queue %r refused a batch of %d jobs, which are handed over one by one: %s", queue, len(jobs), error_text(error)
+        )
     for job in jobs:
         try:
             results |= _offer(backend, queue, [job])
-        except Exception as error:
+        except FAILURES as error:
             results[job.pk] = error
         if isinstance(results[job.pk], BrokerUnavailable) or time.monotonic() > deadline:
             break

@@ -14,7 +14,10 @@ def error_text(error: BaseException, *, withheld: bool = False) -> str:
     """Return the type and message of an exception, to be stored and logged. If ``withheld``, parts of the request must not be
     stored. The message could quote them, so the line of code replaces it."""
     if not withheld:
-        return f"{type(error).__name__}: {error}"
+        try:
+            return f"{type(error).__name__}: {error}"
+        except Exception as failure:  # The exception of a user may be unable to make its message.
+            return f"{type(error).__name__}, whose message raises {type(failure).__name__}"
     *_, place = ["nowhere", *(f"{frame.f_globals.get('__name__')}:{line}" for frame, line in walk_tb(error.__traceback__))]
     return f"{type(error).__name__} in {place}"
 

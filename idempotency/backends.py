@@ -11,7 +11,7 @@ from uuid import UUID
 from django.db import InterfaceError, OperationalError, connections, transaction
 from django.utils.module_loading import import_string
 
-from idempotency._async import awaited
+from idempotency._async import FAILURES, awaited
 from idempotency.exceptions import IdempotencyError
 from idempotency.inbox import STAGED_JOBS, took_effect
 from idempotency.jobs import backend_path, refuse_generator
@@ -65,7 +65,7 @@ class NotOffered:
 
 
 #: The result of a hand-over, if the broker did not simply take the job. An exception means a refusal.
-HandOverResult: TypeAlias = Exception | OfferAgain | TookEffect | NotOffered
+HandOverResult: TypeAlias = BaseException | OfferAgain | TookEffect | NotOffered
 #: Results by job id. None: the broker took the job.
 Results: TypeAlias = dict[UUID, HandOverResult | None]
 
@@ -131,7 +131,7 @@ class OneByOne:
                     results[job.pk] = OfferAgain(self.follow_up_seconds * 2**job.hand_overs)
             except BrokerUnavailable as error:  # The jobs before this one were sent; keep their results.
                 return results | dict.fromkeys((left.pk for left in waiting[position:]), error)
-            except Exception as error:
+            except FAILURES as error:
                 results[job.pk] = error
         return results
 

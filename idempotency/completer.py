@@ -5,7 +5,6 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (
 
 import logging
 import threading
-from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from django.db.models import Window
 from django.db.models.functions import Now, RowNumber
 
 from idempotency import conf, signals
+from idempotency._async import FAILURES
 from idempotency._request import responses
 from idempotency._request.lookup import has_on_abandon, options_for
 from idempotency._request.phased_run import Completion
@@ -184,7 +184,7 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
             fence.mark_stuck(key, error.code, error.reason, using=alias)
             events.announce_stuck(pk, None, using=alias)
             return "stuck"
-    except (Exception, SystemExit, CancelledError) as error:  # A view may call sys.exit() or propagate a cancellation.
+    except FAILURES as error:
         if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not answers(alias)):
             raise  # The next key would fail too. If this one could not be released, its lock expires.
         refused = isinstance(error, responses.HTTP_EXCEPTIONS)

@@ -20,7 +20,7 @@ from django.db.models.functions import Now
 from idempotency._hand_over import hand_over
 from idempotency._store import replication
 from idempotency._store.transactions import durable_transaction
-from idempotency._text import storable
+from idempotency._text import error_text, storable
 from idempotency.backends import (
     BATCH_SECONDS,
     BROKER_TIMEOUT_SECONDS,
@@ -233,9 +233,9 @@ def _hold_transaction(alias: str) -> None:
         StagedJob.objects.using(alias).filter(job_name="").update(refusals=F("refusals"))
 
 
-def _record_refusal(alias: str, job: StagedJob, error: Exception, state: _Pass) -> str:
+def _record_refusal(alias: str, job: StagedJob, error: BaseException, state: _Pass) -> str:
     """Write a refusal. Return its count: "refused" if the job will be retried, else "failed"."""
-    text = storable(f"{type(error).__name__}: {error}")
+    text = storable(error_text(error))
     row = StagedJob.objects.using(alias).filter(pk=job.pk)
     refusals = _refusals(job, error)
     most = NAME_MAX_ATTEMPTS if isinstance(error, JobNotAllowed) else MAX_ATTEMPTS
@@ -252,7 +252,7 @@ def _record_refusal(alias: str, job: StagedJob, error: Exception, state: _Pass) 
     return "refused"
 
 
-def _refusals(job: StagedJob, error: Exception) -> int:
+def _refusals(job: StagedJob, error: BaseException) -> int:
     if not isinstance(error, JobNotAllowed | NoEffect) and job.last_error.startswith(f"{JobNotAllowed.__name__}:"):
         return 1  # The refusals before had a higher limit.
     return job.refusals if isinstance(error, NoEffect) else job.refusals + 1

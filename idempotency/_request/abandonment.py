@@ -1,14 +1,13 @@
 """Settle an overdue request: its view's ``on_abandon`` runs once, or the key becomes stuck."""
 
 import logging
-from asyncio import CancelledError
 from functools import partial
 
 from django.db import Error
 from django.http import HttpResponseBase
 
 from idempotency import _text, conf, signals
-from idempotency._async import awaited
+from idempotency._async import FAILURES, awaited
 from idempotency._request import responses
 from idempotency._request.lookup import on_abandon_of
 from idempotency._request.options import OnAbandon
@@ -79,7 +78,7 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
         failure = f"The response of on_abandon cannot be stored: {told}"
     except LockLost:
         raise
-    except (Exception, CancelledError) as error:
+    except FAILURES as error:
         withheld = is_withheld(key)
         failure = f"on_abandon failed: {_text.error_text(error, withheld=withheld)}"
         logger.error("on_abandon of key %s failed", key.key_hash, exc_info=not withheld, extra=events.about(key))

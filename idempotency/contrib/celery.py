@@ -7,6 +7,7 @@ retries. The backend refuses tasks without the base class.
 import logging
 import sys
 import threading
+from asyncio import CancelledError
 from collections.abc import Awaitable
 from contextlib import suppress
 from importlib import import_module
@@ -22,6 +23,7 @@ from celery.worker.state import task_ready
 from django.db import InterfaceError, OperationalError
 from kombu.exceptions import OperationalError as BrokerError
 
+from idempotency._text import error_text
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
 from idempotency.exceptions import JobNotAllowed, MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once
@@ -84,7 +86,7 @@ class OnceTask(Task):  # type: ignore[misc]
 
     The broker keeps the message until the task has run (``acks_late``). The message returns if the worker process dies
     (``reject_on_worker_lost``) or is killed at its ``time_limit``. Both settings must stay on; otherwise a crash loses the
-    job.
+    job. So a task must not call ``sys.exit()``, which ends the process: the task would run again without limit.
 
     A second delivery returns None, because the result of the first is unknown. With a ``link``, chain or chord it raises
     RuntimeError instead, and ``link_error`` is not called. The first delivery has sent the next task, unless its worker died
@@ -115,11 +117,13 @@ class OnceTask(Task):  # type: ignore[misc]
         except MessageInProgress as error:
             # Not retry(), which would count against the task's retries.
             raise Reject(error, requeue=True) from error
-        except Exception as error:  # also from COMMIT
+        except (Exception, CancelledError) as error:  # also from COMMIT
             if isinstance(error, (Ignore, Reject)) or (isinstance(error, Retry) and error.sig is not None):
                 raise
             # A Retry without a message was raised by a task that this one called directly.
             reason = error.__cause__ if isinstance(error, Retry) else error
+            if isinstance(reason, CancelledError):  # After the last try, it would end the worker, and the message would return.
+                reason = RuntimeError(error_text(reason))
             tries = sys.maxsize if isinstance(reason, (OperationalError, InterfaceError)) else None
             raise self.retry(exc=reason, countdown=min(2**request.retries, 3600), max_retries=tries) from error
         if not first and (request.callbacks or request.chain or request.chord):

@@ -8,7 +8,6 @@ import select
 import signal
 import threading
 import time
-from asyncio import CancelledError
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, close_old_connections, connections
 
+from idempotency._async import FAILURES
 from idempotency._store.database_errors import drop_connection, is_read_only
 from idempotency.backends import BrokerUnavailable
 from idempotency.monitoring.heartbeats import WRITE_SECONDS, Heartbeat
@@ -114,7 +114,7 @@ class Loop:
         try:
             close_old_connections()
             counts = self._run_pass(stop=self._stop_requested)
-        except (Exception, SystemExit, CancelledError) as error:  # A backend or on_abandon may raise any of these.
+        except FAILURES as error:
             self._note_failure(error)
             drop_connection(connections[self._using])
             connections.close_all()

@@ -1,6 +1,7 @@
 """``OnceTask`` in real workers of Celery: each task takes effect once, whatever it calls, returns or runs into."""
 
 import gc
+from asyncio import CancelledError
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,12 +55,13 @@ def mark(tmp_path: Any) -> str:
     return str(tmp_path / "mark")
 
 
-def test_a_message_whose_retry_cannot_be_published_returns_to_the_broker(monkeypatch):
+@pytest.mark.parametrize("error", [ValueError, CancelledError])
+def test_a_message_whose_retry_cannot_be_published_returns_to_the_broker(error, monkeypatch):
     """Celery itself acknowledges it, and the task is lost."""
 
-    @app.task(base=OnceTask, name="tests.fails")
+    @app.task(base=OnceTask, name=f"tests.fails.{error.__name__}")
     def fails():
-        raise ValueError
+        raise error
 
     def refuse(*args, **options):
         raise OSError("OOM command not allowed")
@@ -73,6 +75,19 @@ def test_a_message_whose_retry_cannot_be_published_returns_to_the_broker(monkeyp
         fails.pop_request()
     assert rejected.value.requeue
     assert not ProcessedMessage.objects.exists()
+
+
+def test_a_cancellation_in_the_last_try_fails_the_task_and_not_its_worker():
+    @app.task(base=OnceTask, name="tests.is_cancelled", max_retries=0)
+    def is_cancelled():
+        raise CancelledError("by its channel")
+
+    is_cancelled.push_request(id="1", called_directly=False, retries=0)
+    try:
+        with pytest.raises(RuntimeError, match="CancelledError: by its channel"):
+            is_cancelled()
+    finally:
+        is_cancelled.pop_request()
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])

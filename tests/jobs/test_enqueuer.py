@@ -4,6 +4,7 @@ import os
 import signal
 import sqlite3
 import time
+from asyncio import CancelledError
 from base64 import b64encode
 from contextlib import closing, nullcontext
 from dataclasses import astuple
@@ -483,6 +484,44 @@ def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(
         assert enqueue_once() == EnqueuePass(handed_over=3)
     assert [number for _, number, _ in broker.offers] == offered
     assert "queue 'default' refused a batch of 3 jobs, which are handed over one by one: one of them is no job" in caplog.text
+
+
+class Unsayable(Exception):
+    """An exception that cannot make its message."""
+
+    def __str__(self):
+        return None
+
+
+class Failing(backends.OneByOne):
+    """A backend that takes no job; it fails for each job, or for all at once."""
+
+    def __init__(self, error, *, at_once):
+        self.error = error
+        if at_once:
+            self.hand_over = self.hand_over_one
+
+    def hand_over_one(self, queue, jobs):
+        raise self.error
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (CancelledError("by its channel"), "CancelledError: by its channel"),
+        (SystemExit(3), "SystemExit: 3"),
+        (Unsayable(), "Unsayable, whose message raises TypeError"),
+    ],
+)
+def test_whatever_a_backend_raises_refuses_its_job_and_no_other(error, text, at_once, monkeypatch):
+    others = Away()
+    failing = Failing(error, at_once=at_once)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: failing if queue == "bad" else others)
+    stage_by_age(["a", "bad", "b"])
+    assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
+    assert others.offers == ["a", "b"]
+    assert StagedJob.objects.get().last_error == text
 
 
 class Away:

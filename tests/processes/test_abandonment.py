@@ -125,10 +125,11 @@ def test_without_one_a_person_hears_of_it(abandoned: Any, sender: Sender) -> Non
     [
         (OSError("Stripe is down"), "OSError: Stripe is down"),
         (CancelledError("by its event loop"), "CancelledError: by its event loop"),
+        (SystemExit(1), "SystemExit: 1"),
         (HttpResponse(status=503), "status 503"),
         (None, "it returned NoneType, not a response"),
     ],
-    ids=["raises", "is cancelled", "503", "nothing"],
+    ids=["raises", "is cancelled", "exits", "503", "nothing"],
 )
 def test_one_that_fails_leaves_the_key_to_a_person(abandoned: Any, answer: Any, said: str) -> None:
     calls: list[int] = []
