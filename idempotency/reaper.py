@@ -4,6 +4,7 @@ It deletes through the ORM, because Django implements SET_NULL and the other act
 Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the reaper).
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,15 +13,19 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain
 
-from django.db import IntegrityError, connections, router, transaction
+from django.db import IntegrityError, InterfaceError, OperationalError, connections, router, transaction
 from django.db.models import CharField, Exists, OuterRef, ProtectedError, Q, QuerySet, RestrictedError, Value
 from django.db.models.functions import Cast, Now, Replace
 
 from idempotency._request.abandonment import settle
 from idempotency._states import IdempotencyKeyQuerySet, held
 from idempotency._store.transactions import durable_transaction
+from idempotency._text import error_text, summary
+from idempotency.exceptions import NotReplicated
 from idempotency.inbox import STAGED_JOBS
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob, TrafficCount
+
+logger = logging.getLogger("idempotency")
 
 #: The time for which a second delivery of a message is recognised. Senders stop retrying earlier.
 MESSAGE_RETENTION = timedelta(days=30)
@@ -118,9 +123,10 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
 def _reap_expired(alias: str, least_hours: float | None, batch_size: int) -> Iterator[dict[str, int]]:
     # Keys that their views keep for longer are read, and left; a page of them is as short as any other.
     last, keys = None, IdempotencyKey.objects.using(alias).perhaps_expired(least_hours)
+    logged: list[type[Exception]] = []
     while page := _page(keys, last, batch_size):
         last = page[-1]
-        yield _delete([pk for _, pk in page], least_hours, alias)
+        yield _delete([pk for _, pk in page], least_hours, logged, alias)
 
 
 def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
@@ -152,22 +158,29 @@ def _page(keys: IdempotencyKeyQuerySet, last: tuple[datetime, int] | None, size:
     return list(keys.order_by("created_at", "pk").values_list("created_at", "pk")[:size])
 
 
-def _delete(pks: list[int], least_hours: float | None, alias: str) -> Counter[str]:
+def _delete(pks: list[int], least_hours: float | None, logged: list[type[Exception]], alias: str) -> Counter[str]:
     """Delete those of these keys that are expired, in one transaction, and count them. If some are protected, halve the list
-    until these are found, and keep them."""
-    keys = IdempotencyKey.objects.using(alias)
+    until these are found, and keep them. A trigger or a signal receiver of the project may protect a key with any error."""
+    keys, locked = IdempotencyKey.objects.using(alias), False
     try:
         with durable_transaction(None, using=alias):
             # An expired key normally has no lock. If it has one, its request is running, even if its times are old.
             expired = keys.expired(least_hours).exclude(held()).select_for_update(skip_locked=True)
-            pks = list(expired.filter(pk__in=pks).values_list("pk", flat=True))
+            pks, locked = list(expired.filter(pk__in=pks).values_list("pk", flat=True)), True
             # Load no other column, because bodies may be large.
             _, by_model = keys.filter(pk__in=pks).only("pk").delete()
             if connections[alias].vendor == "postgresql":
                 connections[alias].check_constraints()  # A transaction of a TestCase has no COMMIT that would do it.
             return Counter(deleted=by_model.get(IdempotencyKey._meta.label, 0))
-    except (ProtectedError, RestrictedError, IntegrityError):
-        if len(pks) <= 1:  # None: the error is one of the caller's transaction.
-            return Counter(protected=len(pks))
-        half = len(pks) // 2
-        return _delete(pks[:half], least_hours, alias) + _delete(pks[half:], least_hours, alias)
+    except (OperationalError, InterfaceError, NotReplicated):
+        raise
+    except Exception as error:
+        if not locked:
+            raise
+        if len(pks) > 1:
+            half = len(pks) // 2
+            return _delete(pks[:half], least_hours, logged, alias) + _delete(pks[half:], least_hours, logged, alias)
+        if pks and not isinstance(error, (ProtectedError, RestrictedError, IntegrityError, *logged)):
+            logged.append(type(error))
+            logger.warning("the key with the id %s cannot be deleted: %s", *pks, summary(error_text(error)))
+        return Counter(protected=len(pks))  # None: the error is one of the caller's transaction.

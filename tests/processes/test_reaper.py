@@ -7,7 +7,7 @@ from uuid import uuid4
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connection
+from django.db import ProgrammingError, connection
 from django.db.models import ProtectedError
 from django.db.models.functions import Now
 from django.db.models.signals import pre_delete
@@ -23,6 +23,7 @@ from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory
 from tests.kit.ageing import ago, expired_key, expired_keys
 from tests.kit.database import held_transaction
 from tests.kit.threads import at_once
+from tests.models import Entry
 
 pytestmark = pytest.mark.django_db
 
@@ -142,6 +143,47 @@ def test_a_protected_key_is_kept_and_stops_no_other():
     finally:
         pre_delete.disconnect(protect, sender=IdempotencyKey)
     assert set(IdempotencyKey.objects.values_list("pk", flat=True)) == protected
+
+
+@pytest.mark.parametrize("by_trigger", [pytest.param(True, marks=pytest.mark.postgres), False])
+def test_a_key_whose_deletion_raises_any_error_is_kept_and_stops_no_other(by_trigger, caplog):
+    """An append-only ledger with SET_NULL refuses the update; a receiver does not find a file."""
+    keys = expired_keys(20)
+    kept = {keys[3].pk, keys[19].pk}
+
+    def refuse(instance, **kwargs):
+        if instance.pk in kept:
+            raise FileNotFoundError("receipt.pdf")
+
+    if by_trigger:
+        Entry.objects.bulk_create(Entry(name="ledger", idempotency_key_id=pk) for pk in kept)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "CREATE FUNCTION pg_temp.refuse() RETURNS trigger LANGUAGE plpgsql AS "
+                "$$ BEGIN RAISE EXCEPTION 'the ledger is append-only'; END $$; "
+                "CREATE TRIGGER refuse BEFORE UPDATE ON tests_entry FOR EACH ROW EXECUTE FUNCTION pg_temp.refuse()"
+            )
+    else:
+        pre_delete.connect(refuse, sender=IdempotencyKey)
+    try:
+        assert reap_once(batch_size=7) == ReapPass(deleted=18, protected=2)
+    finally:
+        pre_delete.disconnect(refuse, sender=IdempotencyKey)
+    assert set(IdempotencyKey.objects.values_list("pk", flat=True)) == kept
+    told = [record.getMessage() for record in caplog.records if record.name == "idempotency"]
+    reason = "ProgrammingError: the ledger is append-only …" if by_trigger else "FileNotFoundError: receipt.pdf"
+    assert told == [f"the key with the id {min(kept)} cannot be deleted: {reason}"]
+
+
+def test_an_error_that_is_not_of_a_key_ends_the_pass(monkeypatch):
+    expired_keys(2)
+
+    def fail(*args, **kwargs):
+        raise ProgrammingError("no such column")
+
+    monkeypatch.setattr(reaper, "held", fail)
+    with pytest.raises(ProgrammingError):
+        reap_once()
 
 
 @pytest.mark.postgres
