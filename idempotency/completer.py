@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,7 +26,7 @@ from idempotency._states import due_at
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import answers, connection_lost
 from idempotency._text import error_text, summary
-from idempotency.exceptions import KeyStuck, LockLost, NotReplicated, StuckCode
+from idempotency.exceptions import OPEN_TO_RETRIES, KeyStuck, LockLost, NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -179,11 +178,12 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
         told = responses.described(response, withheld=is_withheld(key))
         ended = f"A decorator or the framework, outside of @idempotent, responded with {told}"
     except KeyStuck as error:  # CannotRun, or raised by PREPARE_REQUEST.
-        ended = ""
-        with suppress(LockLost):  # It was settled in the admin meanwhile.
-            fence.mark_stuck(key, error.code, error.reason, using=alias)
-            events.announce_stuck(pk, None, using=alias)
-            return "stuck"
+        ended = f"The completer cannot run this request: {error.reason}"
+        if error.code not in OPEN_TO_RETRIES or not has_on_abandon(key):
+            return "stuck" if _mark_stuck(key, error.code, error.reason, alias) else "failed"
+        logger.warning(
+            "the completer cannot run key %s (%s): %s", key.key_hash, error.code, error.reason, extra=events.about(key)
+        )
     except FAILURES as error:
         if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not answers(alias)):
             raise  # The next key would fail too. If this one could not be released, its lock expires.
@@ -214,8 +214,13 @@ def _leave_to_client(key: IdempotencyKey, alias: str) -> bool:
         f"{key.completer_attempts} runs of the rebuilt request were refused before any effect; a retry of the client still "
         f"runs. The last refusal: {summary(refused.last_error if refused else '')}"
     )
+    return _mark_stuck(key, StuckCode.REFUSED_WHEN_REBUILT, reason, alias)
+
+
+def _mark_stuck(key: IdempotencyKey, code: str, reason: str, alias: str) -> bool:
+    """Mark a claimed key as stuck. Return whether it was; an operator may have settled it meanwhile."""
     try:
-        fence.mark_stuck(key, StuckCode.REFUSED_WHEN_REBUILT, reason, using=alias)
+        fence.mark_stuck(key, code, reason, using=alias)
     except LockLost:
         return False
     events.announce_stuck(key.pk, None, using=alias)

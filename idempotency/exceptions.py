@@ -36,9 +36,9 @@ class StuckCode(StrEnum):
     CALL_IN_DOUBT = "call_in_doubt"
     #: A derived key is older than its validity at the downstream service.
     DOWNSTREAM_KEY_EXPIRED = "downstream_key_expired"
-    #: A deploy removed the recovery point. The next claim by code that declares it clears the mark.
+    #: A deploy removed the recovery point. The completer continues with code that declares it.
     UNKNOWN_RECOVERY_POINT = "unknown_recovery_point"
-    #: The rebuilt request is refused each time, before any effect. A retry of the client clears the mark.
+    #: The rebuilt request is refused each time, before any effect.
     REFUSED_WHEN_REBUILT = "refused_when_rebuilt"
     #: The completer has run the key COMPLETER_MAX_ATTEMPTS times.
     ATTEMPTS_EXHAUSTED = "attempts_exhausted"
@@ -50,12 +50,21 @@ class StuckCode(StrEnum):
     VIEW_MISSING = "view_missing"
     #: The sender of the request is gone, inactive, not allowed, or unknown.
     USER_MISSING = "user_missing"
+    #: Parts of the request were redacted.
     BODY_REDACTED = "body_redacted"
+    #: The body of the request was not stored.
     BODY_NOT_KEPT = "body_not_kept"
 
 
-#: A retry of the client can claim a key with one of these codes.
-OPEN_TO_RETRIES = (StuckCode.UNKNOWN_RECOVERY_POINT, StuckCode.REFUSED_WHEN_REBUILT)
+#: The codes for requests that only the completer cannot run: a retry of the client can claim such a key, which clears the mark.
+OPEN_TO_RETRIES = (
+    StuckCode.UNKNOWN_RECOVERY_POINT,
+    StuckCode.REFUSED_WHEN_REBUILT,
+    StuckCode.VIEW_MISSING,
+    StuckCode.USER_MISSING,
+    StuckCode.BODY_REDACTED,
+    StuckCode.BODY_NOT_KEPT,
+)
 
 
 class IdempotencyError(Exception):

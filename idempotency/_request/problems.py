@@ -11,7 +11,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonRespons
 from django.template import Context, Engine, TemplateDoesNotExist, loader
 
 from idempotency import conf
-from idempotency.exceptions import StuckCode
+from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
 from idempotency.http import not_stored
 
 #: The maximum of Retry-After for a key in use, in seconds: most requests end long before their lock expires.
@@ -135,7 +135,7 @@ def key_stuck(stuck_code: str) -> Problem:
     if stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
         detail = "Retry later, with the same key."
         return Problem(503, stuck_code, detail, retryable=True, retry_after=LOOK_AGAIN_SECONDS)
-    if stuck_code == StuckCode.REFUSED_WHEN_REBUILT:
+    if stuck_code in OPEN_TO_RETRIES:
         return key_in_use()
     detail = "This request requires manual intervention. Keep the key: after the intervention, a retry with it gets the answer."
     return Problem(409, "key_stuck", detail)

@@ -19,7 +19,7 @@ from idempotency._text import duration
 from idempotency.admin.history import history_of, is_whole
 from idempotency.admin.reading import first_line_of, masked
 from idempotency.admin.stuck_codes import STUCK_CODES
-from idempotency.exceptions import StuckCode
+from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 from idempotency.templatetags.idempotency_admin import ago, aware, written
 
@@ -215,11 +215,11 @@ def next_step(key: Any, *, has_view: bool) -> str:
         case KeyState.REFUSED:
             text = _("Nothing was begun. Only a retry of its client runs it; the reaper deletes it at %(time)s.")
             return text % {"time": _moment((key.refused_at or now) + kept, now)}
-        case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code == StuckCode.REFUSED_WHEN_REBUILT:
-            return _("The completer does not run it again. A retry of its client does.")
         case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
             text = _("Code that knows its recovery point goes on: with a retry, or the completer at %(time)s.")
             return text % {"time": _moment(max(key.due_at, now), now)}
+        case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code in OPEN_TO_RETRIES:
+            return _("The completer does not run it again. A retry of its client does.")
         case KeyState.STUCK:
             return _("Nothing: it waits for a person. A retry of its client is answered 409 key_stuck, and changes nothing.")
         case KeyState.ACKNOWLEDGED:

@@ -99,8 +99,8 @@ STUCK_CODES = {
     "body_not_kept": Explanation(
         _("The body of the request was not stored (an upload, or store_body=False), so only its client can send it again."),
         _(
-            "Completing the key would stop at the same place. Undo or finish the work by hand, and answer the key. If the work "
-            "is still wanted, the client sends a new request."
+            "A retry of the client runs the request; completing the key here would stop at the same place. If the client does "
+            "not retry, answer the key, so that a late retry does not run it. Then undo or finish the work by hand."
         ),
         "answer",
     ),

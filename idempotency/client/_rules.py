@@ -21,15 +21,16 @@ RETRIED_STATUSES = frozenset({408, 425, 429})
 class Retries:
     """The limits of the retries.
 
-    - ``deadline_seconds``: no retry begins later than this after the first attempt. Keep it below the retention of the server
-      (72 hours by default): after the retention, a retry is a new request.
+    - ``deadline_seconds``: no retry begins later than this after the first attempt. Keep it above LOCK_TIMEOUT_SECONDS of the
+      server (90 by default): if a process of the server is killed, retries get 409 until its lock has expired. Keep it below
+      the retention of the server (72 hours by default): after the retention, a retry is a new request.
     - ``max_attempts``: the maximum number of attempts, the first included. With ``None`` only the deadline limits them.
     - ``first_pause_seconds``: the upper bound of the first pause; it doubles with each attempt.
     - ``longest_pause_seconds``: the maximum of that bound. Each pause is random below its bound, and is added to
       ``Retry-After``.
     """
 
-    deadline_seconds: float = 60
+    deadline_seconds: float = 120
     max_attempts: int | None = None
     first_pause_seconds: float = 0.5
     longest_pause_seconds: float = 10

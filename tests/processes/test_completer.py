@@ -24,7 +24,7 @@ from idempotency._store import claims
 from idempotency._store.database_errors import answers
 from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.decorators import idempotent
-from idempotency.exceptions import KeyStuck
+from idempotency.exceptions import KeyStuck, StuckCode
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from idempotency.signals import key_conflict, key_replayed, key_stuck
@@ -168,6 +168,16 @@ def test_a_missing_user_or_view_or_body_makes_the_key_stuck(shop: Shop, sender: 
         assert (key.stuck_code, key.locked_at) == (code, None)
         IdempotencyKey.objects.update(**before)
     assert len(shop.seen) == 1
+
+
+@pytest.mark.parametrize("code", StuckCode)
+def test_a_late_retry_runs_what_only_the_completer_cannot_run(code: str, shop: Shop, sender: Sender) -> None:
+    runs = {"unknown_recovery_point", "refused_when_rebuilt", "view_missing", "user_missing", "body_redacted", "body_not_kept"}
+    sender.send()
+    shop.broken = False
+    IdempotencyKey.objects.update(stuck_code=code, stuck_at=Now(), stuck_reason="reason")
+    assert sender.send().status_code == (201 if code in runs else 409)
+    assert IdempotencyKey.objects.stuck().exists() == (code not in runs)
 
 
 def test_a_view_that_lost_its_decorator_is_not_run(shop: Shop, sender: Sender, serve: Any) -> None:

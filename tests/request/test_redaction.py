@@ -14,10 +14,11 @@ from rest_framework.views import APIView
 
 from idempotency._request.fingerprint import fingerprint
 from idempotency._request.redaction import redacted_body
-from idempotency.completer import complete_once
+from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from tests.kit.ageing import make_older
+from idempotency.reaper import reap_once
+from tests.kit.ageing import abandon, make_older, past_the_retention
 from tests.kit.serving import Sender, View, problem
 from tests.kit.views import Counted, both_kinds, phased, plain
 
@@ -151,6 +152,24 @@ def test_the_completer_hands_over_what_it_cannot_run_as_it_was(
     assert complete_once().stuck == 1
     key = IdempotencyKey.objects.get()
     assert (key.stuck_code, key.stuck_reason.endswith("only its client can send it again.")) == (code, True)
+    assert problem(sender.send(body={"pin": "1235"}))["code"] == "key_reused"
+    assert sender.send(body={"pin": "1234"}).content == b"1234", "a late retry brings what was missing"
+    assert not IdempotencyKey.objects.stuck().exists()
+
+
+def test_what_the_completer_cannot_run_is_left_to_on_abandon(serve: Serve, sender: Sender) -> None:
+    def fail(request: HttpRequest) -> HttpResponse:
+        raise RuntimeError("out of luck")
+
+    serve(view=phased(fail, redact=["pin"], on_abandon=lambda key: HttpResponse(status=410)))
+    assert sender.send(body={"pin": "1234"}).status_code == 500
+    for _ in range(2):
+        abandon()
+        assert complete_once() == CompletePass(failed=1)
+    assert "only its client can send it again" in IdempotencyKey.objects.get().last_error
+    past_the_retention()
+    assert reap_once().settled == 1
+    assert sender.send(body={"pin": "1234"}).status_code == 410
 
 
 def test_an_empty_body_is_kept_in_any_case_and_run_by_the_completer(serve: Serve, sender: Sender) -> None:
