@@ -24,7 +24,7 @@ from idempotency._request.rerun import run_again
 from idempotency._request.stored_request import is_withheld
 from idempotency._states import due_at
 from idempotency._store import claims, events, fence, rows, settlement
-from idempotency._store.database_errors import answers, connection_lost
+from idempotency._store.database_errors import accepts_writes, connection_lost
 from idempotency._text import error_text, summary
 from idempotency.exceptions import OPEN_TO_RETRIES, KeyStuck, LockLost, NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
@@ -185,7 +185,7 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
             "the completer cannot run key %s (%s): %s", key.key_hash, error.code, error.reason, extra=events.about(key)
         )
     except FAILURES as error:
-        if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not answers(alias)):
+        if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not accepts_writes(alias)):
             raise  # The next key would fail too. If this one could not be released, its lock expires.
         refused = isinstance(error, responses.HTTP_EXCEPTIONS)
         ended = error_text(error)

@@ -1,23 +1,5 @@
 """The exceptions. The docstring of each is its default message, and names the cure.
 
-::
-
-    IdempotencyError
-    ├── LockLost                 another claim took over this key
-    ├── PhaseDidNotAdvance       a phase, or a pass through the loop, committed no progress
-    ├── UnknownRecoveryPoint     the view does not declare this recovery point, or it is not ahead
-    ├── ResponseNotCommitted     a phased view returned a response that no phase stored
-    ├── ResponseNotStorable      a phase was given a response that must not be stored
-    ├── NoOpenTransaction        a job was staged outside a transaction
-    ├── JobNotAllowed            no function with the name of the job may run
-    ├── MessageInProgress        another delivery of this message is being processed
-    ├── NotReplicated            a synchronous standby has not confirmed a commit
-    ├── CallNotRecorded          a foreign_call block recorded no result
-    └── KeyStuck                 the request requires manual intervention
-        ├── TransactionEnded     the view has ended the transaction of a phase
-        ├── DownstreamKeyExpired the downstream service may have forgotten the key
-        └── CallInDoubt          a foreign call was begun, and its result is unknown
-
 The exceptions of the enqueuer and its backends are in ``idempotency.backends``.
 """
 

@@ -73,7 +73,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
         if not first:
             replication.confirm(alias)
         elif not own and conf.get().CONFIRM_REPLICATED:
-            # A callback of this app: backends._callbacks() does not count it. Its exception reaches who commits.
+            # A callback of this app: _hand_over._callbacks() does not count it. Its exception reaches who commits.
             transaction.on_commit(lambda: replication.confirm(alias), using=alias)
         yield first
         if first:
@@ -85,8 +85,6 @@ def took_effect(source: str, message_ids: Collection[str], *, using: str | None 
 
     Raises NotReplicated if the standbys do not confirm them (CONFIRM_REPLICATED).
     """
-    if not message_ids:
-        return set()
     alias = using or router.db_for_write(ProcessedMessage)
     messages = ProcessedMessage.objects.using(alias).filter(source=source, message_id__in=message_ids)
     if found := set(messages.values_list("message_id", flat=True)):

@@ -101,9 +101,9 @@ class AtomicPhase:
             return
         self._noted = True
         if self._response is not None:
-            run.has_finished(self._response)
+            run.note_finished(self._response)
         else:
-            run.has_moved(cast(str, self._to))  # set, or write() has raised
+            run.note_moved(cast(str, self._to))  # set, or write() has raised
         events.emit(signals.phase_committed, run.key, run.sender)
         if self._response is not None:
             events.emit(signals.key_finished, run.key, run.sender)
@@ -206,15 +206,15 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
         # The renewal locks the row of the key, so no other run writes this call meanwhile.
         begun = calls.filter(key_id=key.pk, name=name).first()
         row = begun or calls.create(key_id=key.pk, name=name, token=token)
-    run.has_begun()
+    run.note_begun()
     call = MadeCall(row)
     if not call.due:  # An earlier run has recorded it, perhaps late.
         replication.confirm(run.using)
-        run.call_is_settled(name)
+        run.note_call_settled(name)
         with run.call_open(name):
             yield call
         return
-    doubt = run.call_is_due(name)
+    doubt = run.note_call_begun(name)
     if begun:
         raise doubt
     try:
@@ -227,11 +227,11 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     finally:
         if call.may_be_repeated and not call.recorded:
             _insist(_intent(row, using=run.using).delete, using=run.using)
-            run.call_is_settled(name, CallNotRecorded())
+            run.note_call_settled(name, CallNotRecorded())
         else:
             _insist(partial(_write_outcome, key, row, call, using=run.using), using=run.using)
             if call.recorded:
-                run.call_is_settled(name)
+                run.note_call_settled(name)
 
 
 def _intent(row: ForeignCall, *, using: str) -> QuerySet[ForeignCall]:

@@ -14,7 +14,7 @@ from idempotency._request.options import OnAbandon
 from idempotency._request.stored_request import is_withheld
 from idempotency._request.view_call import rendered
 from idempotency._store import claims, events, fence, rows, settlement
-from idempotency._store.database_errors import answers
+from idempotency._store.database_errors import accepts_writes
 from idempotency.exceptions import CallInDoubt, LockLost, StuckCode
 from idempotency.models import ForeignCall, IdempotencyKey
 
@@ -34,7 +34,7 @@ def settle(pk: int, *, using: str) -> bool | None:
     try:
         on_abandon = on_abandon_of(key)
     except Exception as error:
-        if isinstance(error, Error) and not answers(using):
+        if isinstance(error, Error) and not accepts_writes(using):
             raise
         # The next pass tries again. If it fails for days, the completer marks the key after its last attempt.
         logger.exception("the path of key %s cannot be resolved, so it is not settled", key.key_hash, extra=events.about(key))

@@ -15,6 +15,7 @@ the same, if the database fails twice                                           
 """
 
 import logging
+from contextlib import suppress
 
 from django.db import connections
 from django.db.utils import Error
@@ -123,14 +124,14 @@ def _respond(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
     early = response.status_code >= 400 and run.key.untouched
     definitive = responses.is_stored(response) and (response.status_code < 500 or early)
     # Do not store an early response to the rebuilt request: the client might get another one.
-    if not run.finished and (not definitive or (early and run.sender is None)):
+    if not run.finished and (not definitive or (early and run.by_completer)):
         refusal = 400 <= response.status_code < 500
         told = responses.described(response, withheld=options.withholds)
         _let_go(run, f"The view responded with {told}", refusal=refusal)
         return response
     if early:
         fence.finish(run.key, *responses.stored_parts(response), using=run.using, untouched=True)
-        run.has_finished(response)
+        run.note_finished(response)
         events.emit(signals.key_finished, run.key, run.sender)
         return response
     run.refuse_beside_doubt()
@@ -146,7 +147,7 @@ def _not_committed(what: str) -> ResponseNotCommitted:
 def _let_go(run: PhasedRun, error: str, *, refusal: bool) -> None:
     """Release the key of a run that stores no response. After a ``refusal`` the completer must not run the request. Raises
     LockLost, and errors of the database, because the mark of a refusal must not be lost."""
-    if refusal and run.sender is not None:
+    if refusal and not run.by_completer:
         fence.refuse(run.key, error, using=run.using)
     else:
         _release(run.key, error, using=run.using)
@@ -175,13 +176,11 @@ def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
 def _mark_stuck(run: PhasedRun, stuck: KeyStuck) -> None:
     """Mark the key as stuck; retry once on a new connection. Announce it unless its code is unchanged."""
     key, before = run.key, run.key.stuck_code
-    try:
+    with suppress(LockLost):  # If another claim holds the key now, its code is unchanged here.
         try:
             fence.mark_stuck(key, stuck.code, stuck.reason, using=run.using)
         except Error:
             drop_connection(connections[run.using])
             fence.mark_stuck(key, stuck.code, stuck.reason, using=run.using)
-    except LockLost:
-        return  # Another claim holds the key now.
     if before != key.stuck_code:
         events.announce_stuck(key.pk, run.sender, using=run.using)

@@ -62,7 +62,7 @@ class PhasedRun:
         self.call = call
         #: All recovery points in order, with the first and the last.
         self.order = order
-        #: The request for signals; None if the completer runs the view.
+        #: The request for signals.
         self.sender = sender
         self.using = using
         self._started = False
@@ -89,6 +89,10 @@ class PhasedRun:
             # An earlier attempt may have begun a call that this one does not reach.
             begun = ForeignCall.objects.using(self.using).filter(key_id=self.key.pk, recorded_at=None)
             self._unsettled = {name: CallInDoubt(call_in_doubt(name)) for name in begun.values_list("name", flat=True)}
+
+    @property
+    def by_completer(self) -> bool:
+        return self.sender is None
 
     @property
     def finished(self) -> bool:
@@ -130,18 +134,18 @@ class PhasedRun:
         self.level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation
         return self.level
 
-    def has_begun(self) -> None:
+    def note_begun(self) -> None:
         """Record a commit that outlives this attempt: the key is not untouched any more."""
         self.key.begun = True
 
-    def has_moved(self, recovery_point: str) -> None:
-        self.has_begun()
+    def note_moved(self, recovery_point: str) -> None:
+        self.note_begun()
         self._moved = self._moved or recovery_point != self.key.recovery_point
         self.key.recovery_point = recovery_point
 
-    def has_finished(self, response: HttpResponseBase) -> None:
+    def note_finished(self, response: HttpResponseBase) -> None:
         self._response = response
-        self.has_moved(FINISHED)
+        self.note_moved(FINISHED)
 
     # Calls
 
@@ -151,7 +155,7 @@ class PhasedRun:
         refuse_outer_transaction(self.using)
         self.refuse_beside_doubt()
         fence.begin_call(self.key, name, using=self.using)
-        self.has_begun()
+        self.note_begun()
 
     def refuse_repeated_call(self, name: str) -> None:
         """Check whether a foreign call may begin.
@@ -173,12 +177,12 @@ class PhasedRun:
         for obstacle in self._unsettled.values():
             raise obstacle
 
-    def call_is_due(self, name: str) -> CallInDoubt:
+    def note_call_begun(self, name: str) -> CallInDoubt:
         """Record that a call begins. Return the error that later phases raise until it is settled."""
         doubt = self._unsettled[name] = CallInDoubt(call_in_doubt(name))
         return doubt
 
-    def call_is_settled(self, name: str, obstacle: IdempotencyError | None = None) -> None:
+    def note_call_settled(self, name: str, obstacle: IdempotencyError | None = None) -> None:
         """Record that a call has its result, or with ``obstacle`` that it took no effect."""
         self._unsettled.pop(name, None)
         if obstacle is not None:

@@ -128,11 +128,10 @@ def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
     return First(text.claim_plain if vendor(using) == "postgresql" else text.insert_plain, _parameters(request, using)[1])
 
 
-def claim_plain(request: ClaimedRequest, *, using: str, first: First | None = None) -> Claim:
+def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
     """Claim the key of a plain view in its transaction, which may have begun with ``first``. On CLAIMED the row is inserted,
     and visible after COMMIT; until then locks refuse duplicates; on SQLite they wait. Else only an expired row changes."""
     postgresql, text = vendor(using) == "postgresql", statements_for(using)
-    first = first or first_of_plain(request, using=using)
     parameters = first.parameters
     for attempt in range(_CLAIM_TRIES):
         ran = first.ran and attempt == 0

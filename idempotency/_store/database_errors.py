@@ -67,7 +67,7 @@ def connection_lost(error: BaseException, using: str) -> bool:
     return lost
 
 
-def answers(alias: str) -> bool:
+def accepts_writes(alias: str) -> bool:
     """Return whether the database accepts writes. An error of a view or a path converter may be that of another database."""
     try:
         connections[alias].ensure_connection()

@@ -34,7 +34,8 @@ def claim(described: ClaimedRequest | None = None) -> claims.Claim:
 
 def claim_plain(described: ClaimedRequest | None = None) -> claims.Claim:
     """Claim as a plain view does."""
-    return claims.claim_plain(described or request(), using="default")
+    described = described or request()
+    return claims.claim_plain(described, using="default", first=claims.first_of_plain(described, using="default"))
 
 
 def claim_as_completer(key: IdempotencyKey, *, delay: float = 60, early: bool = False) -> IdempotencyKey | None:

@@ -21,7 +21,7 @@ from rest_framework.views import APIView
 from idempotency import completer
 from idempotency._request.phased_run import completion_of
 from idempotency._store import claims
-from idempotency._store.database_errors import answers
+from idempotency._store.database_errors import accepts_writes
 from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck, StuckCode
@@ -328,12 +328,12 @@ def test_a_database_that_takes_no_writes_does_not_answer(monkeypatch: pytest.Mon
     connection.close()
     monkeypatch.setitem(connection.settings_dict, "HOST", "127.0.0.1")
     monkeypatch.setitem(connection.settings_dict, "PORT", free_port())
-    assert not answers("default")
+    assert not accepts_writes("default")
     monkeypatch.undo()
-    assert answers("default")
+    assert accepts_writes("default")
     with connection.cursor() as cursor:
         cursor.execute("SET default_transaction_read_only = on")
-    assert not answers("default")
+    assert not accepts_writes("default")
     connection.close()
 
 

@@ -9,7 +9,7 @@ from django.db import IntegrityError, connection, transaction
 from django.db.models.functions import Now
 
 from idempotency._request import view_call
-from idempotency._store import claims, fence, rows, settlement
+from idempotency._store import fence, rows, settlement
 from idempotency._store.advisory_locks import lock_parameters
 from idempotency._store.claims import Outcome
 from idempotency._store.dialects import HISTORY_LIMIT
@@ -19,7 +19,7 @@ from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import expire_lock, past_the_retention
-from tests.kit.claims import claim, claim_as_completer, finish, request
+from tests.kit.claims import claim, claim_as_completer, claim_plain, finish, request
 from tests.kit.database import default_isolation, statements
 from tests.kit.threads import all_at_once
 from tests.models import Entry
@@ -159,7 +159,7 @@ def test_the_plain_claim_retires_an_expired_key_with_its_own_transaction() -> No
     finish(old)
     past_the_retention()
     with transaction.atomic():
-        found = claims.claim_plain(request(), using="default")
+        found = claim_plain()
         transaction.set_rollback(True)
     assert found.outcome is Outcome.CLAIMED
     old.refresh_from_db()
@@ -169,7 +169,7 @@ def test_the_plain_claim_retires_an_expired_key_with_its_own_transaction() -> No
 @pytest.mark.postgres
 def test_a_replay_writes_nothing_and_takes_no_transaction_id() -> None:
     finish(claim().key)
-    for look in (claim, lambda: claims.claim_plain(request(), using="default")):
+    for look in (claim, claim_plain):
         with transaction.atomic(), connection.cursor() as cursor:
             assert look().outcome is Outcome.FINISHED
             cursor.execute(
