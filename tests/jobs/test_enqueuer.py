@@ -482,7 +482,10 @@ def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(
     with pytest.raises(BrokerUnavailable) if error else nullcontext():
         assert enqueue_once() == EnqueuePass(handed_over=3)
     assert [number for _, number, _ in broker.offers] == offered
-    assert "queue 'default' refused a batch of 3 jobs, which are handed over one by one: RuntimeError: one of them is no job" in caplog.text
+    assert (
+        "queue 'default' refused a batch of 3 jobs, which are handed over one by one: RuntimeError: one of them is no job"
+        in caplog.text
+    )
 
 
 class Unsayable(Exception):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -12,7 +13,8 @@ from django.db.models.functions import Now
 from django.utils import timezone
 from pytest_django import Settings
 
-from idempotency.backends import MAX_ATTEMPTS, OfferAgain, OneByOne
+from idempotency import enqueuer
+from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable, OfferAgain, OneByOne
 from idempotency.checks.settings import check_references
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.inbox import STAGED_JOBS, process_once
@@ -20,6 +22,7 @@ from idempotency.interventions import retry_jobs
 from idempotency.models import ProcessedMessage, StagedJob
 from idempotency.reaper import ReapPass, reap_once
 from tests.factories import StagedJobFactory
+from tests.kit.database import held_transaction, lock_table
 from tests.kit.threads import all_at_once
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -186,3 +189,17 @@ def test_a_job_is_offered_again_after_a_positive_time_only(seconds: float) -> No
     """A job that is due at once would be handed over in the same pass without end."""
     with pytest.raises(ValueError, match="positive number of seconds"):
         OfferAgain(seconds)
+
+
+@pytest.mark.postgres
+def test_a_job_whose_effect_cannot_be_looked_up_is_not_handed_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enqueuer, "BROKER_TIMEOUT_SECONDS", 1)
+    forgotten, new, kept = StagedJobFactory(), StagedJobFactory(), StagedJobFactory(queue="kept")
+    StagedJob.objects.exclude(pk=new.pk).update(hand_overs=1)
+    with (
+        held_transaction(partial(lock_table, "idempotency_processedmessage")),
+        pytest.raises(BrokerUnavailable, match=r"^1 jobs were handed over.* queue 'default': The inbox cannot be read"),
+    ):
+        offer()
+    assert handed == [kept.pk]
+    assert set(StagedJob.objects.values_list("pk", "refusals", "hand_overs")) == {(forgotten.pk, 0, 1), (new.pk, 0, 0)}
