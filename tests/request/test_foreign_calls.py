@@ -16,6 +16,7 @@ from idempotency.exceptions import CallNotRecorded
 from idempotency.models import ForeignCall, IdempotencyKey
 from idempotency.phases import MadeCall, atomic_phase, foreign_call
 from tests.kit.ageing import expire_lock
+from tests.kit.database import statements
 from tests.kit.serving import Sender, problem
 from tests.kit.threads import Gate, background
 from tests.kit.views import over_key, texting
@@ -63,6 +64,15 @@ def test_the_call_is_made_and_its_result_kept(serve: Any, sender: Sender) -> Non
     row = ForeignCall.objects.get()
     assert (row.name, row.result) == ("sms", "receipt 1")
     assert row.recorded_at >= row.started_at
+
+
+def test_a_result_costs_one_statement(serve: Any, sender: Sender) -> None:
+    counts: list[int] = []
+    with statements() as seen:
+        serve(view=texting(lambda call: (call.record("receipt"), counts.append(len(seen))), lambda: counts.append(len(seen))))
+        assert sender.send().status_code == 200
+    before, after = counts
+    assert [query["sql"].split()[0] for query in seen.captured_queries[before:after]] == ["UPDATE"]
 
 
 def test_a_foreign_call_renews_the_lock(serve: Any, sender: Sender) -> None:
