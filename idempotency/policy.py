@@ -39,19 +39,23 @@ class Policy:
     key_max_length: int
     #: The dotted path of the validator of keys; empty if there is none.
     key_validator: str
+    #: With False a request without a key runs unprotected.
     required: bool
     #: The dotted path of the function that returns whether a request is protected; empty if each one is.
     applies: str
     #: All recovery points of a phased view in order, with the first and the last; empty for a plain view.
     recovery_points: tuple[str, ...]
+    #: The time for which a finished key is replayed. It starts when the response is stored.
     retention_hours: int
     #: The time for which a duplicate waits for the running request; with 0 it gets 409 at once.
     wait_seconds: float
+    #: After this time without a renewal of the lock, the next request may claim the key.
     lock_timeout_seconds: int
     #: Classes of statuses that are stored and replayed, except ``never_stored_statuses``.
     stored_statuses: tuple[str, ...]
     #: Statuses that are never stored; a retry runs the view again.
     never_stored_statuses: tuple[int, ...]
+    #: The status for a key that was used with a different request.
     mismatch_status: int
     replayed_header: str
     #: The dotted path of the function that returns the scope of a key.

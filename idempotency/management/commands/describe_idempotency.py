@@ -7,7 +7,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from idempotency.policy import Policy, policies
+from idempotency.policy import policies
 
 
 class Command(BaseCommand):
@@ -32,42 +32,9 @@ class Command(BaseCommand):
             return
         for policy in found:
             self.stdout.write(f"{' '.join(policy.methods)} {policy.path}")
-            for name, value in _lines(policy):
-                self.stdout.write(f"    {name + ':':<17}{value}")
+            for name, value in asdict(policy).items():
+                if name not in ("methods", "path") and value not in ("", ()):
+                    text = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+                    self.stdout.write(f"    {name.replace('_', ' ') + ':':<24}{text}")
             self.stdout.write("")
         self.stdout.write(f"{len(found)} protected view{'' if len(found) == 1 else 's'}.")
-
-
-def _lines(policy: Policy) -> list[tuple[str, str]]:
-    elsewhere = f", else {policy.key_from}" if policy.key_from else ""
-    validator = f"; {policy.key_validator}" if policy.key_validator else ""
-    never = ", ".join(map(str, policy.never_stored_statuses))
-    applies = [("applies", f"only if {policy.applies} returns True; other requests run unprotected")] if policy.applies else []
-    lines = [
-        ("view", policy.view + (f" ({policy.name})" if policy.name else "")),
-        *applies,
-        ("header", ", ".join(policy.headers) + elsewhere),
-        ("required", "yes" if policy.required else "no: without a key the request runs unprotected"),
-        ("key", f"{policy.key_min_length} to {policy.key_max_length} characters, {policy.key_format}{validator}"),
-        ("scope", policy.scope),
-        ("recovery points", ", ".join(policy.recovery_points) or "none: one transaction"),
-        ("isolation", policy.isolation),
-        ("stored", f"{', '.join(policy.stored_statuses)}, for {policy.retention_hours} hours after it finished"),
-        ("never stored", never + ("" if "5xx" in policy.stored_statuses else ", 5xx")),
-        ("another request", f"{policy.mismatch_status} for the same key"),
-        ("in flight", f"waits {policy.wait_seconds:g} s, then 409" if policy.wait_seconds else "409 at once"),
-        ("taken over", f"after {policy.lock_timeout_seconds} s without a renewal of the lock"),
-    ]
-    if policy.runs_before:
-        lines.append(("runs before it", ", ".join(policy.runs_before)))
-    if policy.using:
-        lines.append(("database", policy.using))
-    if policy.replay_check:
-        lines.append(("replays", f"only if {policy.replay_check} permits them"))
-    if policy.redact:
-        lines.append(("not kept", ", ".join(policy.redact)))
-    if not policy.store_body:
-        lines.append(("not kept", "the body of the request"))
-    if policy.keep:
-        lines.append(("kept besides", ", ".join(policy.keep)))
-    return lines
