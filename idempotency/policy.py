@@ -75,10 +75,11 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protected:
-    """A protected view of the URLconf, its options, and its unsafe methods that have these options."""
+    """A protected view, its options, and its unsafe methods that have these options."""
 
-    path: str
-    name: str
+    #: The route and the name of the view in the URLconf; empty in API descriptions, which publish neither.
+    path: str = ""
+    name: str = ""
     callback: View
     options: Options
     methods: tuple[str, ...]
@@ -90,37 +91,23 @@ def policies(urlconf: Any = None) -> Iterator[Policy]:
     A class whose methods have different options has several policies. Operations of Django Ninja are found if the project
     uses ``idempotency.contrib.ninja``.
     """
-    for found in protected_views(urlconf):
-        if found.methods:
-            yield policy_of(
-                found.options,
-                found.methods,
-                path=found.path,
-                name=found.name,
-                view=_dotted(found.callback),
-                before=runs_before(found.callback, *found.methods),
-            )
+    for view in protected_views(urlconf):
+        if view.methods:
+            yield policy_of(view)
 
 
-def policy_of(
-    options: Options,
-    methods: tuple[str, ...],
-    *,
-    path: str = "",
-    name: str = "",
-    view: str = "",
-    before: tuple[str, ...] = (),
-) -> Policy:
-    """Return the policy that follows from the options and the project's settings."""
+def policy_of(view: Protected) -> Policy:
+    """Return the policy that follows from the options of the view and the project's settings."""
+    options = view.options
     limits = conf.get()
     quoted = "a quoted string (RFC 9651)"
     bare = ", or an unquoted string of visible ASCII characters other than a comma"
     isolation = options.level() if options.recovery_points is None else limits.PHASE_ISOLATION
     return Policy(
-        path=path,
-        name=name,
-        view=view,
-        methods=methods,
+        path=view.path,
+        name=view.name,
+        view=_dotted(view.callback),
+        methods=view.methods,
         headers=limits.HEADER_NAMES,
         key_from=_dotted(options.key_from),
         key_format=quoted if limits.STRICT_KEY_SYNTAX else quoted + bare,
@@ -144,7 +131,7 @@ def policy_of(
         store_body=options.store_body,
         keep=tuple(options.keep),
         replay_check=_dotted(options.replay_check),
-        runs_before=before,
+        runs_before=runs_before(view.callback, *view.methods),
     )
 
 

@@ -9,7 +9,7 @@ from ninja.operation import Operation
 
 from idempotency._request.responses import SAFE_METHODS
 from idempotency.contrib.openapi import PROBLEM, PROBLEM_SCHEMA, describe
-from idempotency.policy import policy_of
+from idempotency.policy import Protected, policy_of
 
 
 class OpenAPISchema(schema.OpenAPISchema):
@@ -20,7 +20,7 @@ class OpenAPISchema(schema.OpenAPISchema):
         options = getattr(operation.view_func, "idempotency", None)
         unsafe = tuple(method for method in operation.methods if method not in SAFE_METHODS)
         if options is not None and unsafe:
-            describe(details, policy_of(options, unsafe))
+            describe(details, policy_of(Protected(callback=operation.view_func, options=options, methods=unsafe)))
             self.schemas[PROBLEM] = PROBLEM_SCHEMA
         return details
 

@@ -9,7 +9,7 @@ from drf_spectacular.plumbing import ResolvedComponent
 from idempotency._request.lookup import options_of
 from idempotency._request.responses import SAFE_METHODS
 from idempotency.contrib.openapi import PROBLEM, PROBLEM_SCHEMA, describe
-from idempotency.policy import policy_of
+from idempotency.policy import Protected, policy_of
 
 
 class AutoSchema(openapi.AutoSchema):
@@ -21,11 +21,12 @@ class AutoSchema(openapi.AutoSchema):
 
     def get_operation(self, path: str, path_regex: str, path_prefix: str, method: str, registry: Any) -> dict[str, Any] | None:
         operation: dict[str, Any] | None = super().get_operation(path, path_regex, path_prefix, method, registry)
-        callback = SimpleNamespace(cls=type(self.view), actions=getattr(self.view, "action_map", None))
-        options = options_of(callback, method)  # type: ignore[arg-type]  # options_of() needs only these attributes
+        # Only these attributes of a resolved view are needed.
+        callback: Any = SimpleNamespace(cls=type(self.view), actions=getattr(self.view, "action_map", None))
+        options = options_of(callback, method)
         if operation is None or options is None or method.upper() in SAFE_METHODS:
             return operation
-        describe(operation, policy_of(options, (method.upper(),)))
+        describe(operation, policy_of(Protected(callback=callback, options=options, methods=(method.upper(),))))
         problem = ResolvedComponent(  # type: ignore[no-untyped-call]
             name=PROBLEM, type=ResolvedComponent.SCHEMA, schema=PROBLEM_SCHEMA, object=PROBLEM
         )
