@@ -20,27 +20,13 @@ from psycopg.pq import TransactionStatus
 #: The system check that reports the same. A project that silences it also switches off the refusal of requests.
 CHECK_ID = "idempotency.E013"
 
-_NO_LOCKS = "advisory locks have no effect there, so two requests with one key would both run"
-_NOT_POSTGRESQL = "its transactions, locks and constraints are not those of PostgreSQL"
-#: A part of ``version()``, the name of the engine, and what would break.
-_OTHER_ENGINES = (
-    ("CockroachDB", "CockroachDB", _NO_LOCKS),
-    (
-        "-YB-",
-        "YugabyteDB",
-        "its advisory locks are off by default, or missing, so a duplicate of a running request would fail or run too",
-    ),
-    ("Redshift", "Amazon Redshift", "it does not enforce unique constraints, so one key would have several rows"),
-    ("Greenplum", "Greenplum", "unique constraints need the distribution column, so one key could have several rows"),
-    ("Materialize", "Materialize", _NOT_POSTGRESQL),
-    ("RisingWave", "RisingWave", _NOT_POSTGRESQL),
-    ("QuestDB", "QuestDB", _NOT_POSTGRESQL),
-    ("openGauss", "openGauss", _NOT_POSTGRESQL),
-    ("CrateDB", "CrateDB", "it has no transactions, so a failed request would leave its writes"),
-)
 #: The text of PostgreSQL, and of the services that run it.
 _POSTGRESQL = re.compile(r"PostgreSQL \d[\w.]*( \([^)]*\))?( on [^,]+)?, compiled by ")
-_UNKNOWN = "its advisory locks, row locks and constraints may not be those of PostgreSQL"
+#: Engines whose ``version()`` begins like that of PostgreSQL.
+_DISGUISED = ("Redshift", "Greenplum", "QuestDB")
+_CONSEQUENCE = (
+    "its advisory locks, row locks and constraints may not be those of PostgreSQL, so two requests with one key could both run"
+)
 
 _INTERNAL_ERROR = "XX000"
 
@@ -79,7 +65,7 @@ def examine(connection: BaseDatabaseWrapper) -> tuple[str, bool]:
             try:
                 citus = own.execute("SELECT 1 FROM pg_extension WHERE extname = 'citus'").fetchone() is not None
             except (psycopg.ProgrammingError, psycopg.NotSupportedError):
-                problem = f"is not PostgreSQL, because it has no table of extensions (Aurora DSQL has none): {_UNKNOWN}"
+                problem = f"is not PostgreSQL, because it has no table of extensions (Aurora DSQL has none): {_CONSEQUENCE}"
         if citus:
             problem = _problem_of_citus(own)
     return problem and f"The database {connection.alias!r}, which stores the idempotency keys, {problem}.", citus
@@ -136,10 +122,9 @@ def worker_errors(connection: BaseDatabaseWrapper) -> Iterator[None]:
 
 def problem_of_version(version: str) -> str:
     """Return why the engine with this ``version()`` is not supported; empty if it is."""
-    for part, name, consequence in _OTHER_ENGINES:
-        if part in version:
-            return f"is {name}: {consequence}"
-    return "" if _POSTGRESQL.match(version) else f"is not PostgreSQL, but {version[:60]!r}: {_UNKNOWN}"
+    if _POSTGRESQL.match(version) and not any(name in version for name in _DISGUISED):
+        return ""
+    return f"is not PostgreSQL, but {version!r}: {_CONSEQUENCE}"
 
 
 def _problem_of_citus(own: psycopg.Connection[Any]) -> str:
