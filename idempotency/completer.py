@@ -67,14 +67,15 @@ def complete_once(
 
     - ``batch_size``: the number of keys read at a time, at most ten of each scope.
     - ``concurrency``: the number of threads, each with its own connections. With 1 the keys run in the thread of the caller.
-    - ``dry_run``: run no key. The count ``failed`` of the result is the number of keys that would be run.
+    - ``dry_run``: run no key. The count ``finished`` of the result is the number of keys that would be run. The outcomes
+      of these runs are unknown.
     - ``stop``: called before each key; True ends the pass.
 
     Raises OperationalError or InterfaceError if the database cannot be reached.
     """
     alias = using or router.db_for_write(IdempotencyKey)
     if dry_run:
-        return CompletePass(failed=IdempotencyKey.objects.using(alias).abandoned().count())
+        return CompletePass(finished=IdempotencyKey.objects.using(alias).abandoned().count())
     left: list[int] = []
     waiting, one_at_a_time = _waiting(alias, batch_size, left), threading.Lock()
 

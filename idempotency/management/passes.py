@@ -185,9 +185,7 @@ class PassCommand(BaseCommand):
 
         def say(counts: Any) -> None:
             if options["verbosity"]:
-                self.stdout.write(
-                    f"{name}: would be: {self.would_be(counts)}" if options["dry_run"] else f"{name}: {in_words(counts)}"
-                )
+                self.stdout.write(f"{name}: {'would be: ' if options['dry_run'] else ''}{in_words(counts)}")
                 self.stdout.flush()
 
         stop = StopSignal()
@@ -197,9 +195,6 @@ class PassCommand(BaseCommand):
                 return
             with exit_1_explained(name, options["database"]):
                 say(run_pass(stop=stop.requested))
-
-    def would_be(self, counts: Any) -> str:
-        return in_words(counts)
 
 
 def in_words(counts: Any) -> str:

@@ -204,7 +204,7 @@ def test_an_aged_key_is_abandoned_and_its_lock_expired() -> None:
     assert list(IdempotencyKey.objects.abandoned()) == [key]
     age(IdempotencyKey.objects.filter(pk=other.pk), seconds=3600)
     assert set(IdempotencyKey.objects.abandoned()) == {key, other}
-    assert complete_once(dry_run=True).failed == 2
+    assert complete_once(dry_run=True).finished == 2
 
 
 def test_an_aged_key_ages_in_all_that_it_remembers() -> None:

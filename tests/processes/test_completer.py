@@ -564,7 +564,7 @@ def test_a_dry_run_changes_nothing(shop: Shop, sender: Sender) -> None:
     sender.send()
     abandon()
     before = IdempotencyKey.objects.values().get()
-    assert complete_once(dry_run=True) == CompletePass(failed=1)
+    assert complete_once(dry_run=True) == CompletePass(finished=1)
     assert IdempotencyKey.objects.values().get() == before
 
 

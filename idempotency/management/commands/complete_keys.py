@@ -2,7 +2,7 @@
 
 from django.core.management.base import CommandParser
 
-from idempotency.completer import CompletePass, complete_once
+from idempotency.completer import complete_once
 from idempotency.management.passes import PassCommand, add_concurrency_argument
 
 
@@ -22,7 +22,3 @@ class Command(PassCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         add_concurrency_argument(parser)
-
-    def would_be(self, counts: CompletePass) -> str:
-        """Return the number of keys that would be run. Their outcomes are unknown."""
-        return f"{counts.failed} run"
