@@ -5,7 +5,7 @@ An import of this module starts the counters. Register the gauges in one scraped
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -51,16 +51,12 @@ def _time_phase(key: IdempotencyKey, **kwargs: Any) -> None:
     _standing.set((key.pk, key.recovery_point, now))
 
 
-def _count_replay(**kwargs: Any) -> None:
-    OUTCOMES.labels("replayed", "").inc()
+def _counter(outcome: str) -> Callable[..., None]:
+    # A partial has no __qualname__, which send_robust() logs if a receiver fails.
+    def count(code: str = "", **kwargs: Any) -> None:
+        OUTCOMES.labels(outcome, code).inc()
 
-
-def _count_conflict(code: str, **kwargs: Any) -> None:
-    OUTCOMES.labels("conflict", code).inc()
-
-
-def _count_finish(**kwargs: Any) -> None:
-    OUTCOMES.labels("finished", "").inc()
+    return count
 
 
 def _count_stuck(key: IdempotencyKey | None, **kwargs: Any) -> None:
@@ -70,13 +66,13 @@ def _count_stuck(key: IdempotencyKey | None, **kwargs: Any) -> None:
 _RECEIVERS = (
     (signals.key_claimed, _count_claim),
     (signals.phase_committed, _time_phase),
-    (signals.key_replayed, _count_replay),
-    (signals.key_conflict, _count_conflict),
-    (signals.key_finished, _count_finish),
+    (signals.key_replayed, _counter("replayed")),
+    (signals.key_conflict, _counter("conflict")),
+    (signals.key_finished, _counter("finished")),
     (signals.key_stuck, _count_stuck),
 )
 for _signal, _receiver in _RECEIVERS:
-    _signal.connect(_receiver, dispatch_uid=f"idempotency.contrib.prometheus.{_receiver.__name__}")
+    _signal.connect(_receiver, dispatch_uid=__name__)
 
 
 class DatabaseCollector(Collector):

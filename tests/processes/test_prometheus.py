@@ -78,6 +78,18 @@ def test_a_conflict_is_counted_by_the_code_of_its_answer(serve: Serve, sender: S
     assert outcomes()["conflict", "key_stuck"] == 1
 
 
+def test_a_counter_that_fails_has_no_effect_on_the_request(
+    serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*labels: str) -> Any:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(OUTCOMES, "labels", fail)
+    serve(view=plain(Counted()))
+    assert [sender.send(body=body).status_code for body in (1, 1, 2)] == [201, 201, 422]
+    assert len([record for record in caplog.records if record.name == "django.dispatch"]) == 4
+
+
 @pytest.mark.postgres
 def test_a_request_in_flight_is_a_conflict(serve: Serve, sender: Sender, outcomes: Any) -> None:
     gate = Gate()
