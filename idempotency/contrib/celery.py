@@ -155,11 +155,9 @@ class CeleryBackend(OneByOne):
     """Hand staged jobs to Celery: ``name`` is that of a task with the base ``OnceTask``, the job id becomes the task id.
 
     The queue "default" means that Celery's routes decide; other names are queues of Celery. Results are ignored. Make a
-    subclass for another app than the current one, or for tasks that are idempotent themselves.
+    subclass for another app than the current one.
     """
 
-    #: False also permits tasks without the base OnceTask, which a second delivery runs again.
-    protected = True
     #: With Redis as the broker, a worker that is killed right after it took a message loses it. The job is then handed over
     #: again, after waits that double. Its ten hand-overs and the waits after them take a week.
     follow_up_seconds: float | None = 600
@@ -169,7 +167,7 @@ class CeleryBackend(OneByOne):
         self.app: Celery = current_app._get_current_object()
         self._kept = threading.local()
         self._imported = False
-        if not self.protected or self.app.connection_for_write().transport.driver_type != "redis":
+        if self.app.connection_for_write().transport.driver_type != "redis":
             self.follow_up_seconds = None
 
     def hand_over_one(self, queue: str, job: StagedJob) -> None:
@@ -224,7 +222,7 @@ class CeleryBackend(OneByOne):
             raise JobNotAllowed(
                 f"No Celery task has the name {name!r}: decorate its function with @shared_task(base=OnceTask)."
             )
-        if self.protected and not (isinstance(task, OnceTask) and task.acks_late and task.reject_on_worker_lost):
+        if not (isinstance(task, OnceTask) and task.acks_late and task.reject_on_worker_lost):
             raise TypeError(
                 f"The Celery task {name!r} could be lost or take effect twice: set base=OnceTask, and leave acks_late and "
                 "reject_on_worker_lost on."

@@ -232,10 +232,6 @@ def test_celery_takes_no_task_that_could_be_lost_or_take_effect_twice(broker, se
     assert enqueue_once() == EnqueuePass(refused=1)
     job.refresh_from_db()
     assert "OnceTask" in job.last_error
-    monkeypatch.setattr(CeleryBackend, "protected", False)
-    StagedJob.objects.update(run_at=Now())
-    assert enqueue_once() == EnqueuePass(handed_over=1)
-    monkeypatch.undo()
     monkeypatch.setattr(OnceTask, "acks_late", False)
     job = stage("record", 1)
     assert enqueue_once() == EnqueuePass(refused=1)
