@@ -150,6 +150,11 @@ def mistakes(values: object) -> list[str]:
     return found
 
 
+def are_valid() -> bool:
+    """Return whether the project's settings are valid. The system check E001 reports the mistakes."""
+    return not mistakes(getattr(django_settings, "IDEMPOTENCY", {}))
+
+
 def _contradictions(values: Settings) -> list[str]:
     found = []
     if values.KEY_MIN_LENGTH > values.KEY_MAX_LENGTH:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from inspect import getclosurevars, isfunction
 from typing import Any
 
+from django.conf import settings
 from django.urls import get_resolver
 
 from idempotency import conf
@@ -152,6 +153,12 @@ def protected_views(urlconf: Any = None) -> Iterator[Protected]:
         for options, methods in by_options:
             unsafe = tuple(method for method in methods if method != "GET")
             yield Protected(path=path, name=name, callback=callback, options=options, methods=unsafe)
+
+
+def views_to_check() -> Iterator[Protected]:
+    """Yield each protected view for a system check. Yield none if there is no URLconf, or if the settings are invalid."""
+    if getattr(settings, "ROOT_URLCONF", None) and conf.are_valid():
+        yield from protected_views()
 
 
 def allowed_methods(view: View) -> set[str]:

@@ -32,8 +32,8 @@ def check_staged_names(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     Only literal names in modules that are imported are checked: those of the URLconf, and those that other checks, the models
     and the apps import. Tests are left out, because they may stage wrong names on purpose.
     """
-    if conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
-        return []  # reported by E001
+    if not conf.are_valid():
+        return []
     if getattr(settings, "ROOT_URLCONF", None):
         _ = get_resolver().url_patterns  # Imports the views.
     return [

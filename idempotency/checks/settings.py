@@ -1,6 +1,6 @@
 """System checks of settings and databases. The ids are listed in docs/reference.md. Only E013 queries a database."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -16,14 +16,13 @@ from idempotency import conf, scopes
 from idempotency._request.problems import RENDERED_FROM
 from idempotency._store import engine
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
-from idempotency.policy import protected_views
+from idempotency.policy import views_to_check
 
 
 @register
 def check_settings(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """E001: an invalid setting. W001, W002: settings that contradict each other."""
-    values = getattr(settings, "IDEMPOTENCY", {})
-    if problems := conf.mistakes(values):
+    if problems := conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
         return [Error(problem, id="idempotency.E001") for problem in problems]
     limits = conf.get()
     found: list[CheckMessage] = []
@@ -51,9 +50,8 @@ def check_settings(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 @register
 def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """E012: a setting whose dotted path cannot be imported or called, or not with its arguments."""
-    values = getattr(settings, "IDEMPOTENCY", {})
-    if conf.mistakes(values):
-        return []  # reported by E001
+    if not conf.are_valid():
+        return []
     return [
         Error(
             f"The setting IDEMPOTENCY[{name!r}] is {path!r}, which cannot be called: {problem}.",
@@ -61,7 +59,7 @@ def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             id="idempotency.E012",
         )
         for name in conf.CALLABLES
-        if (path := values.get(name)) is not None and (problem := _problem(path, _PROBLEMS.get(name, _not_callable)))
+        if (path := getattr(conf.get(), name)) is not None and (problem := _problem(path, _PROBLEMS.get(name, _not_callable)))
     ]
 
 
@@ -88,8 +86,7 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
                 id="idempotency.E006",
             )
         )
-    invalid = conf.mistakes(getattr(settings, "IDEMPOTENCY", {}))  # reported by E001
-    if vendor == "sqlite" and not invalid and conf.get().CONFIRM_REPLICATED:
+    if vendor == "sqlite" and conf.are_valid() and conf.get().CONFIRM_REPLICATED:
         found.append(
             Warning(
                 f"The setting CONFIRM_REPLICATED of IDEMPOTENCY has no effect: the database {alias!r} is SQLite.",
@@ -145,8 +142,6 @@ def check_references(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 @register
 def check_sessions(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """E011: a view whose scope is the session, with sessions in signed cookies."""
-    if not getattr(settings, "ROOT_URLCONF", None) or conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
-        return []
     if not issubclass(import_string(f"{settings.SESSION_ENGINE}.SessionStore"), SignedCookies):
         return []
     return [
@@ -156,7 +151,7 @@ def check_sessions(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             hint="Set SESSION_ENGINE to one that stores sessions in a database or a cache, or give the view another scope=.",
             id="idempotency.E011",
         )
-        for view in protected_views()
+        for view in views_to_check()
         if view.options.scope is scopes.session
     ]
 
@@ -192,11 +187,11 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
     The default is not checked, because a project without staged jobs does not need its queue library.
     """
-    values = getattr(settings, "IDEMPOTENCY", {})
-    if conf.mistakes(values):
-        return []  # reported by E001
+    if not conf.are_valid():
+        return []
     found: list[CheckMessage] = []
-    for queue, path in values.get("ENQUEUERS", {}).items():
+    given: Mapping[str, str] = getattr(settings, "IDEMPOTENCY", {}).get("ENQUEUERS", {})
+    for queue, path in given.items():
         if problem := _problem(path, _no_backend):
             found.append(
                 Error(
@@ -205,7 +200,7 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
                     id="idempotency.E003",
                 )
             )
-    paths = set(values.get("ENQUEUERS", {}).values())
+    paths = set(given.values())
     if "idempotency.contrib.rq.RQBackend" in paths and not apps.is_installed("django_rq"):
         found.append(
             Warning(

@@ -19,7 +19,7 @@ from idempotency._request.outside import foreign_dispatches, handlers, outside, 
 from idempotency._request.view_call import View, access_is_checked_inside
 from idempotency._store.transactions import atomic_aliases
 from idempotency.models import IdempotencyKey
-from idempotency.policy import Protected, allowed_methods, protected_views
+from idempotency.policy import Protected, allowed_methods, views_to_check
 
 #: Scopes with these attributes are meant for senders that are not Django users; Django users have ``scopes.user``.
 _IDS_OF_USER = ("user.pk", "user.id")
@@ -28,9 +28,7 @@ _IDS_OF_USER = ("user.pk", "user.id")
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """E005, E007, E008, W004, W005, W006, W008, W009, W010, W011, W012, W016: views that do not work as they seem."""
-    if not getattr(settings, "ROOT_URLCONF", None) or conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
-        return []
-    views = list(protected_views())
+    views = list(views_to_check())
     each = [
         message
         for view in views

@@ -12,7 +12,6 @@ from inspect import iscoroutinefunction, unwrap
 from typing import Any
 
 from asgiref.sync import sync_to_async
-from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.core.checks import CheckMessage, Info, register
 from django.http import HttpRequest, HttpResponseBase
@@ -26,7 +25,7 @@ from idempotency._async import awaited
 from idempotency._request.lookup import FINDERS
 from idempotency._request.options import Options
 from idempotency._request.phased_run import completion_of
-from idempotency.policy import protected_views
+from idempotency.policy import views_to_check
 
 Run = Callable[..., Any]
 
@@ -149,10 +148,6 @@ def _unrepeatable(operation: Operation) -> list[str]:
 @register
 def check_authenticators(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """I002: a phased operation whose authenticators the completer cannot repeat."""
-    if not getattr(settings, "ROOT_URLCONF", None) or conf.mistakes(getattr(settings, "IDEMPOTENCY", {})):
-        return []
-    if conf.get().PREPARE_REQUEST is not None:
-        return []  # It may repeat the check.
     return [
         Info(
             f"The operation {view.path} has authenticators that need the client's credentials ({', '.join(names)}). The "
@@ -160,8 +155,8 @@ def check_authenticators(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that raises KeyStuck for a user without the permission.",
             id="idempotency.I002",
         )
-        for view in protected_views()
-        if view.options.recovery_points is not None
+        for view in views_to_check()
+        if view.options.recovery_points is not None and conf.get().PREPARE_REQUEST is None  # It may repeat the check.
         for operation in _operations(view.callback)
         if set(view.methods) & set(operation.methods) and (names := _unrepeatable(operation))
     ]
