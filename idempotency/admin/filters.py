@@ -71,13 +71,13 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [*((state.replace(" ", "_"), state.label) for state in KeyState), ("unfinished", _("unfinished"))]
+        return [*KeyState.choices, ("unfinished", _("unfinished"))]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        if self.value() == "unfinished":
+        value = self.value()
+        if value == "unfinished":
             return queryset.unfinished()
-        chosen = [state for state in KeyState if state.replace(" ", "_") == self.value()]
-        return queryset.in_state(*chosen) if chosen else queryset
+        return queryset.in_state(KeyState(value)) if value in KeyState.values else queryset
 
 
 class AgeFilter(admin.SimpleListFilter):
@@ -239,5 +239,5 @@ class MineFilter(admin.SimpleListFilter):
 
 def _is_unfinished(request: HttpRequest) -> bool:
     """Tell whether the filter by state lets unfinished keys through only, which have an index."""
-    chosen = (request.GET.get("state") or "").replace("_", " ")
+    chosen = request.GET.get("state")
     return chosen == "unfinished" or chosen in {*KeyState} - {KeyState.FINISHED, KeyState.REFUSED}
