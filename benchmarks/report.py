@@ -168,9 +168,10 @@ def _targets(results: dict[str, Any]) -> str:
         table(["figure", "target", "wanted", "measured", "result"], rows)
         + "\n"
         + prose(
-            "Where another limit was wanted, it stands beside the target. On a unix socket processor time bounds a request, "
-            "most of it in Python: a protected request has the round trips of the bare view. At a distance the round trips "
-            "decide."
+            "The column *wanted* has the original limit, if the target differs from it. Over a unix socket, a request takes "
+            "mostly processor time, and most of that time is spent in Python. The number of round trips matters little there: "
+            "the first request of a plain view has as many as the bare view. Over a network, the time of a request depends "
+            "mostly on its round trips."
         )
     )
 
@@ -261,11 +262,16 @@ def _costs(figures: dict[str, Any], in_process: dict[str, Any]) -> str:
             hot = "-" if cost["hot_share"] is None else f"{cost['hot_updates']:g} of {cost['updates']:g}"
             plain = [f"{cost[name]:g}" for name in ("statements", "redis_commands", "commits", "rows_written")]
             rows.append([f"{label}: {KINDS[kind]}" if view else label, *plain, f"{cost['wal_bytes']:,}", hot])
-    text = (
-        "The statements are those of PostgreSQL's log, BEGIN, SET and COMMIT among them. Each is a round\n"
-        "trip, but our own go with the BEGIN before or the COMMIT after them. The round trips stand below.\n\n"
+    text = prose(
+        "The statements are counted in PostgreSQL's log. BEGIN, SET and COMMIT are included. Each statement takes a round "
+        "trip, except the statements of this app that are sent together with BEGIN or COMMIT. The round trips are counted in "
+        "a table below."
     )
-    return text + table(["", "statements", "Redis commands", "commits", "rows written", "bytes of WAL", "HOT updates"], rows)
+    return (
+        text
+        + "\n"
+        + table(["", "statements", "Redis commands", "commits", "rows written", "bytes of WAL", "HOT updates"], rows)
+    )
 
 
 def _over_http(figures: dict[str, Any], in_process: dict[str, Any]) -> str:

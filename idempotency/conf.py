@@ -50,9 +50,10 @@ class Settings:
     PHASE_ISOLATION: Isolation | None = "serializable"
     #: Isolation of plain views; None is the connection's own level, as under ATOMIC_REQUESTS.
     PLAIN_ISOLATION: Isolation | None = None
-    #: With True, a replay, a repeated message, a batch of jobs and a recorded call first wait until the synchronous
-    #: standbys have all earlier commits. A request that is not confirmed gets 503 ``not_replicated``. "storage": the
-    #: storage replicates the disk of the server, so that the server needs no standbys.
+    #: True makes the app wait until the synchronous standbys have all earlier commits. It waits before it sends a replay,
+    #: skips a repeated message, hands over a batch of jobs, or uses the recorded result of a call again. A request that is
+    #: not confirmed gets 503 ``not_replicated``. "storage": the storage replicates the disk of the server, so that the
+    #: server needs no standbys.
     CONFIRM_REPLICATED: Confirmation = False
     #: True sends the first statement of a transaction together with BEGIN, and the last one together with COMMIT. False
     #: sends each by itself.

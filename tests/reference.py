@@ -60,7 +60,9 @@ NOTES = {
     "IdempotencyKey.request_headers": (
         "The headers that a second run needs, and the values of `keep=`. No credentials and no cookies."
     ),
-    "IdempotencyKey.retention_hours": "What the view set; null or less than RETENTION_HOURS: the setting counts.",
+    "IdempotencyKey.retention_hours": (
+        "The `retention_hours` of the view. If it is null or less than RETENTION_HOURS, RETENTION_HOURS applies."
+    ),
     "IdempotencyKey.request_fingerprint": "Its version and a hash of method, path, query and body.",
     "IdempotencyKey.seed": "Random bytes, from which `derive()` makes keys for other systems.",
     "IdempotencyKey.recovery_point": "The last committed phase: `started` first, `finished` last.",
