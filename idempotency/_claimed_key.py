@@ -53,8 +53,8 @@ class ClaimedKey(models.Model):
     def derive(self, name: str, valid_seconds: int | None = None) -> str:
         """Return the key to pass to a downstream service for the call ``name``: 64 hexadecimal digits.
 
-        It is the same over all attempts of this request, unique over scopes, accounts and restored databases, and never the
-        value of the client. Nothing is read or written. Make the call itself in ``key.call()``.
+        It is the same in all attempts of this request. No other request has it, even after the database was restored from a
+        backup. It is never the key that the client sent. Nothing is read or written. Make the call itself in ``key.call()``.
 
         Raises DownstreamKeyExpired when this key is older than ``valid_seconds``, because the service may have forgotten the
         downstream key. The decorator then marks this key as stuck.
@@ -74,9 +74,10 @@ class ClaimedKey(models.Model):
     def call(self, name: str, valid_seconds: int | None = None) -> Iterator[str]:
         """Open a block for the call ``name`` to a downstream service, and yield the key that ``derive()`` returns for the call.
 
-        When the block begins, one fenced statement has committed that the request has begun a call, and has renewed the lock.
-        The end of the block writes nothing. If the process is suspended inside the block for longer than the lock timeout, it
-        may still make the call after another run has taken the key over. An async view uses ``async with``.
+        When the block begins, one fenced statement records that the request has begun a call, and renews the lock. It is
+        committed before the block runs. The end of the block writes nothing. If the process is suspended inside the block for
+        longer than the lock timeout, it may still make the call after another run has taken the key over. An async view uses
+        ``async with``.
 
         Raises the errors of ``derive()``.
         Raises CallInDoubt while a foreign call is in doubt.

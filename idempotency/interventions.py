@@ -49,9 +49,9 @@ def hand_back(
 ) -> bool:
     """Hand a key back to the completer and reset its count of completer attempts; return whether this call did it.
 
-    On return the key is due and neither locked nor stuck, and its retention counts anew. Nothing changes if a run holds the
-    key, if it is finished or refused, or if its ``on_abandon`` was begun. A key whose ``on_abandon`` was begun can only be
-    answered, because ``on_abandon`` may have undone its work.
+    On return the key is due and neither locked nor stuck, and its retention counts from this time. Nothing changes if a run
+    holds the key, if it is finished or refused, or if its ``on_abandon`` was begun. A key whose ``on_abandon`` was begun can
+    only be answered, because ``on_abandon`` may have undone its work.
     """
     return settlement.hand_back(Decision(pk, seen, at, by, note, _alias(using)))
 

@@ -137,7 +137,7 @@ def refuse_module(name: str, module: str | None) -> None:
 
 
 def not_allowed(jobs: Iterable[StagedJob]) -> dict[UUID, Exception]:
-    """Map the id of each job whose function may not run to its error. Each name is looked up once."""
+    """For each job whose function may not run, map the id of the job to the error. Each name is looked up once."""
     problems: dict[str, JobNotAllowed] = {}
     jobs = list(jobs)
     for name in {job.job_name for job in jobs}:

@@ -1,7 +1,7 @@
 """The tables. The state machine of a key is held by CHECK constraints, so that no code can break it.
 
 Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (the schema of ``idempotency_keys`` and
-``staged_jobs``), with what its users found missing: a scope, a fence, a fingerprint, a history.
+``staged_jobs``). This app adds a scope, a fence, a fingerprint and a history.
 """
 
 import hashlib
@@ -188,7 +188,7 @@ class IdempotencyKey(ClaimedKey):
 
     @property
     def untouched(self) -> bool:
-        """Whether no attempt has begun anything that outlives it: a phase, a ``foreign_call``, a ``key.call()``."""
+        """True until an attempt commits a phase, or begins a ``foreign_call`` or a ``key.call()``."""
         return self.recovery_point == STARTED and not self.begun
 
     @property

@@ -55,7 +55,8 @@ class AtomicPhase:
     def set_response(self, response: HttpResponseBase) -> None:
         """Commit the phase together with this response, which finishes the key.
 
-        Any 4xx may finish the key here, including statuses such as 403 that are not stored if the view returns them.
+        Any 4xx may finish the key here. This includes statuses of NEVER_STORED_STATUSES such as 403, which are not stored if
+        the view returns them outside a phase.
         Raises ResponseNotStorable for other statuses that are never stored, and for responses of ``not_stored()``.
         """
         if not (responses.is_stored(response) or responses.is_refusal(response)):

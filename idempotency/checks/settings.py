@@ -49,7 +49,7 @@ def check_settings(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register
 def check_callables(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E012: a setting whose dotted path cannot be imported or called, or not with its arguments."""
+    """E012: a setting whose dotted path cannot be imported, is not callable, or does not take the required arguments."""
     if not conf.are_valid():
         return []
     return [
@@ -146,8 +146,8 @@ def check_sessions(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
         return []
     return [
         Error(
-            f"The scope of the view {view.path} is the session. With signed_cookies equal sessions cannot be distinguished, so "
-            "each request is refused.",
+            f"The scope of the view {view.path} is the session. Sessions with the same content cannot be distinguished with "
+            "signed_cookies, so each request is refused.",
             hint="Set SESSION_ENGINE to one that stores sessions in a database or a cache, or give the view another scope=.",
             id="idempotency.E011",
         )

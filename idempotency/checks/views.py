@@ -1,7 +1,7 @@
 """System checks of protected views that do not work as they seem to.
 
-A check reports a mistake only if it is sure: an opaque decorator or middleware silences the check. The decorator itself raises
-at import if it can.
+A check reports a mistake only if it is sure: an opaque decorator or middleware silences the check. For mistakes that are
+visible at import, the decorator itself raises an error.
 """
 
 from collections.abc import Iterable, Iterator
@@ -60,7 +60,8 @@ def _mistakes(view: Protected) -> Iterator[CheckMessage]:
         yield Error(
             f"The view {view.path} has @transaction.atomic around @idempotent. A rollback there would undo committed work, so "
             "each request is refused.",
-            hint="Remove it: @idempotent opens the transaction of a plain view, atomic_phase those of a phased one.",
+            hint="Remove it. The decorator @idempotent opens the transaction of a plain view, and atomic_phase opens the "
+            "transactions of a phased view.",
             id="idempotency.E008",
         )
 
@@ -87,8 +88,8 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
     if hours is not None and hours < least:
         yield Warning(
             f"The view {view.path} has @idempotent(retention_hours={hours}), without effect: RETENTION_HOURS is {least}.",
-            hint="Remove it. Or lower RETENTION_HOURS: first deploy the option of the views that need a longer time, then wait "
-            "for the former RETENTION_HOURS.",
+            hint="Remove it. Or lower RETENTION_HOURS in three steps: deploy retention_hours for each view that needs a longer "
+            "time, wait for the current RETENTION_HOURS, then lower the setting.",
             id="idempotency.W016",
         )
     yield from _doubts_of_scope(view)

@@ -18,7 +18,8 @@ _INCOMPLETE = (ConnectionError, Timeout, ChunkedEncodingError, ContentDecodingEr
 
 
 class IdempotentAdapter(HTTPAdapter):
-    """Does for a requests.Session what IdempotentTransport does for an httpx.Client. Mount it: ``make_session`` does.
+    """Does for a requests.Session what IdempotentTransport does for an httpx.Client. Mount it for each URL prefix, or let
+    ``make_session`` do this.
 
     ``options`` are those of HTTPAdapter. The ``timeout=`` of a request applies to each attempt; without one, an attempt may
     wait for its answer until the deadline.
