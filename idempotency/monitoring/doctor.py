@@ -1,7 +1,7 @@
-"""What ails the tables and the processes, each finding with its cure. Nothing is written.
+"""Find problems of the tables and the processes, each with its cure. Nothing is written.
 
-Each question is answered from the statistics of PostgreSQL or by ``measures``, which reads a bounded number of rows: a look
-costs the same however large the tables are.
+Each check reads the statistics of PostgreSQL, or calls ``measures``, which reads a bounded number of rows. Its cost does not
+depend on the size of the tables.
 
 The findings that the dashboard shows are in the language of the person; the command is English.
 """
@@ -22,19 +22,19 @@ from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS
 from idempotency.monitoring.measures import COUNT_LIMIT
 
-#: The share of updates that touch no index is told only after so many of them.
+#: The minimum number of updates for a report of the HOT share, the share of updates that change no index.
 ENOUGH_UPDATES = 1_000
 LOWEST_HOT_RATIO = 0.9
-#: Autovacuum comes at a fifth of the table by default; at twice that it does not keep up.
+#: By default autovacuum starts when a fifth of the rows are dead. At twice that share it does not keep up.
 DEAD_SHARE, FEW_DEAD = 0.4, 10_000
 OLDEST_TRANSACTION_SECONDS = 600.0
-#: The enqueuer makes a pass each second, the completer every 5 seconds. Work that waits longer has no process.
+#: The enqueuer makes a pass each second, the completer every 5 seconds. If work waits longer than this, no process handles it.
 LATE_SECONDS = 120.0
 #: The reaper makes a pass each minute, and may have many keys to delete.
 REAPER_LATE_SECONDS = 3600
 
 
-#: Values of synchronous_commit below ``on`` beside a synchronous standby, and what a commit then does.
+#: Values of synchronous_commit that are weaker than ``on``, and the wait of a commit with each value.
 _WEAK_WAITS = {
     "local": "does not wait for the standby",
     "remote_write": "waits until the standby has it in memory, not on its disk",
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """The measurements, the findings, and the questions that this database cannot answer."""
+    """The measurements, the findings, and the questions without an answer."""
 
     database: str
     vendor: str
@@ -70,13 +70,13 @@ def diagnose(*, using: str | None = None) -> Diagnosis:
         found.findings += [*_table(found), *_transactions(found), *_durability(found)]
     else:
         found.cannot_tell += [
-            f"{found.vendor} has no statistics of updates and dead rows, none of open transactions, and one writer at a time."
+            f"{found.vendor} has no statistics of updates, dead rows and open transactions. It has one writer at a time."
         ]
     return found
 
 
 def findings_of_keys(keys: measures.UnfinishedKeys) -> Iterator[Finding]:
-    """Yield what is wrong with the unfinished keys; the dashboard says the same."""
+    """Yield the findings about the unfinished keys. The dashboard shows them too."""
     if keys.need_a_person:
         yield Finding(
             "stuck_keys",

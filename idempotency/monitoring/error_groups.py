@@ -1,17 +1,17 @@
 """Groups of errors: the text of an error without the parts that differ from request to request.
 
-The dashboard counts by group, and the lists filter by it. SQL cannot do this: who looks for a group reads a bounded number of
-rows first.
+The dashboard counts by group, and the lists filter by it. SQL cannot do this, so the caller reads a bounded number of rows and
+groups them in Python.
 """
 
 import re
 
 from idempotency._text import cut
 
-#: What replaces a number, an id or a quoted value.
+#: The sign that replaces a number, an id or a quoted value.
 _SIGN = "#"
 _MAX_LENGTH = 200
-#: An id mixes letters and digits. A shorter word, such as HTTP2 or evt_1, differs in its numbers only.
+#: An id mixes letters and digits. In a shorter word, such as HTTP2 or evt_1, only the numbers are replaced.
 _MIN_ID_LENGTH = 8
 
 _KEPT = r"(?P<kept>\bstatus \d{3}\b| in [\w.]+:\d+$)"  # A status, and the place of an error whose message is withheld.

@@ -17,11 +17,13 @@ from idempotency.models import ProcessHeartbeat
 ENQUEUER, COMPLETER, REAPER = "enqueue_jobs", "complete_keys", "reap_keys"
 #: The loops that a site needs, each at least once, and what happens without it.
 LOOPS = {ENQUEUER: _("staged jobs wait"), COMPLETER: _("abandoned requests wait"), REAPER: _("old keys stay")}
-#: How often one is written, at most: a row, in a transaction of its own.
+#: The minimum time between two heartbeats of a loop. Each is one row, written in a separate transaction.
 WRITE_SECONDS = 10.0
-#: A loop without one for so long is silent. A single run of a key may last as long as the default of LOCK_TIMEOUT_SECONDS.
+#: A loop is silent if its last heartbeat is older than this. A single run of a key may last as long as the default of
+#: LOCK_TIMEOUT_SECONDS.
 SILENT_SECONDS = 180.0
-#: What a killed process left is kept for so long, to be seen, and removed by the next one of its name.
+#: The heartbeat of a killed process is kept for this time, so that the dashboard can show it. After this time, the next
+#: process that starts the same loop deletes it.
 KEPT_DAYS = 1
 
 
@@ -37,7 +39,8 @@ def _this_host() -> str:
 
 
 class Heartbeat:
-    """The heartbeat of one loop of this process. That it cannot be written is no reason to stop: the pass will say why."""
+    """The heartbeat of one loop of this process. If the heartbeat cannot be written, the loop continues; its next pass logs
+    the error."""
 
     def __init__(self, name: str, *, using: str) -> None:
         self._using = using
@@ -45,7 +48,7 @@ class Heartbeat:
         self._due, self._one_at_a_time = 0.0, threading.Lock()
 
     def beat(self) -> None:
-        """Write it, if the last one is WRITE_SECONDS old. Called by several threads, and never in a transaction."""
+        """Write the heartbeat, if the last one is WRITE_SECONDS old. Called by several threads, and never in a transaction."""
         with self._one_at_a_time:
             if time.monotonic() < self._due:
                 return
@@ -60,7 +63,7 @@ class Heartbeat:
             self._give_up()
 
     def remove(self) -> None:
-        """Take it away: the loop was told to stop."""
+        """Delete the heartbeat when the loop is told to stop."""
         try:
             self._rows().filter(**self._row).delete()
         except Error:

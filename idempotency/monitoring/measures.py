@@ -1,7 +1,7 @@
 """The measurements that the dashboard, the doctor and the metrics share. Nothing is written.
 
-Each one reads a bounded number of rows through a partial index, the oldest first: it costs the same however large a table is.
-A count that equals the limit means "at least so many". Ages and lags are seconds.
+Each one reads a bounded number of rows through a partial index, the oldest first, so its cost does not depend on the size of a
+table. A count that equals the limit means "at least this number". Ages and lags are seconds.
 """
 
 from collections import Counter, defaultdict
@@ -19,16 +19,16 @@ from idempotency.models import IdempotencyKey, ProcessHeartbeat, StagedJob
 from idempotency.monitoring.error_groups import group_of
 from idempotency.monitoring.heartbeats import SILENT_SECONDS
 
-#: How many rows of a kind are read at most. That there are more does not change what is to be done.
+#: The maximum number of rows of a kind that are read. Larger numbers would not change the required action.
 COUNT_LIMIT = 10_000
-#: So much of an error is read to tell its group.
+#: The number of characters of an error that are read to determine its group.
 _GROUPED_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedKeys:
-    """The unfinished keys. ``oldest`` and ``completer_lag`` regard those that the completer may still run, ``stuck_for`` those
-    for which somebody is paged."""
+    """The unfinished keys. ``oldest`` and ``completer_lag`` cover keys that the completer may still run. ``stuck_for`` covers
+    stuck keys that need a person."""
 
     count: int
     by_state: Counter[str]
@@ -40,13 +40,14 @@ class UnfinishedKeys:
 
     @property
     def need_a_person(self) -> int:
-        """The number of stuck keys for which somebody is paged."""
+        """The number of stuck keys that need a person."""
         return sum(count for code, count in self.stuck_by_code.items() if _pages(code))
 
 
 @dataclass(frozen=True, slots=True)
 class StagedJobs:
-    """The jobs that wait, by the time since each is due, negative before; those that are due; and the failed ones."""
+    """The waiting jobs, as seconds since each was due (negative if it is not due yet); the number of due jobs; the age of the
+    oldest; the failed jobs by name."""
 
     waiting: list[float]
     due: int
@@ -81,19 +82,19 @@ class Process:
 
 
 def _pages(code: str) -> bool:
-    """Return whether a key that is stuck with this code pages somebody. Those that are refused when rebuilt wait for their
-    clients."""
+    """Return whether a key that is stuck with this code needs a person. A key that is refused when rebuilt waits for its
+    client."""
     return code != StuckCode.REFUSED_WHEN_REBUILT
 
 
 def _stuck_kinds(stuck: Any) -> tuple[Any, Any]:
-    """Return the stuck keys for which somebody is paged, and the others."""
+    """Return the stuck keys that need a person, and the others."""
     return stuck.exclude(stuck_code=StuckCode.REFUSED_WHEN_REBUILT), stuck.filter(stuck_code=StuckCode.REFUSED_WHEN_REBUILT)
 
 
 def unfinished_keys(using: str, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
-    """Measure the unfinished keys in one query; if there are more than ``limit``, in one for each kind, so that no kind hides
-    another."""
+    """Measure the unfinished keys with one query. If it returns ``limit`` rows, use one query for each kind of key, so that
+    each kind is measured."""
     keys: Any = IdempotencyKey.objects.using(using).unfinished().with_state().order_by("created_at")
     open_to_completer = ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField())
     keys = keys.annotate(age=Now() - F("created_at"), lag=Now() - due_at(), open=open_to_completer)
@@ -136,8 +137,8 @@ def staged_jobs(using: str, limit: int = COUNT_LIMIT) -> StagedJobs:
 
 
 def groups_of_stuck_keys(using: str, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
-    """Group the stuck keys by stuck code, error and request; the largest group first. If there are more than ``limit``, these
-    are the oldest ``limit`` keys for which somebody is paged, and the oldest ``limit`` others."""
+    """Group the stuck keys by stuck code, error and request; the largest group first. If there are ``limit`` or more stuck
+    keys, read the ``limit`` oldest keys that need a person, and the ``limit`` oldest other keys."""
     keys: Any = IdempotencyKey.objects.using(using).stuck().order_by("created_at")
     since, text = Now() - F("stuck_at"), Left("stuck_reason", _GROUPED_CHARACTERS)
     keys = keys.values_list("stuck_code", text, "request_method", "request_path", since)
@@ -148,7 +149,7 @@ def groups_of_stuck_keys(using: str, limit: int = COUNT_LIMIT) -> list[ErrorGrou
 
 
 def request_group(method: str, path: str) -> str:
-    """Return method and path without what differs from request to request."""
+    """Return method and path without the parts that differ from request to request."""
     return group_of(f"{method} {path.partition('?')[0]}")
 
 

@@ -25,9 +25,10 @@ from idempotency.signals import RequestOutcome
 logger = logging.getLogger("idempotency")
 
 WRITE_SECONDS = 10.0
-#: A write waits for a lock no longer, on PostgreSQL: a lock on the table must not stop the workers one after the other.
+#: The maximum time for which a write waits for a lock (PostgreSQL only), so that a lock on the table does not block all
+#: workers.
 LOCK_SECONDS = 1.0
-#: Counts that cannot be written are kept in memory for so long.
+#: The time for which counts that cannot be written are kept in memory.
 _UNWRITTEN_MINUTES = 60
 #: Durations are counted in classes, two for each doubling. The kind of a count is "ran", a space, and the class.
 _CLASSES_PER_DOUBLING = 2
@@ -61,8 +62,8 @@ def write_after_request(**kwargs: Any) -> None:
 
 
 def write() -> None:
-    """Add the counts of this process to the table. In a transaction of others, and if an exception is raised, they are kept
-    for the next write."""
+    """Add the counts of this process to the table. If the connection is in a transaction, or an exception is raised, the
+    counts are kept for the next write."""
     with _lock:
         # In the order of the unique index, so that two processes never wait for each other.
         rows = sorted((minute, kind, number) for (minute, kind), number in _counts.items())
@@ -78,7 +79,8 @@ def write() -> None:
 
 
 def _add(rows: list[tuple[int, str, int]]) -> bool:
-    """Add counts to the table in a transaction of its own; return False, without a statement, in one of others."""
+    """Add counts to the table in a separate transaction. If the connection is in a transaction already, return False without a
+    statement."""
     alias = router.db_for_write(TrafficCount)
     connection = connections[alias]
     if connection.in_atomic_block:
@@ -109,7 +111,7 @@ def _add(rows: list[tuple[int, str, int]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What was counted in an interval, as numbers a minute; the percentiles are seconds, None if no request ran."""
+    """The counts of an interval, as numbers a minute; the percentiles are seconds, None if no request ran."""
 
     begin: datetime
     requests: float

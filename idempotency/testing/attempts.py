@@ -1,4 +1,4 @@
-"""Two at once: a request in a thread of its own, with connections of its own, held up where the other one shall get ahead."""
+"""Run two requests at once. Each has its own thread and connections, and pauses where the other request must get ahead."""
 
 import threading
 import time
@@ -18,9 +18,9 @@ from idempotency.testing.places import Place
 
 T = TypeVar("T")
 
-#: How long an attempt that neither ends, stops nor waits for a lock is watched before the other one goes on.
+#: The maximum time to wait until an attempt ends, pauses or waits for a lock. Then the other attempt continues.
 _PATIENCE_SECONDS = 2.0
-#: Nothing takes so long; a deadlock of the kit's own making would.
+#: The time limit of a step. Only a deadlock inside the kit takes longer.
 _LIMIT_SECONDS = 20.0
 _LOOK_SECONDS = 0.004
 #: A thread without a task closes its connections after this time: a database with connections cannot be dropped.
@@ -37,11 +37,11 @@ class Threads:
             thread.start()
 
     def run(self, task: Callable[[], None]) -> None:
-        """Begin a task in a thread that is idle, with context variables as in a new thread."""
+        """Begin a task in an idle thread, with context variables as in a new thread."""
         self._tasks.put(partial(Context().run, task))
 
     def call(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, or raise what it raises, in a thread that is idle."""
+        """Run ``work`` in an idle thread. Return its result, or raise its exception."""
         future: Future[T] = Future()
 
         def task() -> None:
@@ -74,7 +74,8 @@ class Threads:
 
 
 class Attempt:
-    """One of two requests with the same key. It is held up at its boundaries with the numbers ``stops``, until it is let go."""
+    """One of two requests with the same key. It pauses at the boundaries whose numbers are in ``stops``, until ``go_on()`` is
+    called."""
 
     def __init__(self, threads: Threads, ask: Callable[[], Answer], *stops: int, in_transactions: bool) -> None:
         self.run = Run(self._at)
@@ -88,25 +89,26 @@ class Attempt:
         self._threads = threads
 
     def start(self) -> None:
-        """Begin."""
+        """Begin the attempt."""
         self._threads.run(self._work)
 
     def go_on(self) -> None:
-        """Let it go on, to where it is held up next."""
+        """Let the attempt continue to its next stop."""
         if self.held is not None:
             self.held = None
             self._stands.clear()
             self._go.set()
 
     def settle(self) -> None:
-        """Return when it has ended, or stands at its boundary, or waits for a lock of the other one."""
+        """Return when the attempt has ended, has paused, or waits for a lock of the other attempt."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not self._stands.wait(_LOOK_SECONDS):
             if _somebody_waits() or time.monotonic() > deadline:
                 return
 
     def result(self) -> Answer:
-        """Return what its client got. Raises what went wrong in the kit itself."""
+        """Let the attempt run to its end, and return the answer to its client. Raises the exception if the kit itself
+        failed."""
         self._stops = ()
         self.go_on()
         self._ended.wait(_LIMIT_SECONDS)
@@ -148,9 +150,9 @@ def _can_be_kept(connection: BaseDatabaseWrapper) -> bool:
 
 
 def may_be_held(place: Place, *, in_transactions: bool) -> bool:
-    """Tell whether an attempt can be held up at a place while another one is at work.
+    """Tell whether an attempt can pause at a place while another attempt runs.
 
-    SQLite has one writer, and an INSERT with RETURNING has not let go of the file when it has returned.
+    SQLite has one writer, and an INSERT with RETURNING still holds the lock of the file after it has returned.
     """
     free = in_transactions or place.number == 1 or not (place.in_transaction or place.what == "statement")
     return place.boundary and free
@@ -159,7 +161,7 @@ def may_be_held(place: Place, *, in_transactions: bool) -> bool:
 def _somebody_waits() -> bool:
     """Tell whether a session of this database waits for a lock of another."""
     for connection in connections.all(initialized_only=True):
-        # Where this thread is not connected, nobody waits for what it holds.
+        # If this thread has no connection to a database, no session waits for a lock of this thread there.
         if connection.vendor == "postgresql" and connection.connection is not None:
             with connection.cursor() as cursor:
                 cursor.execute(

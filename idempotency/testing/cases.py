@@ -1,4 +1,4 @@
-"""How a test asks for the proof: in one line, course by course, or as a method of a test case."""
+"""Entry points of the kit: an assertion, an iterator of courses of events, and a test case class."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

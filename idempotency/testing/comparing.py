@@ -1,7 +1,8 @@
-"""What a request leaves behind, in a form in which two runs can be compared: ids, times and random values stand aside.
+"""The results of a request, in a form in which two runs can be compared: ids, times and random values are replaced.
 
-Ids become names (``<shop.Order 1>``), in rows, jobs and answers alike. Times become ``<time>``. Whatever else differs between
-two undisturbed runs is random: such values get a name each, so that what was the same in two places still has to be.
+Ids become names (``<shop.Order 1>``), in rows, jobs and answers alike. Times become ``<time>``. Any other value that differs
+between two undisturbed runs is random. Equal random values get the same name, so places that had equal values must have equal
+values again.
 """
 
 import json
@@ -18,16 +19,16 @@ from idempotency.models import IdempotencyKey
 from idempotency.testing.snapshots import Snapshot
 
 Path = tuple[str, ...]
-#: Each single value of what is left behind, and each empty container, by where it stands.
+#: Each value of the results, and each empty container, by its path.
 Leaves = dict[Path, Any]
-#: The rows of each table that are not as they were, by primary key.
+#: The changed rows of each table, by primary key.
 ChangedRows = dict[str, dict[Any, Any]]
 
-#: What says nothing about the request, or is compared through what the client gets.
+#: Models whose rows do not depend on the request, or whose effect is compared in the answer.
 LEFT_OUT = frozenset(
     {"sessions.Session", "admin.LogEntry", "contenttypes.ContentType", "auth.Permission", "migrations.Migration"}
 )
-#: Of this app's tables these columns count; the others tell how a request came to its end.
+#: The columns of this app's tables that are compared. The other columns describe the course of the request.
 COUNTED_COLUMNS = {
     IdempotencyKey._meta.label: {"stuck_code", "response_code"},
     "idempotency.StagedJob": {"id", "job_name", "job_args", "queue", "failed_at", "idempotency_key_id"},
@@ -44,7 +45,7 @@ _NUMBER = re.compile(r"\d{10}")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A value that is another than in an undisturbed run."""
+    """A value that differs from that of an undisturbed run."""
 
     path: Path
     expected: Any
@@ -56,7 +57,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client got: a response, or, where Django's test client raises it, the error behind a 500."""
+    """The answer to a client: a response, or the exception behind a 500 if Django's test client raises it."""
 
     status: int
     content: bytes = b""
@@ -85,7 +86,8 @@ def leaves(
     ignored: Iterable[str],
     state: Callable[[], Any] | None,
 ) -> Leaves:
-    """Return what a run left behind: changed rows, or what ``state()`` says of them, effects elsewhere, and the answer."""
+    """Return the results of a run: the changed rows (or the result of ``state()``), the effects in other systems, and the
+    answer."""
     names = _names(snapshot, rows)
     if state is None:
         seen: Any = {label: _described(label, of_table, names, ignored) for label, of_table in rows.items()}
@@ -99,12 +101,12 @@ def leaves(
 
 
 def random_paths(one: Leaves, other: Leaves) -> set[Path]:
-    """Return where two undisturbed runs differ."""
+    """Return the paths at which two undisturbed runs differ."""
     return {path for path in one.keys() | other.keys() if one.get(path, GONE) != other.get(path, GONE)}
 
 
 def compare(expected: Leaves, found: Leaves, random: set[Path]) -> list[Difference]:
-    """Return where a run left something else than an undisturbed one."""
+    """Return the differences between the results of a run and of an undisturbed run."""
     expected, found = _lettered(expected, random), _lettered(found, random)
     paths = [*expected, *(path for path in found if path not in expected)]
     return [
@@ -115,12 +117,13 @@ def compare(expected: Leaves, found: Leaves, random: set[Path]) -> list[Differen
 
 
 def _filled(path: Path, there: Leaves) -> bool:
-    """Tell whether a container that is empty elsewhere has contents there. They are the difference, not the container."""
+    """Tell whether a container that is empty in the other results has contents in ``there``. Its contents are the difference
+    then, not the container."""
     return path not in there and any(other[: len(path)] == path for other in there)
 
 
 def changed_rows(snapshot: Snapshot) -> ChangedRows:
-    """Return the rows that are not as they were; a deleted one is GONE."""
+    """Return the rows that have changed; a deleted row is GONE."""
     changed = {}
     for table in snapshot.changed():
         if table.label in LEFT_OUT:
@@ -193,7 +196,7 @@ def _plain(value: Any, names: dict[str, str]) -> Any:
 
 
 def _lettered(found: Leaves, random: set[Path]) -> Leaves:
-    """Return the same with each random value under a letter: equal values under the same."""
+    """Return the results with a name for each random value. Equal random values have the same name."""
     letters: dict[str, str] = {}
     lettered = dict(found)
     for path in found:

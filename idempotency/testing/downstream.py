@@ -1,4 +1,4 @@
-"""The other system, as a fake that remembers what took effect; and how a fake of one's own tells the kit of its calls."""
+"""A fake of another system, which records its effects; and a context manager that reports the calls of your own fake."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ class Downstream:
 
     def reset(self) -> None:
         """Forget everything."""
-        #: What took effect: the arguments of each call that did something.
+        #: The effects: the arguments of each call that took effect.
         self.effects: list[dict[str, Any]] = []
         #: The keys and lines of those calls, in the same order.
         self.origins: list[tuple[Any, str]] = []
@@ -93,12 +93,13 @@ def refusals() -> list[str]:
 
 
 def living() -> list[Downstream]:
-    """Return the fakes that there are, by name, and those of one name in the order of their creation."""
+    """Return the existing fakes by name; fakes with the same name are in the order of their creation."""
     return sorted(Downstream._all, key=lambda fake: (fake.name, fake.number))
 
 
 def effects_of(call: Callable[[], Any] | list[Any] | None) -> dict[str, Any]:
-    """Return what took effect elsewhere: what the user's own fake says, and the effects of the Downstreams of each name."""
+    """Return the effects in other systems: those that the user's own fake reports, and those of the Downstreams of each
+    name."""
     own = {} if call is None else {"effects=": call() if callable(call) else list(call)}
     found: dict[str, list[Any]] = {}
     for fake in living():

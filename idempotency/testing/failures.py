@@ -1,4 +1,4 @@
-"""What went wrong, whose line it is, and the cure."""
+"""Failures: the cause, the line of code and the cure of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,7 +76,8 @@ class Failure:
 def explained(
     course: str, differences: Sequence[Difference], answer: Answer, undisturbed: Run, derived: set[str], effects: Sequence[str]
 ) -> Failure:
-    """Return the likeliest cause of the differences. ``effects`` says where the undisturbed run did something elsewhere."""
+    """Return the likeliest cause of the differences. ``effects`` has the lines at which the undisturbed run caused an effect
+    in another system."""
     cause, cure = (
         _of_refusals()
         or _of_effects(differences, derived, effects)

@@ -6,12 +6,12 @@ from django.db.models import DateTimeField, F, QuerySet
 
 from idempotency.models import IdempotencyKey
 
-#: Every moment that a key remembers.
+#: The names of all time fields of a key.
 MOMENTS = tuple(field.name for field in IdempotencyKey._meta.concrete_fields if isinstance(field, DateTimeField))
 
 
 def age(keys: IdempotencyKey | QuerySet[IdempotencyKey], seconds: float) -> None:
-    """Make a key, or each key of a queryset, older by so many seconds, as if that time had passed for it.
+    """Make a key, or each key of a queryset, older by ``seconds``, as if that time had passed for it.
 
     On return all times of the key are ``seconds`` earlier in the database, and an instance is read again. Locks, the retention
     and ``derive(valid_seconds=...)`` expire accordingly, and the completer runs keys that are now abandoned. Nothing else

@@ -1,8 +1,8 @@
-"""One run of a request under observation: each place it comes to, and its death at one of them.
+"""Observe one run of a request: record each place that the run reaches, and simulate a crash at one of them.
 
-A death is a BaseException, and from that moment on nothing of the run gets through any more: its database connections are cut,
-no new one opens, and each further statement, COMMIT or foreign call dies again. So no ``finally`` or ``except`` can tidy up.
-What the death of a real process takes away and this one cannot is memory: module globals and caches stay.
+A simulated crash raises a BaseException. After it the database connections of the run are cut, no new connection opens, and
+each further statement, COMMIT or foreign call raises the exception again. So no ``finally`` or ``except`` can tidy up. A
+simulated crash does not clear the memory of the process: module globals and caches stay.
 """
 
 import re
@@ -38,19 +38,19 @@ class Run:
         self._at = at
         self.places: list[Place] = []
         self.dead = False
-        #: What ``key.derive()`` gave.
+        #: The results of ``key.derive()``.
         self.derived: set[str] = set()
         #: The database, the schema or "", and the table of each write.
         self.written: set[tuple[str, str, str]] = set()
         #: The number of the last place of each phase that ended with no_op().
         self.no_ops: list[int] = []
-        #: The connections that were cut, what each one was, and the process that served it.
+        #: The connections that were cut; for each, the connection of the driver, and the id of the server process.
         self.cut: list[tuple[BaseDatabaseWrapper, Any, int | None]] = []
         self._recovery_point = "started"
         self._awaiting = False
 
     def reach(self, when: When, what: What, detail: str = "", *, connection: BaseDatabaseWrapper | None = None) -> None:
-        """Come to a place."""
+        """Record that the run has reached a place."""
         if self.dead:
             raise Died
         in_transaction = any(map(_in_transaction, [connection] if connection else _open_connections()))
@@ -68,19 +68,19 @@ class Run:
         raise Died
 
     def noticed_phase(self, key: IdempotencyKey, **kwargs: Any) -> None:
-        """Note a phase that was committed and moved nothing."""
+        """Record a committed phase that kept the recovery point."""
         if key.recovery_point == self._recovery_point:
             self.no_ops.append(len(self.places))
         self._recovery_point = key.recovery_point
 
     def sends(self, data: Any) -> None:
-        """Notice that something is sent to another system."""
+        """Record that data is sent to another system."""
         if not self._awaiting:
             self.reach("before", "foreign call", bytes(data[:200]).split(b"\r\n")[0].decode("latin-1"))
         self._awaiting = True
 
     def receives(self) -> None:
-        """Notice that another system has answered."""
+        """Record that another system has answered."""
         if self._awaiting:
             self._awaiting = False
             self.reach("after", "foreign call", "over a socket")
@@ -90,14 +90,14 @@ _active: ContextVar[Run | None] = ContextVar("run under observation", default=No
 
 
 def reach(when: When, what: What, detail: str) -> None:
-    """Come to a place, if a run is under observation here."""
+    """Record that the observed run, if there is one, has reached a place."""
     if (run := _active.get()) is not None:
         run.reach(when, what, detail)
 
 
 @contextmanager
 def observed(run: Run) -> Iterator[None]:
-    """Observe the block as one run of a request; afterwards the connections are alive again, however it ended."""
+    """Observe the block as one run of a request. Afterwards the connections work again, however the block ended."""
     wrapped = [connections[alias] for alias in connections]
     token = _active.set(run)
     phase_committed.connect(run.noticed_phase, weak=False)
@@ -115,7 +115,8 @@ def observed(run: Run) -> Iterator[None]:
 
 @contextmanager
 def foreign_calls_noticed() -> Iterator[None]:
-    """Notice what runs under observation send over Python's sockets, and which keys they derive. psycopg uses none of them."""
+    """Record the data that observed runs send over Python's sockets, and the keys that they derive. psycopg does not use
+    Python's sockets."""
 
     def noticing_send(kind: type[socket.socket], name: str) -> Callable[..., Any]:
         original = getattr(kind, name)
@@ -164,7 +165,7 @@ def _open_connections() -> list[BaseDatabaseWrapper]:
 
 
 def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Ask the connection itself: Django has left its block already when it commits."""
+    """Ask the connection itself, because Django has left its atomic block already when it commits."""
     if connection.vendor == "postgresql":
         return bool(connection.connection.info.transaction_status)
     return bool(getattr(connection.connection, "in_transaction", connection.in_atomic_block))
@@ -172,7 +173,7 @@ def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
 
 @contextmanager
 def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
-    """Let the run come to its places around each statement and COMMIT of a connection."""
+    """Let the run reach a place before and after each statement and COMMIT of a connection."""
     commit, connect, open_cursor = connection._commit, connection.connect, connection._cursor  # type: ignore[attr-defined]
 
     def around_statement(execute: Callable[..., Any], sql: Any, *arguments: Any) -> Any:
@@ -210,16 +211,18 @@ def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
 
 
 def _cut(connection: BaseDatabaseWrapper) -> None:
-    """Let the database see what it sees when the process at the other end is gone."""
+    """Let the database react as if the client process had ended."""
     if connection.vendor == "sqlite":
-        # What is not committed is gone when the file is next opened. The connection itself may hold a database in memory.
+        # Uncommitted data is gone when the file is opened again. The connection must stay, because it may hold a database in
+        # memory.
         connection.connection.rollback()
     else:
         connection.connection.close()
 
 
 def _revive(run: Run) -> None:
-    """Give the thread a new connection for each that was cut, as the next process has; return when the old one is gone."""
+    """Replace each connection that was cut by a new connection, as in a new process. Return when the server has ended the old
+    connections."""
     for connection, cut, pid in run.cut:
         if connection.connection is not None and connection.vendor != "sqlite":
             connection._close()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The places of a request where its process can die, and whose line of code each one is."""
+"""The places of a request where its process can die, and the line of the user's code at each place."""
 
 import sys
 import sysconfig
@@ -17,7 +17,7 @@ When = Literal["before", "after"]
 What = Literal["statement", "COMMIT", "foreign call", "response"]
 
 KEYS = IdempotencyKey._meta.db_table
-#: What is nobody's view: this app, Django, the standard library, whatever is installed.
+#: The folders without code of the user: this app, Django, the standard library and installed packages.
 _LIBRARIES = tuple(
     f"{Path(folder).resolve()}/"
     for folder in (
@@ -33,7 +33,7 @@ _LONGEST_DETAIL = 100
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place of one run, where the process can die or be held up."""
+    """A place of one run, where the process can die or pause."""
 
     number: int
     when: When
@@ -65,7 +65,8 @@ def shortened(text: str) -> str:
 
 
 def users_line() -> str:
-    """Return the innermost line under way that is the user's own, of a view or of what it calls, and where it was called."""
+    """Return the innermost line of the user's code on the call stack (of a view or of a function that it calls), and the line
+    that called it."""
     frame: FrameType | None = sys._getframe(1)
     found: list[str] = []
     while frame is not None and len(found) < 2 and not (found and frame.f_code.co_filename == django.test.client.__file__):
@@ -76,7 +77,7 @@ def users_line() -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """Return the innermost line of the user's own that an exception came through."""
+    """Return the innermost line of the user's code in the traceback of an exception."""
     found, traceback = "an unknown line", error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
@@ -92,7 +93,8 @@ def _line_of(filename: str, number: int, function: str) -> str:
 
 @cache
 def _users_file(filename: str) -> str:
-    """Return the file's name as people write it; nothing for what is not the user's own."""
+    """Return the path of the file, relative to the current folder if it is inside it; an empty string if it is not the user's
+    code."""
     path = Path(filename)
     if filename.startswith("<") or str(path.resolve()).startswith(_LIBRARIES):
         return ""

@@ -1,4 +1,4 @@
-"""How long a proof will take, and how far it is: log lines of ``idempotency.testing``, shown while the test runs."""
+"""The expected duration and the progress of a proof: log lines of ``idempotency.testing``, shown while the test runs."""
 
 import logging
 import sys
@@ -6,14 +6,14 @@ import time
 
 logger = logging.getLogger("idempotency.testing")
 
-#: A proof that is expected to take less says nothing before it begins.
+#: If a proof is expected to take less time than this, no line is logged before it begins.
 QUIET_SECONDS = 3
 #: The time between two lines.
 EVERY_SECONDS = 5
 
 
 class Progress:
-    """The progress of one proof, which has about so many ``courses`` and takes about so many ``seconds``."""
+    """The progress of one proof. The numbers ``courses`` and ``seconds`` are estimates."""
 
     def __init__(self, courses: int, seconds: float) -> None:
         self._courses, self._done = courses, 0

@@ -1,4 +1,4 @@
-"""The proof: every course of events that a request can take, each from the same beginning, each to the same end."""
+"""The proof: run a request in every course of events. Each starts from the same state, and must end with the same result."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,8 @@ from idempotency.testing.report import CannotProve, Report
 from idempotency.testing.snapshots import Snapshot
 from idempotency.testing.stage import COME_BACK, Send, Stage, T
 
-#: A key that is stuck for this reason was handed to a person where no machine can know: not a failure, and never done twice.
+#: A key with this stuck code is no failure: only a person can find out whether the call took effect, and the call is not
+#: repeated.
 _HANDED_OVER = CallInDoubt.code
 
 
@@ -68,14 +69,14 @@ class Proof(Stage):
         return courses, courses * self._seconds * 0.3
 
     def crashes(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
-        """Yield each death of the process, with what happens afterwards, as a title and a check."""
+        """Yield each crash of the process with each way of recovery, as a title and a check."""
         for place in self._undisturbed.places:
             for how, by_completer in (("the client retries", False), ("the completer takes over", True)):
                 title = f"The process dies {place}\n   and {how}."
                 yield title, partial(self._crash, place, title, by_completer)
 
     def races(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
-        """Yield each way in which two attempts with one key are interleaved; with an expired lock the first one is late."""
+        """Yield each interleaving of two attempts with one key. If the lock has expired, the first attempt resumes late."""
         if not self._in_transactions:
             self.report.skipped.append(
                 "two attempts at once: not tested, because SQLite in memory has only one connection"
@@ -94,12 +95,13 @@ class Proof(Stage):
                     second += 1
 
     def _held(self) -> list[Place]:
-        """Return where an attempt can be held up while another one is at work."""
+        """Return the places at which an attempt can pause while another attempt runs."""
         places = [] if _one_connection() else self._undisturbed.places
         return [place for place in places if may_be_held(place, in_transactions=self._in_transactions)]
 
     def _aside(self, work: Callable[[], T]) -> T:
-        """Do it on a connection that no death cuts: a new one reads the catalog of the database again."""
+        """Do the work on a connection that no simulated crash cuts: a new connection would read the catalog of the database
+        again."""
         return self._threads.call(work) if self._in_transactions else work()
 
     def _compare_replay(self, answer: Answer, again: Answer) -> None:
@@ -111,12 +113,13 @@ class Proof(Stage):
             )
         if once := answer.headers ^ again.headers:
             raise CannotProve(
-                f"Only one of the first response and its replay has the header {min(once)!r}. Set the headers of a response "
-                "before it is stored."
+                f"The header {min(once)!r} is in the first response or in its replay, but not in both. Set the headers of a "
+                "response before it is stored."
             )
 
     def _run_undisturbed(self) -> Run:
-        """Run it twice: what differs is random, and what is left of the first run is what all others must come to."""
+        """Run the request twice. Values that differ are random. The result of the first run is the expected result of all
+        other runs."""
         places_of_effects: list[str] = []
 
         def note_effects(run: Run, place: Place) -> None:
@@ -171,12 +174,12 @@ class Proof(Stage):
                 f"In this run the request did not reach this place: {place}. Does the view run different statements each time?"
             )
         if isinstance(self._effects, list):
-            self._effects[:] = done  # A dead process does nothing more, whatever ``finally`` and ``except`` say.
+            self._effects[:] = done  # A dead process has no further effects, although ``finally`` and ``except`` ran here.
         self._note(run)
         if not by_completer:
             return self._checked(title, key, self._retried(key))
         if not self._keys().unfinished().exists():
-            return None  # The client alone knows of the request.
+            return None  # Only the client knows of the request.
         left = self._complete()
         failure = self._checked(title, key, self._ask(key))
         if failure is None and left is not None:
@@ -185,14 +188,14 @@ class Proof(Stage):
 
     def _race(self, first: int, second: int, expired: bool, title: str, stopped: list[bool]) -> Failure | None:
         key = self._fresh()
-        # What time has done must be done before the first attempt locks the row of its key: hence the boundary before.
+        # The key is made older before the first attempt locks its row, so the attempt also stops one boundary earlier.
         attempt = partial(Attempt, self._threads, partial(self._ask, key), in_transactions=self._in_transactions)
         one, other = attempt(*((first - 1, first) if expired else (first,))), attempt(second)
         one.start()
         one.settle()
         if expired and not self._lock_expires(one, first):
             one.result()
-            return None  # No lock was there to expire: the race without expiry was this one.
+            return None  # There was no lock that could expire, so the race without expiry has covered this case.
         other.start()
         other.settle()
         stopped[-1] = other.held is not None
@@ -207,11 +210,12 @@ class Proof(Stage):
             if answer.status == last.status and answer.status not in COME_BACK and answer.content != last.content:
                 told = Difference(("answer", "to each client"), last.body(), answer.body())
                 return explained(title, [told], answer, self._undisturbed, self._derived, self._effect_lines)
-        # An earlier client got the same answer: it has stayed.
+        # If an earlier client got the same answer, the answer has stayed the same.
         return self._checked(title, key, last, stays=any((a.status, a.content) == (last.status, last.content) for a in answers))
 
     def _lock_expires(self, one: Attempt, first: int) -> bool:
-        """Let the first attempt come to its boundary, and its lock expire before it or there; tell whether it had one."""
+        """Let the first attempt reach its boundary, and let its lock expire before or at the boundary. Tell whether it had a
+        lock."""
         expired = self._age(conf.get().LOCK_TIMEOUT_SECONDS + 1)
         if first:
             one.go_on()
@@ -220,12 +224,12 @@ class Proof(Stage):
         return expired
 
     def _checked(self, title: str, key: str, answer: Answer, *, stays: bool = False) -> Failure | None:
-        """Compare what is left, and ask once more unless it is known that the answer stays."""
+        """Compare the results. Send the request once more, unless it is known that the answer stays the same."""
         self.report.courses += 1
         differences = compare(self._expected, self._left(answer), self._random)
         if self._keys().filter(stuck_code=_HANDED_OVER).exists():
             self.report.handed_over += 1
-            # It may be less than the whole, for a person has to look; it may not be more.
+            # A person decides about this key, so results may be missing; there must be no additional ones.
             differences = [d for d in differences if d.expected == GONE and d.path[0] != "answer"]
         elif not differences and not stays:
             again = self._ask(key)

@@ -1,4 +1,4 @@
-"""What the kit has to say: where a request does not survive, why nothing can be proved, what was tried."""
+"""The results of the kit: the failures of a request, the reason why nothing can be proved, and the report of the courses."""
 
 from dataclasses import dataclass, field
 
@@ -37,5 +37,5 @@ class Report:
     skipped: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        text = f"{len(self.places)} places, {self.courses} courses of events, {self.handed_over} handed to a person"
+        text = f"{len(self.places)} places, {self.courses} courses of events, {self.handed_over} keys for manual review"
         return "; ".join([text, *self.skipped])

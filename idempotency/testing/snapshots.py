@@ -1,7 +1,7 @@
-"""All rows of all tables: kept before the first run, put back before each further one, compared afterwards.
+"""All rows of all tables: saved before the first run, restored before each further run, compared after it.
 
-Each table gets ids from a range of its own while the kit is at work. So an id is known wherever it turns up: in a foreign
-key, in the arguments of a job, in an answer.
+While the kit works, each table gets ids from a separate range. So the kit recognizes an id everywhere: in a foreign key, in
+the arguments of a job, in an answer.
 """
 
 from collections.abc import Container, Iterator
@@ -13,7 +13,7 @@ from django.db import connections, models, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg import Cursor
 
-#: Ids of the first table begin here, and those of each further one so much higher. All fit an AutoField.
+#: The first id of the first table, and the distance between the first ids of two tables. All ids fit an AutoField.
 _FIRST_ID = 1_000_000_000
 _IDS_PER_TABLE = 1_000_000
 _MOST_RANGES = 1_000
@@ -32,7 +32,7 @@ class Table:
 
     @property
     def label(self) -> str:
-        """What people call it: app and model."""
+        """The name that people use: app and model."""
         return self.model._meta.label
 
     @property
@@ -42,7 +42,7 @@ class Table:
 
     @property
     def numbered(self) -> bool:
-        """Whether the database gives its ids, from a range wide enough."""
+        """Whether the database generates the ids, and their type is wide enough for the ranges."""
         return isinstance(self.model._meta.pk, models.AutoField | models.BigAutoField)
 
     @property
@@ -51,7 +51,7 @@ class Table:
         return ", ".join(connections[self.alias].ops.quote_name(str(field.column)) for field in self.fields)
 
     def raw(self) -> list[tuple[Any, ...]]:
-        """Return the rows as the database holds them, to be put back."""
+        """Return the rows as the database stores them, for ``replace()``."""
         connection = connections[self.alias]
         table, pk = map(connection.ops.quote_name, (self.model._meta.db_table, str(self.model._meta.pk.column)))
         with connection.cursor() as cursor:
@@ -59,7 +59,7 @@ class Table:
             return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in cursor.fetchall()]
 
     def replace(self, rows: list[tuple[Any, ...]]) -> None:
-        """Put these rows in the place of those that are there."""
+        """Replace all rows of the table by these rows."""
         connection = connections[self.alias]
         quote = connection.ops.quote_name
         table = quote(self.model._meta.db_table)
@@ -90,7 +90,7 @@ def tables() -> list[Table]:
 
 
 class Snapshot:
-    """All rows as they were when it was taken."""
+    """All rows at the time of its creation."""
 
     def __init__(self) -> None:
         self.tables = tables()
@@ -100,7 +100,7 @@ class Snapshot:
         self._marks = self._marked()
 
     def changed(self) -> list[Table]:
-        """Return the tables whose rows are not as they were."""
+        """Return the tables whose rows have changed."""
         marks = self._marked()
         return [table for table in self.tables if marks[table.label] != self._marks[table.label]]
 
@@ -121,7 +121,7 @@ class Snapshot:
         return sorted(f"{label} in the database {alias!r}" for label, alias in found if label not in ignored)
 
     def restore(self) -> None:
-        """Put everything back, and let ids begin anew, each table with a range of its own."""
+        """Restore all rows, and let the ids of each table start at the beginning of its range."""
         changed = self.changed()
         for alias in self._aliases:
             with transaction.atomic(using=alias):
@@ -136,7 +136,7 @@ class Snapshot:
                 _number_from(connections[alias], firsts)
 
     def close(self) -> None:
-        """Put everything back, and let ids go on after the highest."""
+        """Restore all rows, and let the ids of each table continue after the highest one."""
         self.restore()
         for alias in self._aliases:
             numbered = [table for table in self.tables if table.alias == alias and table.numbered]
@@ -144,7 +144,8 @@ class Snapshot:
             _number_from(connections[alias], highest)
 
     def _marked(self) -> dict[str, Any]:
-        """Return something for each table that changes with its rows; PostgreSQL makes it in one statement."""
+        """Return a mark for each table, which changes with the rows of the table. PostgreSQL computes all marks in one
+        statement."""
         marks: dict[str, Any] = {}
         for alias in self._aliases:
             here = [table for table in self.tables if table.alias == alias]

@@ -1,4 +1,4 @@
-"""The stage: the beginning that every course of events shares, and what clients and the completer do on it."""
+"""The initial state that all courses of events share, and the actions of clients and of the completer."""
 
 import sys
 import threading
@@ -25,19 +25,19 @@ from idempotency.testing.snapshots import Snapshot
 
 T = TypeVar("T")
 Send = Callable[[str], Any]
-#: How often a client comes back, each time after the lock has expired.
+#: The number of times that a client sends the request again: at once, and then each time after the lock has expired.
 _CLIENT_TRIES = 4
-#: The number of completer runs. After as many refused runs a key without any effect is left to its client.
+#: The number of completer runs. After this number of refused runs, only a retry of the client runs a key without any effect.
 _COMPLETER_RUNS = 5
-#: These ask a client to come again.
+#: The statuses that ask a client to retry.
 COME_BACK = (409, 425, 429)
 
 
 class Stage:
-    """A request, and the rows and fakes as they are before it."""
+    """A request, and the state of the rows and fakes before it."""
 
     _snapshot: Snapshot
-    #: What an undisturbed request was answered.
+    #: The answer to an undisturbed request.
     _answer: Answer
 
     def __init__(
@@ -51,11 +51,11 @@ class Stage:
     ) -> None:
         self._send, self._effects, self._reset, self._state, self._ignore = send, effects, reset, state, set(ignore)
         self._first_effects = list(effects) if isinstance(effects, list) else []
-        #: What ``key.derive()`` gave in this course of events.
+        #: The results of ``key.derive()`` in this course of events.
         self._derived: set[str] = set()
 
     def _fresh(self) -> str:
-        """Begin anew: rows, effects, and a key that nobody has used."""
+        """Restore the initial rows and effects. Return a key that nobody has used."""
         self._aside(self._snapshot.restore)
         if isinstance(self._effects, list):
             self._effects[:] = self._first_effects
@@ -67,7 +67,8 @@ class Stage:
         return str(uuid.uuid4())
 
     def _ask(self, key: str) -> Answer:
-        """Send the request; what its view raises is the error behind a 500, whether or not the client raises it too."""
+        """Send the request. An exception of its view is the error behind a 500, whether or not the test client raises it
+        too."""
         raised: list[BaseException | None] = []
         thread = threading.get_ident()
 
@@ -99,7 +100,8 @@ class Stage:
         return leaves(self._snapshot, rows, answer, effects_of(self._effects), ignored=self._ignore, state=self._state)
 
     def _note(self, run: Run) -> None:
-        """Keep what a run derived. Raises CannotProve if it wrote to a table that the kit neither compares nor restores."""
+        """Record the keys that a run derived. Raises CannotProve if it wrote to a table that the kit neither compares nor
+        restores."""
         self._derived |= run.derived
         unseen = self._snapshot.unseen(run.written, self._ignore) if self._state is None else []
         if unseen:
@@ -111,11 +113,12 @@ class Stage:
             )
 
     def _aside(self, work: Callable[[], T]) -> T:
-        """Do what the kit itself does with all tables; between two runs of the request."""
+        """Do work of the kit itself on all tables, between two runs of the request."""
         return work()
 
     def _retried(self, key: str) -> Answer:
-        """Send it again as a client does that got no answer: at once, and then after each wait until the lock has expired."""
+        """Send the request again, as a client without an answer does: at once, and then each time after the lock has
+        expired."""
         for _ in range(_CLIENT_TRIES):
             run = Run()
             with observed(run):
@@ -155,7 +158,7 @@ class Stage:
         return ProcessedMessage.objects.exclude(pk__in=known).exists()
 
     def _age(self, seconds: float) -> bool:
-        """Let so much time pass for each key that no run is just writing to. Tell whether there is any."""
+        """Make each key older by ``seconds``, except keys that a run is writing to. Return whether any key was made older."""
         with transaction.atomic():
             free = list(self._keys().unfinished().select_for_update(skip_locked=True).values_list("pk", flat=True))
             if free:
