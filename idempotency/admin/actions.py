@@ -1,6 +1,6 @@
-"""The buttons of a key: what each does, who may press it, and when it makes sense.
+"""The buttons of a key: the effect, the permission and the condition of each.
 
-What a button does is re-checked in the UPDATE that does it: a page is out of date as soon as it is shown.
+The UPDATE of a button checks the state of the key again, because a page is out of date as soon as it is shown.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from idempotency.models import IdempotencyKey
 #: A level of the messages framework and a sentence for the person; the entry of the admin log, in English, or "".
 Result = tuple[int, str | Promise, str]
 
-TOO_LATE = _("Nothing was done: the key has moved since you looked at it. This is how it stands now.")
+TOO_LATE = _("Nothing was done: the key has changed since you loaded the page. This page shows its present state.")
 
 
 def note_field() -> forms.CharField:
@@ -35,7 +35,7 @@ def note_field() -> forms.CharField:
 
 
 class PressForm(forms.Form):
-    """What every button sends: the claim, the recovery point and the calls that the person saw, and a note."""
+    """The data that every button sends: the claim, the recovery point and the calls that the page showed, and a note."""
 
     seen = forms.UUIDField(required=False, widget=forms.HiddenInput)
     at = forms.CharField(strip=False, widget=forms.HiddenInput)
@@ -48,7 +48,7 @@ class PressForm(forms.Form):
         self.fields["note"] = self.fields.pop("note")
 
     def asks_again(self) -> bool:
-        """Tell whether the person has yet to confirm what was sent."""
+        """Tell whether the person must still confirm the data."""
         return False
 
 
@@ -105,7 +105,8 @@ def _answer(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> R
 def _acknowledge(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
     if not interventions.acknowledge(key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using):
         return messages.WARNING, TOO_LATE, ""
-    return messages.SUCCESS, _("The key is off the list of stuck keys. It has no response, and stays."), "Acknowledged."
+    text = _("The key is off the list of stuck keys. It still has no response, and it is not deleted.")
+    return messages.SUCCESS, text, "Acknowledged."
 
 
 BUTTONS = {
@@ -113,8 +114,9 @@ BUTTONS = {
         label=_("Complete now"),
         permission="complete_idempotencykey",
         explanation=_(
-            "The request is run on from its recovery point, now and in this process, as the user who sent it. What it has done "
-            "already is not done again. Should it fail, the completer goes on with it, with all its attempts anew."
+            "This process runs the view now, from the recovery point of the key, as the user who sent the request. Completed "
+            "work is not repeated. If the run fails, the completer retries the request, and its attempts are counted from zero "
+            "again."
         ),
         possible=lambda key: (
             key.state not in (KeyState.IN_FLIGHT, KeyState.REFUSED, KeyState.FINISHED)
@@ -126,8 +128,8 @@ BUTTONS = {
         label=_("Answer"),
         permission="answer_idempotencykey",
         explanation=_(
-            "The request is over, and each retry of its client gets the response that you write here. Nothing is undone: if "
-            "the answer says that it failed, first take back what it has begun, here and at other services."
+            "The request is then finished, and each retry of its client gets the response that you write here. Nothing is "
+            "undone: if you answer with an error, first undo the work that the request has begun, here and at other services."
         ),
         possible=lambda key: key.state not in (KeyState.IN_FLIGHT, KeyState.FINISHED),
         press=_answer,
@@ -147,9 +149,9 @@ BUTTONS = {
         label=_("Release the lock"),
         permission="release_idempotencykey",
         explanation=_(
-            "For a run that is known to be dead, or to hang. It loses the key: it can commit nothing any more, and the next "
-            "retry, or the completer, goes on from the recovery point. A call to another service that is under way goes on "
-            "there."
+            "For a run that is known to be dead, or to hang. The run can commit nothing any more. The next retry of the "
+            "client, or the completer, continues from the recovery point. If the run is calling another service, that call is "
+            "not stopped."
         ),
         possible=lambda key: key.state == KeyState.IN_FLIGHT,
         press=_release,
@@ -158,20 +160,21 @@ BUTTONS = {
 
 
 def looked_at(key: IdempotencyKey, using: str) -> dict[str, str]:
-    """Return what a page shows of the key that a button must not find changed; it goes with the button's link."""
+    """Return the data of the key that the page shows and that must not have changed when a button is pressed. The link of the
+    button contains it."""
     return {"seen": str(key.claim_token or ""), "at": key.recovery_point, "calls": interventions.calls_of(key.pk, using=using)}
 
 
 def offered(key: IdempotencyKey, may: Callable[[str], bool]) -> dict[str, Button]:
-    """Return the buttons that make sense in the state of the key and that the person may press."""
+    """Return the buttons that are possible in the state of the key and that the person may press."""
     return {name: button for name, button in BUTTONS.items() if button.possible(key) and may(button.permission)}
 
 
 def username(request: HttpRequest) -> str:
-    """Return who presses, for the history."""
+    """Return the name of the person, for the history."""
     return request.user.get_username()[:100]
 
 
 def noted(logged: str, note: str) -> str:
-    """Return what the admin log keeps of an action, in English: what was done, and the note of the person."""
+    """Return the text of an action for the admin log, in English, with the note of the person."""
     return f"{logged} {note}" if note else logged

@@ -1,7 +1,7 @@
-"""Actions on all rows that match, chunk by chunk: what they are, and how far one of them is.
+"""Actions on all rows that match, chunk by chunk: their definition, and the progress of one of them.
 
-A chunk is bounded in time, and each row is changed by the one conditional UPDATE of its intervention: whoever closes the page
-keeps what was done, and of two people who act at once each row is changed, and counted, by one. Rows are taken in the order
+A chunk is bounded in time, and each row is changed by the one conditional UPDATE of its intervention. If a person closes the
+page, completed changes are kept. If two people act at once, each row is changed and counted once. Rows are taken in the order
 of an indexed column, so that the cost of a chunk does not depend on the number of rows.
 """
 
@@ -21,14 +21,14 @@ from django.utils.translation import gettext, gettext_noop
 #: A chunk ends with the first of these, far below the timeout of any web server.
 CHUNK_ROWS = 500
 CHUNK_SECONDS = 3.0
-#: Why a row is left alone: the work carries these reasons in English, and pages translate them.
+#: The reasons why a row is not changed. The work carries them in English, and pages translate them.
 RUNNING, FINISHED = gettext_noop("running now"), gettext_noop("finished")
-CHANGED = gettext_noop("changed since the question")
+CHANGED = gettext_noop("changed after the confirmation was shown")
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows that the question describes together: what they are, and what the action means for them."""
+    """Rows that the confirmation describes together: their label, and the meaning of the action for them."""
 
     label: str
     meaning: str
@@ -36,22 +36,22 @@ class Group:
 
 
 class BulkAction:
-    """An action as the question describes it, and as it is done to one row."""
+    """An action: the texts of its confirmation, and the change of one row."""
 
     name: ClassVar[str]
     label: ClassVar[str | Promise]
     permission: ClassVar[str]
     explanation: ClassVar[str | Promise]
-    #: What a person is told of the rows that were changed, by their count, and what the admin log keeps of each, in English,
-    #: with the kind of its entry.
+    #: The message about the changed rows, by their count; and the text of the admin log for each row, in English, with the
+    #: kind of the entry.
     done: ClassVar[Any]
     logged: ClassVar[str]
     flag: ClassVar[int] = CHANGE
     #: The column, with an index, in whose order the rows are taken.
     column: ClassVar[str]
-    #: Why the action leaves alone what is not ``concerned``.
+    #: The reason why the action does not change rows that are not ``concerned``.
     others: ClassVar[str | Promise]
-    #: Shows single rows in the question, if it is not empty.
+    #: The template that shows single rows in the confirmation, or an empty string.
     sample_template: ClassVar[str] = ""
 
     def concerned(self, rows: Any) -> Any:
@@ -59,15 +59,15 @@ class BulkAction:
         raise NotImplementedError
 
     def group(self, row: Any) -> Group:
-        """Return what the question says of ``row``."""
+        """Return the group of ``row`` in the confirmation."""
         raise NotImplementedError
 
     def why_not(self, row: Any) -> str:
-        """Return why the action leaves ``row`` alone, in English; an empty string if it does not."""
+        """Return why the action does not change ``row``, in English; an empty string if it changes the row."""
         return ""
 
     def changed_at(self, row: Any) -> Iterable[datetime | None]:
-        """Return the times of the last changes of ``row``. A decision from before does not hold."""
+        """Return the times of the last changes of ``row``. A decision that is older than one of them is invalid."""
         raise NotImplementedError
 
     def act(self, row: Any, *, by: str, note: str) -> str:
@@ -78,8 +78,9 @@ class BulkAction:
 
 @dataclass(slots=True)
 class Work:
-    """A question, its time, and how far the work is. ``expected`` rows matched; ``more``: they were not all counted. The work
-    begins behind the row ``after``, and ends with the row ``until``, the last that was counted; each is a place and a pk."""
+    """A confirmation, its time, and the progress of the work. ``expected`` is the number of counted rows; ``more`` is true if
+    not all matching rows were counted. The work begins behind the row ``after``, and ends with the row ``until``, the last
+    counted row; each is a place and a pk."""
 
     as_of: str
     expected: int
@@ -91,12 +92,12 @@ class Work:
 
     @property
     def read_at(self) -> datetime | None:
-        """The time of the question; None if no row matched."""
+        """The time of the confirmation; None if no row matched."""
         return datetime.fromisoformat(self.as_of) if self.as_of else None
 
     @property
     def visited(self) -> int:
-        """The number of rows whose turn has come."""
+        """The number of rows that the work has reached."""
         return self.done + sum(self.left.values())
 
     def signed(self, action: BulkAction) -> str:
@@ -109,20 +110,20 @@ class Work:
         return cls(**signing.loads(text, salt=f"{__name__}.{action.name}"))
 
     def report(self, action: BulkAction) -> str:
-        """Return what was done, what was not, and why."""
+        """Return the number of changed rows, and the numbers of other rows with the reasons."""
         gone = 0 if self.more else self.expected - self.visited
-        return self.progress(action, {gettext_noop("not among them any more when their turn came"): gone})
+        return self.progress(action, {gettext_noop("no longer matched when the action reached them"): gone})
 
     def progress(self, action: BulkAction, missing: dict[str, int] | None = None) -> str:
-        """Return what was done so far, and what was left alone, and why, ``missing`` rows among it."""
+        """Return the number of changed rows, and the numbers of other rows, ``missing`` ones included, with the reasons."""
         reasons = self.left | (missing or {})
         left = [f"{count} {gettext(reason)}" for reason, count in reasons.items() if count > 0]
         done = str(action.done % {"count": self.done})
-        return f"{done} {gettext('Left alone: %(reasons)s.') % {'reasons': '; '.join(left)}}" if left else done
+        return f"{done} {gettext('Not changed: %(reasons)s.') % {'reasons': '; '.join(left)}}" if left else done
 
 
 def in_order(action: BulkAction, rows: QuerySet[Any], work: Work | None = None) -> QuerySet[Any]:
-    """Return the rows that the action concerns, in its order: those that are left of ``work``."""
+    """Return the rows that the action concerns, in its order; with ``work``, only the remaining rows of that work."""
     # The place is the time as the database writes it. On SQLite, which compares texts, Django's own is longer.
     place = Cast(action.column, TextField())
     following: QuerySet[Any] = action.concerned(rows).annotate(place=place).order_by(action.column, "pk")

@@ -17,7 +17,7 @@ from idempotency.monitoring.error_groups import group_of
 
 class _OfJobs(BulkAction):
     column = "failed_at"
-    others = _("not failed, or not any more")
+    others = _("not failed, or no longer failed")
     sample_template = "admin/idempotency/stagedjob/sample.html"
 
     def concerned(self, rows: Any) -> Any:
@@ -53,5 +53,5 @@ class Discard(_OfJobs):
 
     def act(self, row: Any, *, by: str, note: str) -> str:
         using = router.db_for_write(StagedJob, instance=row)
-        left = gettext_noop("running now, or changed since the question")
+        left = gettext_noop("running now, or changed after the confirmation was shown")
         return "" if interventions.discard_jobs([row.pk], using=using) else left

@@ -19,7 +19,7 @@ _COLUMNS = (
     *("pk", "claim_token", "recovery_point", "request_method", "request_path", "stuck_code", "created_at", "last_run_at"),
     *("stuck_at", "handed_back_at", "acknowledged_at"),
 )
-_OWN_CODE = _("A code of your views. Do first what the reasons of these keys say.")
+_OWN_CODE = _("Your views raise this code. First do what the reasons of these keys say.")
 
 
 class _OfKeys(BulkAction):
@@ -45,11 +45,11 @@ class _OfKeys(BulkAction):
         state = str(KeyState(row.state).label)
         label = f"{state}: {row.stuck_code}" if row.stuck_code else state
         if reason := self.why_not(row):
-            return Group(label, gettext("Left alone: %(reasons)s.") % {"reasons": gettext(reason)})
+            return Group(label, gettext("Not changed: %(reasons)s.") % {"reasons": gettext(reason)})
         return self.meant(label, row)
 
     def meant(self, label: str, row: Any) -> Group:
-        """Return what the action means for the group of a key that it changes."""
+        """Return the group of a key that the action changes, with the meaning of the action."""
         raise NotImplementedError
 
 
@@ -58,8 +58,8 @@ class HandBack(_OfKeys):
 
     name, label, permission = "hand_back", _("Hand back to the completer"), "complete_idempotencykey"
     explanation = _(
-        "The completer runs these requests, each from its recovery point and as the user who sent it, with all its attempts "
-        "anew."
+        "The completer runs these requests, each from its recovery point and as the user who sent it. Their attempts are "
+        "counted from zero again."
     )
     done = ngettext_lazy(
         "%(count)s key was handed back to the completer.", "%(count)s keys were handed back to the completer.", "count"
@@ -70,7 +70,7 @@ class HandBack(_OfKeys):
     def why_not(self, row: Any) -> str:
         if row.state == KeyState.IN_FLIGHT:
             return RUNNING
-        return gettext_noop("with on_abandon begun, and can only be answered") if row.stuck_code == StuckCode.ON_ABANDON else ""
+        return gettext_noop("stuck in on_abandon (answer them instead)") if row.stuck_code == StuckCode.ON_ABANDON else ""
 
     def meant(self, label: str, row: Any) -> Group:
         if not row.stuck_code:

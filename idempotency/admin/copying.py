@@ -1,4 +1,4 @@
-"""What a person takes away from the page of a key: the request as a curl command, and the whole key as JSON."""
+"""Copies of a key for use outside the admin: the request as a curl command, and the whole key as JSON."""
 
 import shlex
 from typing import Any
@@ -19,7 +19,7 @@ _BODIES = ("request_body", "response_body")
 
 
 def curl(key: IdempotencyKey) -> str:
-    """Return a command that sends the stored request again, with comments on what it leaves out."""
+    """Return a command that sends the stored request again, with comments on the parts that it omits."""
     headers = {conf.get().HEADER_NAMES[0]: key.idempotency_key} | client_headers(key)
     if key.request_content_type:
         headers["Content-Type"] = key.request_content_type
@@ -27,7 +27,7 @@ def curl(key: IdempotencyKey) -> str:
     parts += [f"-H {shlex.quote(f'{name}: {value}')}" for name, value in headers.items()]
     notes = [
         _("Left out: credentials, cookies, and each header that is not stored."),
-        _("With credentials of anybody but the sender this is a new request, which takes effect again."),
+        _("If you use the credentials of another user, the request is a new one and takes effect again."),
     ]
     body = _text(key.request_body)
     if key.request_body is None:
@@ -44,7 +44,8 @@ def curl(key: IdempotencyKey) -> str:
 def as_json(key: Any, linked: list[Linked]) -> dict[str, Any]:
     """Return the key for a ticket or a script: its columns but SECRET, bodies as text, and what belongs to it.
 
-    What the view redacts or does not store is as it is stored. A body that is no text is null, and its ``_bytes`` its length.
+    Redacted values, and values that are not stored, appear as in the row. A body that is no text is null; the field
+    ``..._bytes`` has its length.
     """
     skipped = (*SECRET, *_BODIES, "history", "user")
     columns = {field.name: field.value_from_object(key) for field in key._meta.concrete_fields if field.name not in skipped}

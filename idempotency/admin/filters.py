@@ -162,9 +162,11 @@ class PathFilter(ChosenFilter):
         return rows.filter(request_path__startswith=value)
 
     def choices(self, changelist: Any) -> Any:
-        """Yield what the form of the filter needs: the value, and the other parameters of the list."""
+        """Yield the data for the form of the filter: the value, and the other parameters of the list."""
         others = [(name, value) for name, value in changelist.params.items() if name != self.parameter_name]
-        text = of_the_newest(_("unfinished keys, or the {count} newest"))
+        text = of_the_newest(
+            _("Searches the {count} newest keys, or all unfinished keys if you filter by an unfinished state.")
+        )
         yield {"name": self.parameter_name, "value": self.value() or "", "others": others, "help": text}
 
 

@@ -1,4 +1,4 @@
-"""What the page of a key shows beside its fields: where it stands, what happened, what comes next."""
+"""The texts of the page of a key, beside its fields: its position, its history and its next step."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -125,7 +125,7 @@ def short_state(key: Any) -> str:
 
 
 def state_line(key: Any) -> str:
-    """Return where the key stands, and how it came there, in a sentence."""
+    """Return the position of the key, and how it got there, in a sentence."""
     runs = npgettext('"after %(runs)s" or "in %(runs)s"', "%(count)s run", "%(count)s runs", key.attempts)
     told = {
         "place": progress(key, key.declared),
@@ -154,7 +154,7 @@ def state_line(key: Any) -> str:
 
 
 def best_action(key: Any) -> str:
-    """Return the name of the button that ends what the key waits for; "" if nothing does."""
+    """Return the name of the button that resolves the state of the key; "" if no button does."""
     if key.state in (KeyState.IN_FLIGHT, KeyState.FINISHED, KeyState.REFUSED):
         return ""
     if key.stuck_code == StuckCode.CALL_IN_DOUBT:
@@ -179,7 +179,7 @@ def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[s
 
 @dataclass(frozen=True, slots=True)
 class LastCall:
-    """A call under a derived key that no later phase has answered for."""
+    """A call with a derived key, after which no phase was committed."""
 
     name: str
     seconds_ago: float
@@ -196,49 +196,58 @@ def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
 
 
 def next_step(key: Any, *, has_view: bool) -> str:
-    """Return what the machine will do next with ``key``, and when, in a sentence or two."""
+    """Return the next step of the processes with ``key``, and its time, in a sentence or two."""
     limits, now = conf.get(), key.read_at
     kept, locked = retention_of(key), timedelta(seconds=limits.LOCK_TIMEOUT_SECONDS)
     match key.state:
         case KeyState.FINISHED:
             expires = (key.finished_at or now) + kept
             if expires <= now:
-                return _("Its retention is over: the reaper deletes it, and a further request with this key runs anew.")
+                return _(
+                    "The retention is over. The reaper deletes the key, and a further request with this key runs as a new one."
+                )
             text = _("Nothing: each retry of its client gets the stored response, until %(time)s.")
             return text % {"time": _moment(expires, now)}
         case KeyState.IN_FLIGHT:
             text = _(
-                "A run holds it. Should that run fall silent, its lock expires at %(time)s; then a retry of its client goes on "
-                "from its recovery point, or later the completer."
+                "A run holds the key. If that run crashes or hangs, its lock expires at %(time)s. Then a retry of the client, "
+                "or later the completer, continues from the recovery point."
             )
             return text % {"time": _moment(key.locked_at + locked, now)}
         case KeyState.REFUSED:
-            text = _("Nothing was begun. Only a retry of its client runs it; the reaper deletes it at %(time)s.")
+            text = _("Nothing was begun. Only a retry of the client runs the request. The reaper deletes the key at %(time)s.")
             return text % {"time": _moment((key.refused_at or now) + kept, now)}
         case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
-            text = _("Code that knows its recovery point goes on: with a retry, or the completer at %(time)s.")
+            text = _(
+                "When the running code declares the recovery point, a retry of the client continues, or the completer at "
+                "%(time)s."
+            )
             return text % {"time": _moment(max(key.due_at, now), now)}
         case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code in OPEN_TO_RETRIES:
-            return _("The completer does not run it again. A retry of its client does.")
+            return _("The completer does not run the request again. A retry of the client runs it.")
         case KeyState.STUCK:
             return _("Nothing: it waits for a person. A retry of its client is answered 409 key_stuck, and changes nothing.")
         case KeyState.ACKNOWLEDGED:
             return _("Nothing: a person has taken it off the list, and it has no response. A retry is answered 409 key_stuck.")
-    lost = "" if has_view else _("No protected view answers its path now: a run would mark it as stuck.")
+    lost = "" if has_view else _("No protected view answers the path now: a run would mark the key as stuck.")
     return f"{_next_run(key)} {lost}".strip()
 
 
 def _next_run(key: Any) -> str:
-    """Return when the completer runs a key that no run holds, and how often it will still try."""
+    """Return the time at which the completer runs a key that no run holds, and the number of that run."""
     number, limit = key.completer_attempts + 1, conf.get().COMPLETER_MAX_ATTEMPTS
     told = {"time": _moment(key.due_at, key.read_at), "run": _("run %(number)s of %(limit)s")}
     if number > limit:
-        to_a_person = _("its %(limit)s runs are over: it hands the key to a person")
-        told["run"] = _("run %(number)s, until on_abandon settles it") if has_on_abandon(key) else to_a_person
+        used_up = _("all %(limit)s runs are used up: it marks the key as stuck")
+        told["run"] = _("run %(number)s, until on_abandon settles it") if has_on_abandon(key) else used_up
     told["run"] %= {"number": number, "limit": limit}
     if key.state == KeyState.ABANDONED:
-        return _("The completer takes it in its next pass (%(run)s), if a retry of its client does not come first.") % told
-    return _("A retry of its client goes on at once. Without one the completer takes it at %(time)s (%(run)s).") % told
+        return _("The completer takes the key in its next pass (%(run)s), unless a retry of the client comes first.") % told
+    text = _(
+        "A retry of the client continues the request at once. Without a retry, the completer takes the key at %(time)s "
+        "(%(run)s)."
+    )
+    return text % told
 
 
 def _moment(at: datetime, now: datetime) -> str:
@@ -248,7 +257,7 @@ def _moment(at: datetime, now: datetime) -> str:
 
 
 def facts(key: Any) -> dict[str, Any]:
-    """Return what the page and each question say of ``key``, for the template: its state, its cause, its cure, its next run."""
+    """Return the facts about ``key`` for the templates of its page and of each confirmation: state, cause, cure, next run."""
     return {
         "heading": heading(key),
         "state_line": state_line(key),

@@ -1,7 +1,7 @@
 """The search of the list of keys: each kind of term is looked up in a bounded number of rows, or through an index.
 
-No index begins with the key itself, and a further one would cost each request a write: the beginning of a key is looked for
-among the unfinished keys and the newest ones.
+No index begins with the key itself, and another index would cost each request a write. Therefore a prefix of a key is searched
+among the unfinished keys and the newest keys.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ from idempotency.scopes import PROJECT_PREFIX
 MIN_PREFIX = 4
 HELP = of_the_newest(
     _(
-        "The whole idempotency key; its first characters, at least {least}, if it is unfinished or among the {count} newest; "
-        "the id of the row; a scope such as user:7; a user name or an e-mail address; the id of a staged job; what the admin "
-        "pages of linked rows are searched by, among the {count} newest of these rows."
+        "Search by: the idempotency key; its first {least} or more characters (unfinished keys and the {count} newest); the "
+        "id of the row; a scope such as user:7; a user name or e-mail address; the id of a staged job; the search fields of "
+        "linked models (their {count} newest rows)."
     ),
     least=MIN_PREFIX,
 )

@@ -23,7 +23,7 @@ class Explanation:
 STUCK_CODES = {
     "attempts_exhausted": Explanation(
         _("The completer ran the request until its attempts were used up. Each run failed."),
-        _("Read the last error and correct its cause. Then complete the key: its attempts are counted anew."),
+        _("Read the last error and correct its cause. Then complete the key: its attempts are counted from zero again."),
         "complete",
     ),
     "call_in_doubt": Explanation(

@@ -413,8 +413,8 @@ def test_the_page_says_what_happens_next() -> None:
     client = person()
     key = IdempotencyKeyFactory(request_path="/rides", claim_token=uuid4())
     expected = {
-        "waiting": ({}, "Without one the completer takes it at"),
-        "abandoned": ({}, "The completer takes it in its next pass (run 1 of 25)"),
+        "waiting": ({}, "Without a retry, the completer takes the key at"),
+        "abandoned": ({}, "The completer takes the key in its next pass (run 1 of 25)"),
         "in flight": ({"locked_at": Now()}, "its lock expires at"),
         "stuck": ({"locked_at": None, "stuck_at": Now(), "stuck_code": "x", "stuck_reason": "y"}, "it waits for a person"),
     }
@@ -451,7 +451,7 @@ def test_completing_says_and_keeps_that_another_run_was_faster(monkeypatch: pyte
     ("path", "sentence"),
     [
         ("/rides", "on_abandon"),
-        ("/rides/7/texts", "its 25 runs"),
+        ("/rides/7/texts", "all 25 runs are used up"),
     ],
 )
 def test_after_the_last_run_the_page_says_who_settles_the_key(path: str, sentence: str) -> None:

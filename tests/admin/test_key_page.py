@@ -82,9 +82,9 @@ def test_the_state_is_in_the_heading_with_its_age_and_its_code(staff: Client) ->
 @pytest.mark.parametrize(
     ("code", "next_step"),
     [
-        ("unknown_recovery_point", "Code that knows its recovery point goes on"),
-        ("refused_when_rebuilt", "The completer does not run it again. A retry of its client does."),
-        ("user_missing", "The completer does not run it again. A retry of its client does."),
+        ("unknown_recovery_point", "When the running code declares the recovery point, a retry of the client continues"),
+        ("refused_when_rebuilt", "The completer does not run the request again. A retry of the client runs it."),
+        ("user_missing", "The completer does not run the request again. A retry of the client runs it."),
     ],
 )
 def test_a_stuck_key_that_a_retry_may_run_says_so(staff: Client, code: str, next_step: str, changes: dict[str, Any]) -> None:
