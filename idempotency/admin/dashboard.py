@@ -1,4 +1,4 @@
-"""The dashboard: what is wrong, what waits, where, for how long, how many requests came, and whether the processes are alive.
+"""The dashboard: findings, unfinished keys and staged jobs by age, charts of requests, and the heartbeats of processes.
 
 The numbers are those of ``monitoring.measures`` and ``monitoring.traffic``: however large a table is, the page costs the same.
 """
@@ -37,7 +37,7 @@ MAX_GROUPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A number with its share of the largest one beside it, in percent, and the list behind it."""
+    """A number, its percentage of the largest number of the group, and the URL of the list that it counts."""
 
     label: str | Promise
     count: int
@@ -48,7 +48,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span of time that the charts show, in ``intervals`` of so many ``minutes``."""
+    """A span of time that the charts show: the number of ``intervals``, and the length of each in ``minutes``."""
 
     name: str
     label: str | Promise
@@ -66,7 +66,7 @@ SPANS = (
 
 
 def numbers(request: HttpRequest, site: AdminSite) -> dict[str, Any]:
-    """Return what the template shows, in four queries, and in three more for who may see staged jobs.
+    """Return the context of the template, with four queries, and with three more if the person may see staged jobs.
 
     If there are MAX_READ unfinished keys, there are six more queries; if there are MAX_READ stuck keys, two more.
     """
@@ -180,7 +180,8 @@ def _known_processes(alias: str) -> list[measures.Process]:
 
 
 def _of_processes(processes: list[measures.Process]) -> dict[str, Any]:
-    """Return the processes, those that are gone although their loop runs elsewhere apart, and the loops without any."""
+    """Return the processes; separately, the silent ones whose loop runs in another process; and the names of loops without a
+    process."""
     shown = sorted(processes[:MAX_PROCESSES], key=attrgetter("name", "host", "pid"))
     lags = measures.lags(processes)
     gone = [process for process in shown if process.age > heartbeats.SILENT_SECONDS and not process.silent]
@@ -199,7 +200,7 @@ def _state_of(lag: float | None, otherwise: str | Promise) -> str:
 
 
 def _by_age(ages: Iterable[float]) -> Counter[str]:
-    """Count the spans of AGES; what has a negative age is "later"."""
+    """Count the ages in each span of AGES; a negative age is "later"."""
     return Counter(next((age.name for age in reversed(AGES) if seconds >= age.begin), "later") for seconds in ages)
 
 
@@ -212,7 +213,8 @@ def _link(url: str, **chosen: str) -> str:
 
 
 def _actions(request: HttpRequest, site: AdminSite, model: type[Model]) -> list[tuple[str, str]]:
-    """Return what the person may do to all rows of a group: the label, and the address of the question without the group."""
+    """Return the actions of the person on all rows of a group: the label, and the URL of the confirmation without the
+    group."""
     rows: Any = site._registry[model]
     name = f"{site.name}:idempotency_{model._meta.model_name}_bulk"
     return [

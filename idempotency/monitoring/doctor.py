@@ -149,7 +149,7 @@ def _processes(found: Diagnosis) -> Iterator[Finding]:
 
 
 def findings_of_processes(processes: list[measures.Process]) -> Iterator[Finding]:
-    """Yield which loops are silent. A loop that has never written a heartbeat may be run by cron."""
+    """Yield a finding for each silent loop. A loop that has never written a heartbeat may be run by cron."""
     lags, silent = measures.lags(processes), {process.name for process in processes if process.silent}
     for name, otherwise in LOOPS.items():
         if name in silent:

@@ -141,7 +141,7 @@ def read_intervals(using: str, *, intervals: int, minutes: int) -> list[Traffic]
 def _traffic(interval: int, minutes: int, kinds: dict[str, int]) -> Traffic:
     ran = sorted((int(kind.removeprefix(_RAN)), number) for kind, number in kinds.items() if kind.startswith(_RAN))
     begin = datetime.fromtimestamp(interval * minutes * 60, UTC)
-    # The current interval has not passed: its numbers are those of the minutes that have.
+    # The current interval is not over, so its rates count only the minutes that have passed.
     passed = min(float(minutes), max(1.0, time.time() / 60 - interval * minutes))
     return Traffic(
         begin,
