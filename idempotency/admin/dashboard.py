@@ -134,7 +134,7 @@ def _of_keys(keys: measures.UnfinishedKeys, groups: list[measures.ErrorGroup], u
         "unfinished": keys.count,
         "unfinished_url": f"{url}?state=unfinished",
         "by_state": [
-            _bar(state.label, states[state], most, url, state == KeyState.STUCK, state=state)
+            _bar(state.label, states[state], most, url, state == KeyState.STUCK, state=state.replace(" ", "_"))
             for state in KeyState
             if state not in (KeyState.REFUSED, KeyState.FINISHED)
         ],

@@ -71,13 +71,13 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [*KeyState.choices, ("unfinished", _("unfinished"))]
+        return [*((state.replace(" ", "_"), state.label) for state in KeyState), ("unfinished", _("unfinished"))]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        value = self.value()
-        if value == "unfinished":
+        if self.value() == "unfinished":
             return queryset.unfinished()
-        return queryset.in_state(KeyState(value)) if value in KeyState.values else queryset
+        chosen = [state for state in KeyState if state.replace(" ", "_") == self.value()]
+        return queryset.in_state(*chosen) if chosen else queryset
 
 
 class AgeFilter(admin.SimpleListFilter):
@@ -241,5 +241,5 @@ class MineFilter(admin.SimpleListFilter):
 
 def _is_unfinished(request: HttpRequest) -> bool:
     """Tell whether the filter by state lets unfinished keys through only, which have an index."""
-    chosen = request.GET.get("state")
+    chosen = (request.GET.get("state") or "").replace("_", " ")
     return chosen == "unfinished" or chosen in {*KeyState} - {KeyState.FINISHED, KeyState.REFUSED}

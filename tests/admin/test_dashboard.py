@@ -176,7 +176,7 @@ def test_more_rows_than_are_read_are_said_to_be_more(monkeypatch: pytest.MonkeyP
 
 
 PAGES = [
-    KEYS, f"{KEYS}?state=stuck", f"{KEYS}?state=abandoned", f"{KEYS}?state=waiting+for+a+retry", f"{KEYS}?state=finished",
+    KEYS, f"{KEYS}?state=stuck", f"{KEYS}?state=abandoned", f"{KEYS}?state=waiting_for_a_retry", f"{KEYS}?state=finished",
     f"{KEYS}?state=stuck&stuck_code=view_gave_up", f"{KEYS}?state=unfinished&recovery_point=started&age=older",
     f"{KEYS}?stuck_code=view_gave_up", f"{KEYS}?recovery_point=charged",
     f"{KEYS}?q=user:1", f"{KEYS}?q=1-2-3-4", f"{KEYS}?status=5xx", f"{KEYS}?path=/none", f"{KEYS}?path=/none&state=stuck",

@@ -169,7 +169,7 @@ def rows(db: None) -> None:
     "path",
     [
         ADMIN, KEYS, JOBS, CALLS, MESSAGES, DASHBOARD, f"{DASHBOARD}?span=24h", f"{DASHBOARD}?span=7d",
-        *(f"{KEYS}?state={state}" for state in ("stuck", "acknowledged", "abandoned", "in+flight", "finished")),
+        *(f"{KEYS}?state={state}" for state in ("stuck", "acknowledged", "abandoned", "in_flight", "finished")),
         f"{KEYS}?path=/rides&mine=1&error_group=REASON&request_group=REQUEST", f"{KEYS}?q=NOTHING", f"{KEYS}?q=key",
         f"{JOBS}?state=failed", f"{JOBS}?q=1",
         *(f"{KEYS}bulk/{name}/?state=unfinished" for name in ("hand_back", "acknowledge")),
