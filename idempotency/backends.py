@@ -1,15 +1,20 @@
 """Backends: the interface between the enqueuer and a queue, and a base class for queues that take one job at a time."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from asyncio import CancelledError
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, TypeAlias
 from uuid import UUID
 
+from django.db import InterfaceError, OperationalError, connections, transaction
 from django.utils.module_loading import import_string
 
 from idempotency._async import awaited
 from idempotency.exceptions import IdempotencyError
+from idempotency.inbox import STAGED_JOBS, took_effect
 from idempotency.jobs import backend_path, refuse_generator
 from idempotency.models import StagedJob
 
@@ -55,8 +60,13 @@ class TookEffect:
     """The job was handed over before and took effect. Its row is deleted, and not counted again."""
 
 
+@dataclass(frozen=True, slots=True)
+class NotOffered:
+    """The job was not offered to the broker, because the time of the batch was up. It stays due, for the next batch."""
+
+
 #: The result of a hand-over, if the broker did not simply take the job. An exception means a refusal.
-HandOverResult: TypeAlias = BaseException | OfferAgain | TookEffect
+HandOverResult: TypeAlias = BaseException | OfferAgain | TookEffect | NotOffered
 #: Results by job id. None: the broker took the job.
 Results: TypeAlias = dict[UUID, HandOverResult | None]
 
@@ -79,6 +89,7 @@ class Backend(Protocol):
         - Without a result, the broker has the job, and the row is deleted.
         - ``OfferAgain``: the broker has the job, and the row stays until the job took effect.
         - ``TookEffect``: the job was handed over before and took effect. The row is deleted.
+        - ``NotOffered``: the time was up before this job. The job stays due. At least one job of a call must be offered.
         - ``BrokerUnavailable``: the broker did not process the job. No refusal is counted.
         - Any other exception: the job is refused.
 
@@ -103,15 +114,35 @@ class OneByOne:
     uses_database = True
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
-        """Hand the jobs over. The enqueuer passes one job at a time, so an exception concerns only that job."""
-        results: dict[UUID, HandOverResult] = {}
-        for job in jobs:
-            if self.follow_up_seconds and job.hand_overs >= MAX_ATTEMPTS:
-                raise NoEffect
-            refuse_generator(f"The backend of the queue {queue!r}", awaited(self.hand_over_one(queue, job)))
-            if self.follow_up_seconds:
-                results[job.pk] = OfferAgain(self.follow_up_seconds * 2**job.hand_overs)
+        """Hand the jobs over one after the other. After BATCH_SECONDS the remaining jobs are not offered. If
+        ``hand_over_one()`` raises an exception other than BrokerUnavailable, that job counts as refused."""
+        results = self._effects(jobs)
+        waiting = [job for job in jobs if job.pk not in results]
+        deadline = time.monotonic() + BATCH_SECONDS
+        for position, job in enumerate(waiting):
+            if position and time.monotonic() > deadline:  # The first job is always offered, so that each batch makes progress.
+                return results | dict.fromkeys((left.pk for left in waiting[position:]), NotOffered())
+            try:
+                if self.follow_up_seconds and job.hand_overs >= MAX_ATTEMPTS:
+                    raise NoEffect
+                # The queue may be in this database. An error there must not break the transaction of the enqueuer.
+                with hand_over_savepoint(job._state.db) if self.uses_database else nullcontext():
+                    refuse_generator(f"The backend of the queue {queue!r}", awaited(self.hand_over_one(queue, job)))
+                if self.follow_up_seconds:
+                    results[job.pk] = OfferAgain(self.follow_up_seconds * 2**job.hand_overs)
+            except BrokerUnavailable as error:  # The jobs before this one were sent; keep their results.
+                return results | dict.fromkeys((left.pk for left in waiting[position:]), error)
+            except (Exception, CancelledError) as error:
+                results[job.pk] = error
         return results
+
+    def _effects(self, jobs: Sequence[StagedJob]) -> dict[UUID, HandOverResult]:
+        # A retried job has no hand-overs, but keeps its last error.
+        again = [str(job.pk) for job in jobs if self.follow_up_seconds and (job.hand_overs or job.last_error)]
+        try:
+            return {UUID(done): TookEffect() for done in took_effect(STAGED_JOBS, again, using=jobs[0]._state.db)}
+        except (OperationalError, InterfaceError) as error:
+            raise BrokerUnavailable(f"The inbox cannot be read: {error}") from error
 
     def hand_over_one(self, queue: str, job: StagedJob) -> object:
         """Give one job to the broker; a coroutine is awaited.
@@ -129,6 +160,25 @@ class CallableBackend(OneByOne):
 
     def hand_over_one(self, queue: str, job: StagedJob) -> object:
         return self._function(job)
+
+
+@contextmanager
+def hand_over_savepoint(alias: str | None) -> Iterator[None]:
+    """Open a savepoint for a hand-over. Its rollback also drops the on_commit callbacks of this database.
+
+    Raises HandOverOnCommit if the block registered an on_commit callback on any database.
+    """
+    with transaction.atomic(using=alias):
+        before = _callbacks()
+        yield
+        if _callbacks() > before:
+            raise HandOverOnCommit
+
+
+def _callbacks() -> int:
+    """Return the number of on_commit callbacks, except those of this app, on which no job depends."""
+    waiting = (entry[1] for connection in connections.all(initialized_only=True) for entry in connection.run_on_commit)
+    return sum(not str(getattr(callback, "__module__", "")).startswith("idempotency.") for callback in waiting)
 
 
 def backend_of(queue: str) -> Backend | None:

@@ -26,13 +26,16 @@ from idempotency._states import due_at
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import accepts_writes, connection_lost
 from idempotency._text import error_text, summary
-from idempotency.exceptions import OPEN_TO_RETRIES, KeyStuck, LockLost, NotReplicated, StuckCode
+from idempotency.exceptions import KeyStuck, LockLost, NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
 #: The number of refused runs after which a key without any effect is left to its client.
 _RUNS_BEFORE_REFUSED = 5
+#: The codes for requests that only their client can send again. If the view has ``on_abandon``, such a key is not marked as
+#: stuck, because the reaper settles it.
+_ONLY_ITS_CLIENT = (StuckCode.BODY_REDACTED, StuckCode.BODY_NOT_KEPT)
 #: The longest wait between two runs of one key. With it, 25 attempts span three days: a long weekend.
 _MAX_DELAY_SECONDS = 4 * 3600
 #: The longest time after which the completer looks again at a key whose recovery point is unknown.
@@ -180,8 +183,9 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
         ended = f"A decorator or the framework, outside of @idempotent, responded with {told}"
     except KeyStuck as error:  # CannotRun, or raised by PREPARE_REQUEST.
         ended = f"The completer cannot run this request: {error.reason}"
-        if error.code not in OPEN_TO_RETRIES or not has_on_abandon(key):
-            return "stuck" if _mark_stuck(key, error.code, error.reason, alias) else "failed"
+        for_on_abandon = error.code in _ONLY_ITS_CLIENT and has_on_abandon(key)
+        if not for_on_abandon and _mark_stuck(key, error.code, error.reason, alias):
+            return "stuck"
         logger.warning(
             "the completer cannot run key %s (%s): %s", key.key_hash, error.code, error.reason, extra=events.about(key)
         )

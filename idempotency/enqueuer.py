@@ -28,6 +28,7 @@ from idempotency.backends import (
     NAME_MAX_ATTEMPTS,
     BrokerUnavailable,
     NoEffect,
+    NotOffered,
     OfferAgain,
     Results,
     TookEffect,
@@ -195,6 +196,8 @@ def _record(alias: str, jobs: Sequence[StagedJob], results: Results, state: _Pas
             case OfferAgain(seconds):
                 later[seconds].append(job.pk)
                 state.counts["handed_over"] += 1
+            case NotOffered():
+                pass  # It is still due.
             case BrokerUnavailable() as error:
                 state.mark(job.queue, error)
             case error:

@@ -13,12 +13,13 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain
 
-from django.db import IntegrityError, InterfaceError, OperationalError, connections, router, transaction
+from django.db import Error, IntegrityError, InterfaceError, OperationalError, connections, router, transaction
 from django.db.models import CharField, Exists, OuterRef, ProtectedError, Q, QuerySet, RestrictedError, Value
 from django.db.models.functions import Cast, Now, Replace
 
 from idempotency._request.abandonment import settle
 from idempotency._states import IdempotencyKeyQuerySet, held
+from idempotency._store.database_errors import sqlstate_of
 from idempotency._store.transactions import durable_transaction
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated
@@ -169,10 +170,8 @@ def _delete(pks: list[int], least_hours: float | None, logged: list[type[Excepti
             if connections[alias].vendor == "postgresql":
                 connections[alias].check_constraints()  # A transaction of a TestCase has no COMMIT that would do it.
             return Counter(deleted=by_model.get(IdempotencyKey._meta.label, 0))
-    except (OperationalError, InterfaceError, NotReplicated):
-        raise
     except Exception as error:
-        if not locked:
+        if not locked or _concerns_all(error):
             raise
         if len(pks) > 1:
             half = len(pks) // 2
@@ -181,3 +180,9 @@ def _delete(pks: list[int], least_hours: float | None, logged: list[type[Excepti
             logged.append(type(error))
             logger.warning("the key with the id %s cannot be deleted: %s", *pks, summary(error_text(error)))
         return Counter(protected=len(pks))  # None: the error is one of the caller's transaction.
+
+
+def _concerns_all(error: Exception) -> bool:
+    """Return whether the deletion of any key would fail so: the database is lost, or a table or column is missing."""
+    missing = isinstance(error, Error) and (sqlstate_of(error) or "").startswith("42")
+    return missing or isinstance(error, OperationalError | InterfaceError | NotReplicated)

@@ -129,7 +129,8 @@ BUTTONS = {
         permission="answer_idempotencykey",
         explanation=_(
             "The request is then finished, and each retry of its client gets the response that you write here. Nothing is "
-            "undone: if you answer with an error, first undo the work that the request has begun, here and at other services."
+            "undone: if you answer with an error, then undo the work that the request has begun, here and at other services. "
+            "Do this after the answer, because until then a retry may continue the work."
         ),
         possible=lambda key: key.state not in (KeyState.IN_FLIGHT, KeyState.FINISHED),
         press=_answer,

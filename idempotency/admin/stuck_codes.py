@@ -82,7 +82,7 @@ STUCK_CODES = {
     ),
     "view_missing": Explanation(
         _("No view that is protected with @idempotent answers the path of the request any more."),
-        _("Deploy a view that answers this path, then complete the key. Or answer the key."),
+        _("Deploy a view that answers this path, then complete the key. Or answer the key, then undo what the request did."),
         "complete",
     ),
     "user_missing": Explanation(
@@ -91,8 +91,8 @@ STUCK_CODES = {
             "Django user, and PREPARE_REQUEST set neither request.user nor request.auth."
         ),
         _(
-            "The page shows which of these applies. Correct it and complete the key. Or undo what the request did, and answer "
-            "the key."
+            "The page shows which of these applies. Correct it and complete the key. Or answer the key, so that a late retry "
+            "does not run it, then undo what the request did."
         ),
         "complete",
     ),

@@ -216,7 +216,8 @@ TAKEN = []
 
 def test_a_slow_queue_does_not_delay_the_jobs_of_others(settings, monkeypatch):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"slow": f"{__name__}.take_slowly", "*": f"{__name__}.take_fast"}}
-    monkeypatch.setattr(enqueuer, "BATCH_SECONDS", 0.05)
+    for module in (backends, enqueuer):
+        monkeypatch.setattr(module, "BATCH_SECONDS", 0.05)
     TAKEN.clear()
     stage(5, queue="slow", run_at=timezone.now() - timedelta(seconds=20))
     stage(1, queue="payments", run_at=timezone.now() - timedelta(seconds=10))
@@ -512,7 +513,6 @@ class Failing(backends.OneByOne):
     ("error", "text"),
     [
         (CancelledError("by its channel"), "CancelledError: by its channel"),
-        (SystemExit(3), "SystemExit: 3"),
         (Unsayable(), "Unsayable, whose message raises TypeError"),
     ],
 )
@@ -524,6 +524,30 @@ def test_whatever_a_backend_raises_refuses_its_job_and_no_other(error, text, at_
     assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
     assert others.offers == ["a", "b"]
     assert StagedJob.objects.get().last_error == text
+
+
+class Router:
+    """A backend that passes its jobs to another one, which takes one at a time and refuses some."""
+
+    def __init__(self):
+        self.sent, self.inner = [], backends.CallableBackend(self.take)
+
+    def hand_over(self, queue, jobs):
+        return self.inner.hand_over(queue, jobs)
+
+    def take(self, job):
+        self.sent.append(job.pk)
+        if job.job_name.endswith("poison"):
+            raise ValueError("no such task")
+
+
+def test_a_backend_may_pass_its_jobs_to_one_that_takes_one_at_a_time(monkeypatch):
+    router = Router()
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: router)
+    stage(3)
+    stage(1, job_name="shop.jobs.poison")
+    assert enqueue_once() == EnqueuePass(handed_over=3, refused=1)
+    assert len(router.sent) == len(set(router.sent)) == 4, "each was sent once"
 
 
 class Away:

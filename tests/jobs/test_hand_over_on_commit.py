@@ -6,6 +6,7 @@ from django.db import connections, transaction
 from rq import Queue
 
 from idempotency import _prompt
+from idempotency.backends import OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.jobs import stage_job
 from idempotency.models import StagedJob
@@ -46,6 +47,15 @@ class BatchBackend:
     hand_over = staticmethod(as_a_batch)
 
 
+class BrokerElsewhere(OneByOne):
+    """A queue that is not in the database; a library around it uses the database all the same."""
+
+    uses_database = False
+
+    def hand_over_one(self, queue, job):
+        some_on_commit(job)
+
+
 def stages_the_next(job: StagedJob) -> None:
     """Take the job, and stage what follows it."""
     if job.job_args:
@@ -70,7 +80,7 @@ def test_django_rq_as_the_guide_configures_it_takes_the_job(broker, settings):
     assert (queued(broker), StagedJob.objects.count()) == ([str(job.pk)], 0)
 
 
-@pytest.mark.parametrize("backend", ["some_on_commit", "BatchBackend"])
+@pytest.mark.parametrize("backend", ["some_on_commit", "BatchBackend", "BrokerElsewhere"])
 def test_only_the_jobs_that_wait_for_commit_are_refused(backend, settings):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.{backend}"}}
     late = StagedJobFactory(job_name="shop.jobs.late")

@@ -9,7 +9,7 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.utils import timezone
 
-from idempotency import enqueuer
+from idempotency import backends
 from idempotency.enqueuer import Backlog, EnqueuePass, backlog, enqueue_once
 from idempotency.models import StagedJob
 from rides_demo.models import AuditRecord
@@ -109,7 +109,7 @@ def take_slowly(job):
 def test_a_slow_broker_that_takes_each_job_gets_all_of_them_in_several_batches(settings, monkeypatch):
     """Otherwise the transaction would outlive the database's patience. No broker is unavailable, so the pass does not fail."""
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.take_slowly"}}
-    monkeypatch.setattr(enqueuer, "BATCH_SECONDS", 0)
+    monkeypatch.setattr(backends, "BATCH_SECONDS", 0)
     stops = []
     stage_three()
     assert enqueue_once(stop=lambda: bool(stops.append(StagedJob.objects.count()))) == EnqueuePass(handed_over=3)
@@ -119,9 +119,24 @@ def test_a_slow_broker_that_takes_each_job_gets_all_of_them_in_several_batches(s
 
 def test_a_job_that_was_not_offered_is_not_refused(settings, monkeypatch):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.take_slowly"}}
-    monkeypatch.setattr(enqueuer, "BATCH_SECONDS", 0)
+    monkeypatch.setattr(backends, "BATCH_SECONDS", 0)
     stage_three()
     answers = iter([False, True])
     assert enqueue_once(stop=lambda: next(answers)) == EnqueuePass(handed_over=1)
     due = StagedJob.objects.filter(run_at__lte=timezone.now())
     assert list(due.values_list("refusals", "hand_overs", "last_error")) == [(0, 0, "")] * 2
+
+
+class IdleBackend:
+    """A backend that offers no job."""
+
+    def hand_over(self, queue, jobs):
+        return {job.pk: backends.NotOffered() for job in jobs}
+
+
+def test_a_backend_that_offers_nothing_ends_the_pass(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.IdleBackend"}}
+    stage_three()
+    with pytest.raises(backends.BrokerUnavailable, match="offered none of 3 jobs"):
+        enqueue_once()
+    assert set(StagedJob.objects.values_list("refusals", flat=True)) == {0}

@@ -172,6 +172,16 @@ def test_a_key_whose_deletion_raises_any_error_is_kept_and_stops_no_other(by_tri
     assert told == [f"the key with the id {min(kept)} cannot be deleted: {reason}"]
 
 
+@pytest.mark.postgres
+def test_a_missing_column_of_another_table_ends_the_pass():
+    """Otherwise each key would count as protected, and nothing would be deleted without anybody being told."""
+    expired_keys(2)
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE tests_entry RENAME idempotency_key_id TO renamed_by_a_deploy")
+    with pytest.raises(ProgrammingError, match="idempotency_key_id"):
+        reap_once()
+
+
 def test_an_error_that_is_not_of_a_key_ends_the_pass(monkeypatch):
     expired_keys(2)
 
