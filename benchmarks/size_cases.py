@@ -23,6 +23,7 @@ from django.urls import path, resolve
 from benchmarks import views
 from idempotency._request import stored_request
 from idempotency._store import claims
+from idempotency._store.claims import ClaimedRequest
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
@@ -139,10 +140,14 @@ def answered(request: HttpRequest, view: views.View, *, replayed: bool = False) 
     return taken
 
 
+def _captured(request: HttpRequest, scope: str, key: str, view: Any) -> ClaimedRequest:
+    return stored_request.capture(request, scope, key, view.idempotency, view="", framework=False)
+
+
 def claim(alias: str, keys: int) -> float:
     """Claim as a phased view does, without the view."""
     request = ask()
-    described = stored_request.capture(request, caller(request), str(uuid4()), phased.idempotency)  # type: ignore[attr-defined]
+    described = _captured(request, caller(request), str(uuid4()), phased)
     return seconds(lambda: claims.claim_phased(described, POINTS, using=alias))
 
 
@@ -186,7 +191,7 @@ def page(query: str, name: str = "changelist_view") -> float:
 
 def insert(alias: str, run: str, last: int, *, first: int = 1, of: int = 0, **values: Any) -> None:
     """Insert keys as the views here leave them: those from ``first`` to ``last`` of a run of ``of`` keys."""
-    described = stored_request.capture(ask(), "", "", plain.idempotency)  # type: ignore[attr-defined]
+    described = _captured(ask(), "", "", plain)
     parameters = {
         "run": run,
         "first": first,

@@ -70,9 +70,7 @@ class CannotRun(KeyStuck):
         self.code = code
 
 
-def capture(
-    request: HttpRequest, scope: str, key: str, options: Options, *, view: str = "", framework: bool = False
-) -> ClaimedRequest:
+def capture(request: HttpRequest, scope: str, key: str, options: Options, *, view: str, framework: bool) -> ClaimedRequest:
     """Return the parts of the request that a claim stores. The body is read. Raises Problem ``body_incomplete`` for a
     truncated body, and the exceptions of Django for a body that is too large or invalid. If the values of ``keep=`` cannot be
     stored, ``unstorable`` has the error, which names the ``view``: a request that is only answered needs them no more. With

@@ -347,6 +347,24 @@ def test_a_form_with_another_method_is_completed_with_its_fields(
     assert seen == [("PUT", "5")] * 2
 
 
+@pytest.mark.parametrize("content_type", [MULTIPART_CONTENT, FORM])
+def test_a_form_that_nobody_has_parsed_for_the_client_is_not_parsed_for_the_completer(
+    client: Client, serve: Serve, content_type: str
+) -> None:
+    seen: list[Any] = []
+
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> Any:
+        return second_run(request, lambda: dict(request.POST), seen)
+
+    serve(view=view)
+    body = encode_multipart(BOUNDARY, {"amount": "5"}) if content_type == MULTIPART_CONTENT else b"amount=5"
+    assert client.generic("PUT", "/view/", body, content_type).status_code == 503
+    abandon()
+    assert complete_once() == CompletePass(finished=1)
+    assert seen == [{}, {}], "Django parses no form of a PUT"
+
+
 class Streaming:
     """Reads the body of a PUT as a stream, after another middleware has looked for fields."""
 

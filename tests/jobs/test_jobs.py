@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 import pytest
 from django.db import transaction
 from django.db.models.functions import Now
+from django.http import HttpResponse
 from django.utils import timezone
 
 from idempotency._request.view_call import current_key
@@ -12,6 +13,7 @@ from idempotency.exceptions import NoOpenTransaction
 from idempotency.jobs import call_job, stage_job
 from idempotency.models import StagedJob
 from tests.factories import IdempotencyKeyFactory
+from tests.kit.views import both_kinds
 
 JOB = "tests.kit.jobs.record"
 
@@ -60,6 +62,16 @@ def test_a_job_points_at_the_key_whose_request_is_under_way():
     finally:
         current_key.reset(token)
     assert StagedJob.objects.get().idempotency_key == key
+
+
+@pytest.mark.django_db(transaction=True)
+@both_kinds
+def test_a_job_that_is_staged_after_a_request_points_at_no_key(kind, serve, sender):
+    serve(view=kind(lambda request: HttpResponse()))
+    assert sender.send().status_code == 200
+    with transaction.atomic():
+        stage_job(JOB)
+    assert StagedJob.objects.get().idempotency_key is None
 
 
 @pytest.mark.django_db

@@ -7,7 +7,8 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.contrib.auth.decorators import login_required, permission_required
 from django.contrib.auth.mixins import LoginRequiredMixin
-from django.http import HttpRequest, HttpResponse
+from django.http import Http404, HttpRequest, HttpResponse
+from django.test import RequestFactory
 from django.utils.decorators import method_decorator
 from django.views import View
 from rest_framework.decorators import api_view
@@ -77,9 +78,24 @@ def test_a_class_may_keep_a_request_of_its_own(serve: Serve, sender: Sender) -> 
     assert IdempotencyKey.objects.count() == 1
 
 
+def test_a_method_of_a_django_view_that_is_named_like_one_of_drf_is_not_called(serve: Serve, sender: Sender) -> None:
+    class Missing(View):
+        def handle_exception(self, error: Exception) -> HttpResponse:
+            return HttpResponse(status=418)
+
+        @idempotent
+        def post(self, request: HttpRequest) -> HttpResponse:
+            raise Http404
+
+    serve(view=Missing.as_view())
+    assert sender.send().status_code == 404
+
+
 def test_what_is_no_view_is_an_error() -> None:
     with pytest.raises(TypeError, match="found no request"):
         idempotent(lambda first: first)("not a request")
+    with pytest.raises(TypeError, match="found no request"):
+        idempotent(lambda *args: args)("not a view", "not a request", RequestFactory().post("/"))
 
 
 @pytest.mark.parametrize("options", [{"isolated": True}, {"isolated": True, "retries": 3}])
