@@ -225,6 +225,42 @@ def test_a_slow_queue_does_not_delay_the_jobs_of_others(settings, monkeypatch):
     assert TAKEN.index("payments") == 1
 
 
+class Clock:
+    """A clock that only the slow backend moves."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.mark.parametrize(("staged", "taken"), [("SSfff", "SfSff"), ("AAABBB", "ABABAB")])
+def test_slow_queues_take_turns_with_all_others(staged, taken, monkeypatch):
+    """After a batch in time, or when only slow ones are left, each queue has its turn again."""
+    clock, order = Clock(), []
+
+    def take_by_case(job):
+        order.append(job.queue)
+        clock.now += 2 * backends.BATCH_SECONDS * job.queue.isupper()
+
+    for module in (backends, _hand_over, enqueuer):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: backends.CallableBackend(take_by_case))
+    stage_by_age(staged)
+    assert enqueue_once(batch_size=1) == EnqueuePass(handed_over=len(staged))
+    assert "".join(order) == taken
+
+
+def test_a_batch_in_which_no_job_may_run_is_not_offered(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="idempotency")
+    broker = Broker()
+    broker.runs_functions = True
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
+    stage(2, job_name="nowhere.to_be.found")
+    assert enqueue_once() == EnqueuePass(refused=2)
+    assert (broker.offers, "refused a batch" in caplog.text) == ([], False)
+
+
 def test_a_broker_that_hangs_fails_before_the_database_gives_up(settings, monkeypatch):
     import socket
 
