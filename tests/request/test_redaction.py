@@ -157,7 +157,9 @@ def test_the_completer_hands_over_what_it_cannot_run_as_it_was(
     assert not IdempotencyKey.objects.stuck().exists()
 
 
-def test_what_the_completer_cannot_run_is_left_to_on_abandon(serve: Serve, sender: Sender) -> None:
+def test_what_the_completer_cannot_run_is_left_to_on_abandon(
+    serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(request: HttpRequest) -> HttpResponse:
         raise RuntimeError("out of luck")
 
@@ -166,7 +168,9 @@ def test_what_the_completer_cannot_run_is_left_to_on_abandon(serve: Serve, sende
     for _ in range(2):
         abandon()
         assert complete_once() == CompletePass(failed=1)
-    assert "only its client can send it again" in IdempotencyKey.objects.get().last_error
+    key = IdempotencyKey.objects.get()
+    assert "only its client can send it again" in key.last_error
+    assert caplog.text.count(f"the completer cannot run key {key.key_hash} (body_redacted): Parts of the request") == 2
     past_the_retention()
     assert reap_once().settled == 1
     assert sender.send(body={"pin": "1234"}).status_code == 410
