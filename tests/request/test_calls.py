@@ -98,6 +98,13 @@ def test_what_is_no_view_is_an_error() -> None:
         idempotent(lambda *args: args)("not a view", "not a request", RequestFactory().post("/"))
 
 
+def test_a_list_of_recovery_points_can_be_changed_after_the_decoration() -> None:
+    points = ["charged"]
+    view = idempotent(recovery_points=points)(lambda request: HttpResponse())
+    points.append("booked")
+    assert view.idempotency.recovery_points == ("charged",)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("options", [{"isolated": True}, {"isolated": True, "retries": 3}])
 def test_an_unknown_option_is_named(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="has no option 'isolated'"):
