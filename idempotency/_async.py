@@ -16,7 +16,7 @@ Given = TypeVar("Given")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
-#: What the code of a user may raise although the process goes on: sys.exit() and a cancellation raise no Exception.
+#: The exceptions of a user's code that must not end a pass. SystemExit and CancelledError are not subclasses of Exception.
 FAILURES = (Exception, SystemExit, asyncio.CancelledError)
 
 #: The asyncio tasks with an open block in each thread, the innermost last.

@@ -1,7 +1,8 @@
 """The hand-over of the jobs of one queue to its backend: whatever the backend does, each job has at most one result.
 
-A backend is code of a shop. It may raise, return nonsense or take too long. The transaction of the enqueuer must survive this,
-because it also holds the jobs of other queues.
+A backend is code of the project. It may raise any error, return a wrong value or take too long. The transaction of the enqueuer
+must survive this, because it also holds the jobs of other queues. SystemExit is not caught, because a signal handler of the
+caller may have raised it: the batch is then rolled back, as after a crash.
 """
 
 import logging

@@ -183,6 +183,7 @@ def _delete(pks: list[int], least_hours: float | None, logged: list[type[Excepti
 
 
 def _concerns_all(error: Exception) -> bool:
-    """Return whether the deletion of any key would fail so: the database is lost, or a table or column is missing."""
+    """Return whether the deletion of every key would fail with this error: the database is lost, or a table or column is
+    missing."""
     missing = isinstance(error, Error) and (sqlstate_of(error) or "").startswith("42")
     return missing or isinstance(error, OperationalError | InterfaceError | NotReplicated)

@@ -62,7 +62,7 @@ class PhasedRun:
         self.call = call
         #: All recovery points in order, with the first and the last.
         self.order = order
-        #: The request for signals.
+        #: The request for signals; None in a run of the completer.
         self.sender = sender
         self.using = using
         self._started = False
