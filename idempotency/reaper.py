@@ -61,6 +61,7 @@ def reap_once(
     dry_run: bool = False,
     using: str | None = None,
     stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[ReapPass], None] = lambda so_far: None,
 ) -> ReapPass:
     """Delete expired rows and settle overdue keys. Several reapers may run concurrently.
 
@@ -77,6 +78,7 @@ def reap_once(
       still counts. A retry whose key was deleted runs again.
     - ``dry_run``: only count.
     - ``stop``: called before each batch and during the pauses; True ends the pass.
+    - ``progress``: called with the counts after each batch.
     """
     alias = using or router.db_for_write(IdempotencyKey)
     keys = IdempotencyKey.objects.using(alias)
@@ -96,6 +98,7 @@ def reap_once(
             break
         took = time.monotonic() - start
         counts.update(batch)
+        progress(ReapPass(**counts))
         if not batch.keys() & {"settled", "stuck"}:
             _rest(RESTS_FOR_A_BATCH * took, stop)
     if not stop():

@@ -37,10 +37,12 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 @contextmanager
-def start(*arguments: str, python: str | None = None, **changes: str) -> Iterator["subprocess.Popen[str]"]:
+def start(
+    *arguments: str, python: str | None = None, stdout: int = subprocess.PIPE, **changes: str
+) -> Iterator["subprocess.Popen[str]"]:
     """Start a management command, or the code ``python``; read its output with ``communicate()``. It ends with the block."""
     command = [sys.executable, "-c", python] if python else [sys.executable, "-m", "django", *arguments]
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options: dict[str, Any] = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment(**changes), cwd=settings.BASE_DIR, **options) as process:
         try:
             yield process

@@ -1,6 +1,7 @@
 """The three commands: their exit status, their output, and how they stop and go on."""
 
 import os
+import pty
 import re
 import signal
 from contextlib import ExitStack
@@ -222,10 +223,20 @@ def test_a_dry_run_says_so_and_changes_nothing(broker, capsys):
     assert IdempotencyKey.objects.count() == 2
 
 
-def test_the_reaper_takes_another_age(broker):
+@pytest.mark.processes
+def test_the_reaper_counts_on_a_terminal_and_nowhere_else(broker):
+    """A real terminal, and a pipe."""
     expired_keys(30)
-    assert run_here("reap_keys", "--older-than", "73.5").stdout == f"reap_keys: 0 deleted, 0 protected, {REST}"
-    assert run_here("reap_keys", "--older-than", "72.5").stdout == f"reap_keys: 30 deleted, 0 protected, {REST}"
+    assert run("reap_keys", "--batch-size", "10", "--older-than", "73.5").stdout == "reap_keys: 0 deleted, 0 protected, " + REST
+    terminal, its_end = pty.openpty()
+    with start("reap_keys", "--batch-size", "10", "--older-than", "72.5", stdout=its_end) as process:
+        os.close(its_end)
+        assert process.wait(60) == 0
+        output = os.read(terminal, 10_000).decode()
+        os.close(terminal)
+    counter, line = output.split("\r\x1b[K")
+    assert counter == "\r10 of 30\r20 of 30\r30 of 30"
+    assert line.strip() == f"reap_keys: 30 deleted, 0 protected, {REST}".strip()
 
 
 def test_the_completer_takes_a_number_of_threads(broker):

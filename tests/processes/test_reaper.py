@@ -1,5 +1,7 @@
 """The reaper: what has expired goes, what never finished is handed to a person, everything else stays."""
 
+import io
+from datetime import timedelta
 from functools import partial
 from uuid import uuid4
 
@@ -7,6 +9,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import ProgrammingError, connection
 from django.db.models import ProtectedError
+from django.db.models.functions import Now
 from django.db.models.signals import pre_delete
 from django.utils import timezone
 
@@ -74,9 +77,9 @@ def test_overdue_keys_come_first():
     """Their clients wait; and a statement that the database refuses must not keep them from being settled."""
     expired_keys(2)
     IdempotencyKeyFactory(created_at=ago(hours=73))
-    asked = iter([False])
-    assert reap_once(stop=lambda: next(asked, True)) == ReapPass(settled=1)
-    assert reap_once() == ReapPass(deleted=2)
+    told = []
+    reap_once(progress=told.append)
+    assert told == [ReapPass(settled=1), ReapPass(settled=1, deleted=2)]
 
 
 def test_retention_counts_from_the_finish_not_from_the_creation():
@@ -266,6 +269,13 @@ def test_another_age_does_not_shorten_what_a_view_promises():
     assert reap_once(older_than_hours=24) == ReapPass(deleted=1)
 
 
+def test_progress_is_told_after_each_batch():
+    expired_keys(5)
+    told = []
+    reap_once(batch_size=2, progress=told.append)
+    assert told == [ReapPass(deleted=2), ReapPass(deleted=4), ReapPass(deleted=5)]
+
+
 def test_a_dry_run_only_counts():
     expired_key()
     IdempotencyKeyFactory(created_at=ago(hours=73))
@@ -298,3 +308,20 @@ def test_a_key_that_somebody_works_on_is_passed_over_not_waited_for():
 def test_the_reaper_refuses_an_age_that_cannot_be_meant(hours):
     with pytest.raises(CommandError, match="older-than"):
         call_command("reap_keys", "--older-than", hours)
+
+
+class Terminal(io.StringIO):
+    """A terminal, at which somebody waits."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("out", "counts"), [(Terminal(), True), (io.StringIO(), False)], ids=["terminal", "log"])
+def test_the_reaper_counts_for_somebody_who_waits(out, counts):
+    IdempotencyKeyFactory(finished=True)
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(days=99), finished_at=Now() - timedelta(days=99))
+    call_command("reap_keys", stdout=out)
+    assert ("\r1 of 1" in out.getvalue()) is counts
+    assert out.getvalue().rpartition("\r\033[K")[2].startswith("reap_keys: 1 ")
+    assert not IdempotencyKey.objects.exists()

@@ -1,9 +1,12 @@
 """``manage.py reap_keys``: delete expired keys and settle overdue ones."""
 
+from dataclasses import astuple
+from typing import Any
+
 from django.core.management.base import CommandParser
 
 from idempotency.management.passes import PassCommand, positive_number
-from idempotency.reaper import reap_once
+from idempotency.reaper import ReapPass, reap_once
 
 
 class Command(PassCommand):
@@ -16,8 +19,6 @@ class Command(PassCommand):
     default_interval = 60.0
     own_options = ("older_than_hours",)
 
-    run_pass = staticmethod(reap_once)
-
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         parser.add_argument(
@@ -29,6 +30,21 @@ class Command(PassCommand):
             "retention_hours of a view still counts. The option affects no other rows. If a client retries a request after its "
             "key was deleted, the request runs again.",
         )
+
+    def run_pass(self, **options: Any) -> ReapPass:
+        """Do a pass; show its progress on a terminal."""
+        if options["dry_run"] or not self.stdout.isatty():
+            return reap_once(**options)
+        total = sum(astuple(reap_once(**options | {"dry_run": True})))
+
+        def show(so_far: ReapPass) -> None:
+            self.stdout.write(f"\r{sum(astuple(so_far))} of {total}", ending="")
+            self.stdout.flush()
+
+        try:
+            return reap_once(**options, progress=show)
+        finally:
+            self.stdout.write("\r\033[K", ending="")  # Clear the line for the counts.
 
 
 def _hours(text: str) -> float:
