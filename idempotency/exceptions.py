@@ -14,6 +14,8 @@ class StuckCode(StrEnum):
 
     #: The view raised KeyStuck.
     VIEW_GAVE_UP = "view_gave_up"
+    #: The view ended the transaction of a phase, whose writes may be committed.
+    TRANSACTION_ENDED = "transaction_ended"
     #: A foreign call has no recorded result.
     CALL_IN_DOUBT = "call_in_doubt"
     #: A derived key is older than its validity at the downstream service.
@@ -38,7 +40,8 @@ class StuckCode(StrEnum):
     BODY_NOT_KEPT = "body_not_kept"
 
 
-#: The codes for requests that only the completer cannot run: a retry of the client can claim such a key, which clears the mark.
+#: The codes of requests that the completer cannot run, but a retry of the client may: the retry claims the key, which clears
+#: the mark.
 OPEN_TO_RETRIES = (
     StuckCode.UNKNOWN_RECOVERY_POINT,
     StuckCode.REFUSED_WHEN_REBUILT,
@@ -126,6 +129,8 @@ class KeyStuck(IdempotencyError):
 class TransactionEnded(KeyStuck):
     """The view has ended the transaction of a phase with COMMIT or ROLLBACK. Its writes may be committed, and another run
     could repeat them. Check them, then answer the key in the admin. In the view, use transaction.atomic() instead."""
+
+    code = StuckCode.TRANSACTION_ENDED
 
 
 class DownstreamKeyExpired(KeyStuck):

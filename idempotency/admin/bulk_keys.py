@@ -77,8 +77,8 @@ class HandBack(_OfKeys):
             return Group(label, gettext("The completer runs them in its next pass."))
         if (found := STUCK_CODES.get(row.stuck_code)) is None:
             return Group(label, str(_OWN_CODE))
-        again = gettext("Completing these keys stops at the same place.") if found.stops_again else ""
-        return Group(label, f"{again} {found.cure}".strip(), found.stops_again)
+        instead = gettext("Answer these keys instead of completing them.") if found.needs_an_answer else ""
+        return Group(label, f"{instead} {found.cure}".strip(), found.needs_an_answer)
 
 
 class Acknowledge(_OfKeys):

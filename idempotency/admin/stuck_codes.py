@@ -15,8 +15,8 @@ class Explanation:
     best: str
 
     @property
-    def stops_again(self) -> bool:
-        """Whether another run stops at the same place until somebody has answered the key."""
+    def needs_an_answer(self) -> bool:
+        """Whether another run would stop at the same place, or could repeat work."""
         return self.best == "answer"
 
 
@@ -44,6 +44,11 @@ STUCK_CODES = {
         _("The view raised KeyStuck. Its reason is shown."),
         _("Do what the reason says. Then complete the key, or answer it."),
         "complete",
+    ),
+    "transaction_ended": Explanation(
+        _("The view ended the transaction of a phase with COMMIT or ROLLBACK. The writes of that phase may be committed."),
+        _("Check these writes, then answer the key. Another run could repeat them."),
+        "answer",
     ),
     "retention_passed": Explanation(
         _(

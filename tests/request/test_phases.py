@@ -594,7 +594,7 @@ def test_a_phase_whose_transaction_the_view_has_ended_is_not_run_again(
         answer = sender.send()
         assert (answer.status_code, problem(answer)["code"]) == (409, "key_stuck")
     key = IdempotencyKey.objects.get()
-    assert (key.finished_at, key.stuck_code) == (None, "view_gave_up")
+    assert (key.finished_at, key.stuck_code) == (None, "transaction_ended")
     assert "ended the transaction of a phase" in key.stuck_reason
     assert (len(runs), Entry.objects.count()) == (1, int(end == "COMMIT"))
 
