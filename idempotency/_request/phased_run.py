@@ -12,7 +12,6 @@ from idempotency import conf
 from idempotency._request import responses
 from idempotency._request.view_call import Call
 from idempotency._store import fence, rows
-from idempotency._store.transactions import refuse_outer_transaction
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.exceptions import CallInDoubt, IdempotencyError, PhaseDidNotAdvance
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
@@ -29,7 +28,8 @@ class Completion:
     outcome: Literal["finished", "stuck", "released"] | None = None
 
     def note(self, key: IdempotencyKey | None) -> None:
-        """Record the key at the end of its run; None means that it was finished and deleted."""
+        """Record the key at the end of its run; None if its row is gone, or a failover gave its id to
+        another key."""
         done = key is None or key.recovery_point == FINISHED
         self.key = key or self.key
         self.outcome = "finished" if done else "stuck" if self.key.stuck_code else "released"
@@ -88,7 +88,7 @@ class PhasedRun:
         if resumed:
             # An earlier attempt may have begun a call that this one does not reach.
             begun = ForeignCall.objects.using(self.using).filter(key_id=self.key.pk, recorded_at=None)
-            self._unsettled = {name: CallInDoubt(call_in_doubt(name)) for name in begun.values_list("name", flat=True)}
+            self._unsettled = {name: call_in_doubt(name) for name in begun.values_list("name", flat=True)}
 
     @property
     def by_completer(self) -> bool:
@@ -152,7 +152,6 @@ class PhasedRun:
     def _begin_call(self, name: str) -> None:
         """Commit that a call with a derived key begins; see ``IdempotencyKey.call``."""
         run_of(self.key)
-        refuse_outer_transaction(self.using)
         self.refuse_beside_doubt()
         fence.begin_call(self.key, name, using=self.using)
         self.note_begun()
@@ -179,7 +178,7 @@ class PhasedRun:
 
     def note_call_begun(self, name: str) -> CallInDoubt:
         """Record that a call begins. Return the error that later phases raise until it is settled."""
-        doubt = self._unsettled[name] = CallInDoubt(call_in_doubt(name))
+        doubt = self._unsettled[name] = call_in_doubt(name)
         return doubt
 
     def note_call_settled(self, name: str, obstacle: IdempotencyError | None = None) -> None:
@@ -199,8 +198,8 @@ class PhasedRun:
             self._open_calls.discard(name)
 
 
-def call_in_doubt(name: str) -> str:
-    return (
+def call_in_doubt(name: str) -> CallInDoubt:
+    return CallInDoubt(
         f"The call {name!r} was begun, and its result was never recorded. It may have taken effect, and another call could "
         f"repeat the work. Check the called service for the result, then answer the key in the admin."
     )

@@ -14,7 +14,7 @@ from idempotency._store import replication, statements
 from idempotency._store.events import about
 from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
-from idempotency._store.transactions import OwnTransaction
+from idempotency._store.transactions import OwnTransaction, refuse_outer_transaction
 from idempotency._text import storable, summary
 from idempotency.exceptions import KeyStuck, LockLost, StuckCode
 from idempotency.models import FINISHED, IdempotencyKey
@@ -38,8 +38,10 @@ def renew(key: IdempotencyKey, *, using: str, ends: OwnTransaction | None = None
 
 
 def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = "") -> None:
-    """Renew the lock before a call with a derived key, and write the call into the history. Raises LockLost if another claim
-    has taken over the key, or it is stuck with another code than ``stuck_code``."""
+    """Commit that a call with a derived key begins: renew the lock, and write the call into the history. Raises LockLost if
+    another claim has taken over the key, or it is stuck with another code than ``stuck_code``. Raises RuntimeError in a
+    transaction, whose rollback would erase the call."""
+    refuse_outer_transaction(using)
     called: dict[str, Any] = {"event": HistoryEvent.CALL_BEGUN, "detail": summary(name)}
     _fenced("begin_call", key, using, stuck_code=stuck_code, **called)
 
@@ -100,14 +102,13 @@ def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransac
     text: str = getattr(statements_for(using), statement)
     fence = {"id": key.pk, "token": token_parameter(key.fence, using), "place": key.place, "reached": key.recovery_point}
     parameters |= fence
-    if ends is not None and key.place is not None:
+    if ends is not None:
 
         def note(row: tuple[Any, ...]) -> None:
             key.place = row[0]
 
-        if ends.end_with(_or_fail(text), parameters, note):
+        if key.place is not None and ends.end_with(_or_fail(text), parameters, note):
             return
-    if ends is not None:
         ends.refuse_if_ended()
     if key.place is not None:
         # The row is at another place after a rollback or an update.

@@ -5,6 +5,7 @@ from html import unescape
 from typing import Any
 
 import pytest
+from django.db import transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.test import Client
 from django.urls import path
@@ -249,6 +250,19 @@ def test_on_abandon_makes_its_calls_in_it(serve: Any, sender: Sender) -> None:
     overdue(serve, sender, give_back)
     assert reap_once() == ReapPass(settled=1)
     assert (len(refunds), sender.send().status_code) == (1, 410)
+
+
+def test_on_abandon_makes_no_call_in_a_transaction(serve: Any, sender: Sender) -> None:
+    """A rollback would erase that the call was begun."""
+
+    def give_back(key: IdempotencyKey) -> HttpResponse:
+        with transaction.atomic(), key.call("refund"):
+            raise AssertionError
+
+    overdue(serve, sender, give_back)
+    assert reap_once() == ReapPass(stuck=1)
+    key = IdempotencyKey.objects.get()
+    assert key.stuck_reason.startswith("on_abandon failed: RuntimeError: An @idempotent view, a phase or a call was entered")
 
 
 def test_an_on_abandon_that_comes_late_begins_no_call(serve: Any, sender: Sender) -> None:
