@@ -95,24 +95,26 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     for _ in range(_CLAIM_TRIES):
         try:
             found = _look(text.claim_phased if in_one else text.read, parameters, request, using)
+            key = found.key
+            if key is not None:
+                if found.expired:
+                    execute(text.retire, {"id": key.pk, "scope": request.scope}, using)
+                    continue
+                if refusal := _refusal(found, request):
+                    return refusal
+                if key.recovery_point not in recovery_points:
+                    return Claim(Outcome.UNKNOWN_POINT, key)
+                if key.request_fingerprint != request.request_fingerprint:  # It was made in another way.
+                    alike = replace(request, request_fingerprint=key.request_fingerprint)
+                    return claim_phased(alike, recovery_points, using=using)
+            if not in_one:
+                if request.unstorable is not None and (key is None or key.untouched):
+                    raise request.unstorable
+                found = _look(text.upsert, parameters, request, using)
         except Error as error:
             claimed = IdempotencyKey(scope=request.scope, idempotency_key=request.idempotency_key)
             _raise_unless_race(error, claimed, token, using)
             continue
-        key = found.key
-        if key is not None:
-            if found.expired:
-                execute(text.retire, {"id": key.pk, "scope": request.scope}, using)
-                continue
-            if refusal := _refusal(found, request, recovery_points):
-                return refusal
-            if key.request_fingerprint != request.request_fingerprint:  # It was made in another way.
-                alike = replace(request, request_fingerprint=key.request_fingerprint)
-                return claim_phased(alike, recovery_points, using=using)
-        if not in_one:
-            if request.unstorable is not None and (key is None or key.untouched):
-                raise request.unstorable
-            found = _look(text.upsert, parameters, request, using)
         if found.claimed is not None:
             # A claim clears the mark of a stuck key, and an unfinished key has no response.
             return Claim(Outcome.CLAIMED, _key_of_claim(found, request, token, using, finished_at=None))
@@ -130,7 +132,8 @@ def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
 
 def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
     """Claim the key of a plain view in its transaction, which may have begun with ``first``. On CLAIMED the row is inserted,
-    and visible after COMMIT; until then locks refuse duplicates; on SQLite they wait. Else only an expired row changes."""
+    and visible after COMMIT. Until then advisory locks refuse a duplicate; on SQLite the duplicate waits for the write lock.
+    Otherwise only an expired row changes."""
     postgresql, text = vendor(using) == "postgresql", statements_for(using)
     parameters = first.parameters
     for attempt in range(_CLAIM_TRIES):
@@ -150,7 +153,7 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
             continue  # The row was inserted or deleted concurrently.
         if not found.expired:
             # A plain view leaves no unfinished row: the view was phased before a deploy.
-            return _refusal(found, request, ()) or Claim(Outcome.UNKNOWN_POINT, found.key)
+            return _refusal(found, request) or Claim(Outcome.UNKNOWN_POINT, found.key)
         execute(text.retire, {"id": found.key.pk, "scope": request.scope}, using)
     return Claim(Outcome.IN_PROGRESS)
 
@@ -234,7 +237,7 @@ def _key_of_claim(found: _Found, request: ClaimedRequest, token: uuid.UUID, usin
     return key
 
 
-def _refusal(found: _Found, request: ClaimedRequest, recovery_points: tuple[str, ...]) -> Claim | None:
+def _refusal(found: _Found, request: ClaimedRequest) -> Claim | None:
     """Return why the found key cannot be claimed, or None. A mismatch is first: another request must learn nothing else."""
     key: Any = found.key
     stored, own = key.request_fingerprint, request.request_fingerprint
@@ -248,8 +251,6 @@ def _refusal(found: _Found, request: ClaimedRequest, recovery_points: tuple[str,
         return Claim(Outcome.IN_PROGRESS, key, lock_seconds=found.lock_seconds)
     if key.stuck_at is not None and key.stuck_code not in OPEN_TO_RETRIES:
         return Claim(Outcome.STUCK, key)
-    if key.recovery_point not in recovery_points:
-        return Claim(Outcome.UNKNOWN_POINT, key)
     return None
 
 

@@ -35,20 +35,21 @@ ANYWHERE = " RETURNING k.ctid"
 
 
 def parts(values: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, tuple[Any, ...], str]:
-    """Split the row of a claim: the claimed columns or None, the columns of the existing key, and the verdict."""
+    """Split the row of a claim: the claimed columns or None, the columns of the existing key, and the verdict of
+    ``claim_plain``, else empty."""
     claimed, met, verdict = values[: len(CLAIMED) + 2], values[len(CLAIMED) + 2 : -1], values[-1]
     return (claimed if claimed[0] is not None else None), met, verdict
 
 
 #: The first is for claims of clients, the second for the completer.
 _OPEN_TO_RETRIES = f"(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, OPEN_TO_RETRIES))!r})"
-_NOT_STUCK = f"(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')"
+_NOT_GIVEN_UP = f"(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')"
 _NEXT_ATTEMPT = "attempts = k.attempts + 1, refused_at = NULL"
-#: With ``refused_at``, for a task of the view that outlives its refusal.
+#: A refusal ends too: an asyncio task of the view may begin a phase or call after the view was refused.
 _BEGUN = "begun = true, refused_at = NULL"
 CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
-#: If a run does not know that its last COMMIT succeeded, it must not overwrite it.
+#: A run may not know that its last COMMIT succeeded. Its next statement must not overwrite that commit.
 _REACHED = "k.recovery_point = %(reached)s"
 _UNTOUCHED = "NOT k.begun"
 #: While nothing is begun, each request of the client replaces these parts of the stored one: the completer runs the last one.
@@ -105,7 +106,7 @@ class Statements:
 
     @cached_property
     def read(self) -> str:
-        return f"SELECT {_NOTHING_CLAIMED}, {self._met}, 'exists' FROM {TABLE} AS k WHERE {_OF_CLIENT}"  # nosec B608  # see the docstring
+        return f"SELECT {_NOTHING_CLAIMED}, {self._met}, '' FROM {TABLE} AS k WHERE {_OF_CLIENT}"  # nosec B608  # see the docstring
 
     @cached_property
     def read_by_id(self) -> str:
@@ -136,7 +137,7 @@ class Statements:
     @cached_property
     def upsert(self) -> str:
         """Claim the key of a phased view: insert it, or take it over if it is claimable. No row means neither."""
-        return f"{self._upsert('WHERE true')}, {_NOTHING_MET}, 'free'"
+        return f"{self._upsert('WHERE true')}, {_NOTHING_MET}, ''"
 
     def _upsert(self, source: str) -> str:
         lock_age = self.dialect.seconds_between.format("k.locked_at", "excluded.locked_at")
@@ -186,7 +187,7 @@ class Statements:
         """Claim for a plain view on SQLite. Its single writer needs no advisory lock."""
         return (
             self._insert(finished=True, source="WHERE true")
-            + f"ON CONFLICT DO NOTHING RETURNING {self._claimed()}, {_NOTHING_MET}, 'free'"
+            + f"ON CONFLICT DO NOTHING RETURNING {self._claimed()}, {_NOTHING_MET}, ''"
         )
 
     @cached_property
@@ -196,7 +197,7 @@ class Statements:
             f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at = {self.now}, "  # nosec B608  # see the docstring
             f"{_NEXT_ATTEMPT}, completer_attempts = k.completer_attempts + 1, "
             f"next_run_at = {self.dialect.later.format('%(delay)s')}, {CLEAR_STUCK}, history = {self.history_of_unlocked} "
-            f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} "
+            f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} "
             f"AND (%(early)s OR k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._claimed(READ)}"
         )
 

@@ -67,15 +67,15 @@ SQL = (
     ("SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at", "SET locked_at = {self.now}, last_run_at"),
     ("claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at", "claim_token = %(claim_token)s, last_run_at"),
     (
-        "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} ",
-        "k.id = %(id)s AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} ",
+        "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} ",
+        "k.id = %(id)s AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} ",
     ),
     (
-        "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} ",
-        "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {_NOT_STUCK} ",
+        "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} ",
+        "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {_NOT_GIVEN_UP} ",
     ),
     (
-        "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_STUCK} ",
+        "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} ",
         "k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} ",
     ),
     ("(%(early)s OR k.next_run_at IS NULL OR", "(k.next_run_at IS NULL OR"),

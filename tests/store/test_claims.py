@@ -29,6 +29,9 @@ from tests.kit.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
+#: A request that can only continue a key for which something was begun. Its claim is two statements.
+UNSTORABLE = replace(request(), unstorable=ValueError("The request cannot be stored."))
+
 
 def test_a_claim_writes_down_all_of_the_request() -> None:
     key = claim(request("a key", scope="user:7", fingerprint="v1:it")).key
@@ -255,13 +258,14 @@ def test_a_claim_that_waited_for_the_row_of_another_tells_what_it_says(look: Cal
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("look", [claim_as_completer, lambda key: claim()])
+@pytest.mark.parametrize("look", [claim_as_completer, lambda key: claim(), lambda key: claim(UNSTORABLE)])
 @pytest.mark.parametrize("in_transaction", [False, True], ids=["autocommit", "transaction"])
 def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
     look: Callable[[IdempotencyKey], Any], in_transaction: bool
 ) -> None:
     """In a transaction it says so: no other statement could follow there."""
     key = claim().key
+    IdempotencyKey.objects.update(begun=True)
     expire_lock(91)
 
     def take_over() -> Any:
@@ -532,14 +536,19 @@ def test_who_holds_the_same_key_in_another_database_of_the_server_is_in_nobodys_
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("by_completer", [False, True])
-def test_a_claim_whose_result_is_lost_is_released(by_completer: bool, short_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("look", "begun"), [(claim_as_completer, True), (lambda key: claim(), False), (lambda key: claim(UNSTORABLE), True)]
+)
+def test_a_claim_whose_result_is_lost_is_released(look: Callable[[Any], Any], begun: bool, short_folder: Path) -> None:
     """Otherwise the key is locked until the lock expires, although nobody runs it."""
-    key = IdempotencyKeyFactory(created_at=ago(hours=1), last_run_at=ago(hours=1)) if by_completer else None
+    key = None
+    if begun:
+        key = claim().key
+        IdempotencyKey.objects.update(begun=True, locked_at=None, created_at=ago(hours=1), last_run_at=ago(hours=1))
     with cutting_proxy(short_folder) as proxy:
         proxy.cut = Cut(word=b"claim_token", reply_bytes=0)
         with pytest.raises(OperationalError):
-            claim_as_completer(key) if key else claim()
+            look(key)
     assert IdempotencyKey.objects.in_flight().exists()
     eventually(lambda: not IdempotencyKey.objects.in_flight().exists())
 
