@@ -77,7 +77,7 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
             hint="Remove it, or let the view accept POST, PUT, PATCH or DELETE.",
             id="idempotency.W004",
         )
-    if owner is not None and issubclass(owner, LoginView) and view.options.scope is None:
+    if owner is not None and issubclass(owner, LoginView) and view.options.scope in (None, scopes.user_or_session):
         yield Warning(
             f"The view {view.path} ({owner.__qualname__}) changes the user, and with it the default scope. A retry has another "
             "scope and runs again.",

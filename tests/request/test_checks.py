@@ -224,7 +224,8 @@ def test_a_view_for_safe_methods_alone_is_a_warning(settings, view):
 
 @pytest.mark.parametrize("protect", [lambda view: view, login_required, require_POST, csrf_exempt])
 def test_a_login_view_without_a_scope_is_a_warning(settings, protect):
-    assert said(settings, protect(idempotent(LoginView.as_view()))) == ["idempotency.W005"]
+    for scope in (None, scopes.user_or_session):
+        assert said(settings, protect(idempotent(scope=scope)(LoginView.as_view()))) == ["idempotency.W005"]
     assert said(settings, protect(idempotent(scope=scopes.session)(LoginView.as_view()))) == []
 
 
