@@ -29,11 +29,12 @@ class ClaimedKey(models.Model):
     run: Any = None
     #: A function that commits the start of a call with a derived key; None where no such call may be made.
     begin_call: Callable[[str], None] | None = None
-    #: The token of the claim that this instance represents. Not a field: refresh_from_db() must not adopt another claim's.
+    #: The token of the claim that this instance represents, or that was current when ``rows.read()`` read the key. Not a field:
+    #: refresh_from_db() must not adopt another claim's.
     fence: uuid.UUID | None = None
     #: The last known place of the row, on PostgreSQL (``ctid``).
     place: str | None = None
-    #: When the row was created, on this process's monotonic clock; None on an instance that was only read.
+    #: When the row was created, on this process's monotonic clock; None on an instance of a QuerySet.
     born_monotonic: float | None = None
 
     class Meta:

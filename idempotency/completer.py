@@ -21,7 +21,6 @@ from idempotency._request import responses
 from idempotency._request.lookup import has_on_abandon, options_for
 from idempotency._request.phased_run import Completion
 from idempotency._request.rerun import run_again
-from idempotency._request.stored_request import is_withheld
 from idempotency._states import due_at
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import accepts_writes, connection_lost
@@ -132,10 +131,10 @@ def complete_key(pk: int, *, using: str | None = None) -> str | None:
 
 
 def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[tuple[int, int, timedelta | None]]:
-    """Yield the ids of abandoned keys, scopes in turn, and the keys of a scope in the order in which they became due; with each
-    the number of its completer runs, and for how long it has been stuck because of a deploy. Keys that become due meanwhile
-    take their turn too. The end is when no key is left that was due at the beginning, so that a pass ends under any load. The
-    list ``left`` has the keys that could not be claimed."""
+    """Yield the id of each abandoned key, the number of its completer runs, and the time for which a deploy has kept it stuck
+    (or None). Scopes take turns; within a scope the key that has been due longest is first. Keys that become due meanwhile are
+    included. The iterator ends when no key is left that was due at its start, so that a pass ends under any load. The list
+    ``left`` has the keys that could not be claimed."""
     begun = None
     turn = Window(RowNumber(), partition_by="scope", order_by=["due", "pk"])
     while True:
@@ -179,7 +178,7 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
     try:
         response = run_again(completion)
         refused = responses.is_refusal(response)
-        told = responses.described(response, withheld=is_withheld(key))
+        told = responses.described(response, withheld=False)  # A request with withheld parts was not rebuilt.
         ended = f"A decorator or the framework, outside of @idempotent, responded with {told}"
     except KeyStuck as error:  # CannotRun, or raised by PREPARE_REQUEST.
         ended = f"The completer cannot run this request: {error.reason}"

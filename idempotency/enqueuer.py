@@ -38,6 +38,9 @@ from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
 
+#: The condition of jobs that are due.
+_DUE = Q(failed_at__isnull=True, run_at__lte=Now())
+
 #: The wait after the first refusal. It doubles with each refusal, up to an hour; ten refusals take 1.4 hours.
 BACKOFF_SECONDS = 10
 #: The idle time limit of the transaction of a batch. A lower limit would end the transaction while the batch waits for a
@@ -110,10 +113,9 @@ def backlog(*, using: str | None = None) -> Backlog:
     The age of a job counts from its ``run_at``. If this age exceeds the time of a few passes, either no enqueuer runs, or a
     broker is unavailable.
     """
-    due = Q(failed_at__isnull=True, run_at__lte=Now())
     counts = StagedJob.objects.using(using or router.db_for_write(StagedJob)).aggregate(
-        oldest=Max(Now() - F("run_at"), filter=due),
-        depth=Count("pk", filter=due),
+        oldest=Max(Now() - F("run_at"), filter=_DUE),
+        depth=Count("pk", filter=_DUE),
         failed=Count("pk", filter=Q(failed_at__isnull=False)),
     )
     return Backlog(max(0.0, (counts["oldest"] or timedelta()).total_seconds()), counts["depth"], counts["failed"])
@@ -151,7 +153,7 @@ def enqueue_once(
 
 
 def _due(alias: str) -> QuerySet[StagedJob]:
-    return StagedJob.objects.using(alias).filter(failed_at__isnull=True, run_at__lte=Now())
+    return StagedJob.objects.using(alias).filter(_DUE)
 
 
 def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:

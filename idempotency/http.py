@@ -10,8 +10,8 @@ Response = TypeVar("Response", bound=HttpResponseBase)
 def not_stored(response: Response) -> Response:
     """Mark a response that must not be stored.
 
-    A plain view is rolled back; a phased view stays at its last recovery point. The key is released, and a retry runs the view
-    again.
+    A plain view is rolled back; a phased view stays at its last recovery point. A retry runs the view again. The completer
+    does too, unless the response is a 4xx and nothing was begun.
     """
     response.idempotency_not_stored = True  # type: ignore[attr-defined]
     return response

@@ -7,8 +7,8 @@ also writes the history. Of two operators who act at once, one succeeds. Common 
 - ``at``: the recovery point that the operator saw. If a run has committed a phase since, nothing changes. With None, the
   recovery point is not compared.
 - ``by``: the name of the operator, for the history.
-- ``note``: the finding of the operator, or the number of a ticket, for the history, which keeps the first line. A name and a
-  note together have at most 300 characters.
+- ``note``: the finding of the operator, or the number of a ticket, for the history, which keeps the first line. The event,
+  with the name and the note, is cut at 300 characters.
 """
 
 import uuid

@@ -46,8 +46,9 @@ def time_ordered_uuid() -> uuid.UUID:
 class IdempotencyKey(ClaimedKey):
     """A request that runs once: its parameters, its lock, its recovery point, its stored response.
 
-    All times come from the clock of the database. Only the modules of ``idempotency._store`` insert and update rows, and the
-    reaper deletes them.
+    All times come from the clock of the database. The statements of ``idempotency._store`` insert and update the rows, with
+    two exceptions: ``phases`` marks a key after a failover has lost the intent of a call, and the completer postpones a key
+    with an unknown recovery point. The reaper deletes rows.
     """
 
     # PostgreSQL leaves the beginning of a row out of the WAL if an update does not change it. The columns that no run changes

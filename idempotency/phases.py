@@ -256,15 +256,15 @@ def _write_outcome(key: IdempotencyKey, row: ForeignCall, call: MadeCall, *, usi
             calls.create(key_id=row.key_id, name=row.name, token=row.token, **recorded)
 
 
-def _insist(write: Callable[[], object], *, using: str, tries: int = 20) -> None:
+def _insist(write: Callable[[], object], *, using: str, retries: int = 20) -> None:
     """Run ``write``, and retry for ten seconds while the database is unavailable or read-only. Only this process knows the
     outcome of the call. If it cannot be written, the key requires manual intervention."""
-    for tries_left in reversed(range(tries + 1)):
+    for left in range(retries, -1, -1):
         try:
             write()
             return
         except (OperationalError, InterfaceError, InternalError):
             drop_connection(connections[using])
-            if not tries_left:
+            if not left:
                 raise
             time.sleep(0.5)

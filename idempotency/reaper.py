@@ -182,7 +182,7 @@ def _delete(pks: list[int], least_hours: float | None, logged: list[type[Excepti
         if pks and not isinstance(error, (ProtectedError, RestrictedError, IntegrityError, *logged)):
             logged.append(type(error))
             logger.warning("the key with the id %s cannot be deleted: %s", *pks, summary(error_text(error)))
-        return Counter(protected=len(pks))  # None: the error is one of the caller's transaction.
+        return Counter(protected=len(pks))  # With no key left, the error belongs to the caller's transaction.
 
 
 def _concerns_all(error: Exception) -> bool:

@@ -1,9 +1,12 @@
 """Signals for metrics and logs.
 
-The sender is ``IdempotencyKey``. The arguments are ``key`` and ``request``, which is None in commands. The signal
-``key_conflict`` also has the ``code`` of the error. Each signal is sent after COMMIT with ``send_robust``: Django logs an
-exception of a receiver, and it has no other effect. The signal ``request_answered`` is sent at the end of each protected
-request of a client, with its ``outcome``, a ``RequestOutcome``, and the ``seconds`` that it took; its ``key`` may be None.
+The sender is ``IdempotencyKey``. The arguments are ``key`` and ``request``. The ``request`` is None in a run of the completer,
+in the reaper, and in interventions. The ``key`` is None in ``key_conflict`` while the row of a plain view is not committed, in
+``request_answered`` if no key was claimed, and in ``key_stuck`` and ``key_finished`` if the row was deleted meanwhile.
+
+The signal ``key_conflict`` also has the ``code`` of the error. Each signal is sent after COMMIT with ``send_robust``: Django
+logs an exception of a receiver, and it has no other effect. The signal ``request_answered`` is sent at the end of each
+protected request of a client, with its ``outcome``, a ``RequestOutcome``, and the ``seconds`` that it took.
 """
 
 from enum import StrEnum

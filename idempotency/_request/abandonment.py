@@ -52,7 +52,7 @@ def settle(pk: int, *, using: str) -> bool | None:
             events.emit(signals.key_finished, rows.read(pk, using=using), None)
             return True
     except LockLost:
-        return None  # It was answered in the admin meanwhile.
+        return None  # An operator answered the key or released its lock meanwhile.
     events.announce_stuck(pk, None, using=using)
     return False
 

@@ -26,12 +26,12 @@ from idempotency.signals import RequestOutcome
 
 logger = logging.getLogger("idempotency")
 
-#: The codes of requests that have a key and claim none.
+#: The codes of problems that are raised before the claim, of requests with a key.
 _NOT_CLAIMED = frozenset({"body_incomplete", "scope_missing"})
 
 
 def answer_request(call: Call, options: Options) -> HttpResponseBase:
-    """Return the response to one request. Problems before the claim are refused without claiming the key."""
+    """Return the response to one request. A Problem becomes its error response."""
     request = call.request
     request.idempotency_key = None  # type: ignore[attr-defined]
     if request.method in SAFE_METHODS:
@@ -56,7 +56,8 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
 
 
 def _applies(call: Call, options: Options) -> bool:
-    """Return whether the request is to be protected. Its errors are those of the view."""
+    """Return whether the request is to be protected. An exception of ``applies`` is handled like an exception of the
+    view."""
     if options.applies is None:
         return True
     answer = options.applies(call.seen_request)

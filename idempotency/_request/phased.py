@@ -56,7 +56,7 @@ def run_phased(call: Call, options: Options, captured: ClaimedRequest, *, using:
 
 
 def run_claimed(call: Call, options: Options, key: IdempotencyKey, *, completion: Completion | None = None) -> HttpResponseBase:
-    """Run the view with a claimed key. On return or exception the key is finished, stuck or released."""
+    """Run the view with a claimed key. On return or exception the key is finished, refused, stuck or released."""
     using = str(key._state.db)  # where it was claimed
     sender = call.request if completion is None else None
     run = PhasedRun(key, call, options.every_point(), sender, using=using)
@@ -110,7 +110,8 @@ def _in_attempts(call: Call, run: PhasedRun, options: Options) -> HttpResponseBa
 
 
 def _respond(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
-    """Call the view once. Its response is stored, or releases the key, or raises, since a retry could not get it."""
+    """Call the view once. The key is then finished with its response, or released or refused. Raises ResponseNotCommitted for
+    a response that a retry could not get."""
     cause: Exception | None = None
     try:
         response = call.response()

@@ -30,7 +30,7 @@ def run_plain(call: Call, options: Options, captured: ClaimedRequest, *, using: 
         claim, response = run.attempt(call.response)
     except Exception as error:
         answer = responses.answer_to(error, call)
-        if run.before.kept and (answer is not None or isinstance(error, responses.HTTP_EXCEPTIONS)):
+        if run.before.committed and (answer is not None or isinstance(error, responses.HTTP_EXCEPTIONS)):
             raise RuntimeError(
                 "A hook of transaction.on_commit() raised this exception after the response was stored."
             ) from error
@@ -85,7 +85,7 @@ class _PlainRun:
                 if claim.outcome is not Outcome.CLAIMED:
                     return claim, None
                 # Registered first: an exception in a hook of the view must not skip it.
-                transaction.on_commit(before.keep, using=using)
+                transaction.on_commit(before.note_committed, using=using)
                 with atomic_request(call.view, besides=using) as others:
                     with call.bound(claim.key):
                         response = respond()
@@ -99,7 +99,7 @@ class _PlainRun:
                         for alias in (using, *others):
                             transaction.set_rollback(True, using=alias)
         except Error as error:
-            if not committed or before.kept:
+            if not committed or before.committed:
                 raise
             logger.error("COMMIT succeeded in %r, but failed for the key in %r: %s", committed, using, first_line(error))
             raise problems.database_unavailable() from None  # Attempts would retry an error with a cause.

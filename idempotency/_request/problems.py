@@ -114,8 +114,12 @@ def body_incomplete() -> Problem:
 
 
 def scope_missing() -> Problem:
-    """The request has neither a user nor a session that could own the key."""
-    return Problem(400, "scope_missing", "Sign in, or send the session cookie: a key is valid for one user or session only.")
+    """The request has no scope: no user, no session, or the function ``scope=`` returned nothing."""
+    detail = (
+        "The request does not identify its sender. Sign in, or send the session cookie or the credentials that this service "
+        "requires."
+    )
+    return Problem(400, "scope_missing", detail)
 
 
 def key_reused() -> Problem:

@@ -14,8 +14,8 @@ from urllib.parse import parse_qsl, urlencode
 from django.utils.http import parse_header_parameters
 
 REDACTED = "[redacted]"
-#: What a form contains only percent-encoded, a name that contains JSON, and a name without a value. A body with one of them is
-#: JSON, XML or text, which some clients send with the content type of a form.
+#: Signs that a body is no form: a character that forms percent-encode, a name with encoded JSON, or a name without a value.
+#: Some clients send JSON, XML or text with the content type of a form.
 _NO_FORM = re.compile(rb'[{}"<>\s]|(?:^|&)[^=&]*(?:%7b|%22)|(?:^|&)[^=&]+(?:&|$)', re.IGNORECASE)
 #: In another charset, such as UTF-7, a view may read other names than this module.
 _CHARSETS = ("utf-8", "ascii", "iso8859-1")

@@ -1,6 +1,6 @@
 """Run a stored request: call its view in the environment of a request, but without middleware.
 
-No request of a client can reach this code, because the view is called directly.
+The completer calls the view directly. No URL leads here, so no client can reach this code.
 """
 
 from collections.abc import Iterator

@@ -76,7 +76,7 @@ class RequestState:
 
     def __init__(self, call: Call) -> None:
         self.request = call.request
-        self.kept = False
+        self.committed = False
         self._attributes = dict(vars(call.request))
         #: The parsers of a framework use these in each attempt, and they may count.
         self._handlers = [copy(handler) for handler in self._attributes.get("_upload_handlers", ())]
@@ -115,13 +115,13 @@ class RequestState:
             if (state := getattr(holder, "__dict__", None)) is not None:
                 self._saved.append((state, dict(state), {name: _copy(state[name]) for name in names if name in state}))
 
-    def keep(self) -> None:
+    def note_committed(self) -> None:
         """Record that the work is committed: later calls of ``put_back`` do nothing."""
-        self.kept = True
+        self.committed = True
 
     def put_back(self) -> None:
-        """Restore the state in memory, unless ``keep`` was called. No database is queried."""
-        if self.kept:
+        """Restore the state in memory, unless ``note_committed`` was called. No database is queried."""
+        if self.committed:
             return
         for container, contents, copied in self._saved:
             _refill(container, contents | {name: _copy(value) for name, value in copied.items()} if copied else contents)

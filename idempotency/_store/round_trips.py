@@ -177,8 +177,7 @@ def _prepared(own: "psycopg.Connection[Any]") -> _Prepared:
 
 
 def _exchange(own: "psycopg.Connection[Any]", sends: list[Callable[[], None]]) -> list[PGresult]:
-    """Send statements and return their results up to the first error. The connection is closed if that does not come to its
-    end."""
+    """Send statements and return their results up to the first error. The connection is closed if the exchange does not end."""
     with own.lock:
         try:
             return own.wait(_exchanging(own.pgconn, sends))

@@ -1,4 +1,4 @@
-"""Changes of a key that no run holds: it becomes stuck, or an operator decides about it.
+"""Changes of a key from outside its run: it becomes stuck, or an operator decides about it.
 
 Each change is one conditional UPDATE in autocommit. A decision names the claim token, and optionally the recovery point, that
 the operator saw. If a run has claimed or moved the key since, nothing changes. A decision that moves the key also writes a

@@ -159,8 +159,9 @@ def durable_transaction(
     isolation: Isolation | None, *, using: str, of_phase: bool = False, first: First | None = None
 ) -> Iterator[OwnTransaction]:
     """Run the block in its own transaction at the level ``isolation``; None is the connection's own level. On return it is
-    committed; on an exception it is rolled back. The database ends it after the lock timeout of a key without a statement:
-    otherwise the locks of a lost host would last until TCP gives up, perhaps hours. With ``of_phase``, each statement
+    committed; on an exception it is rolled back. After the lock timeout of a key without a
+    statement, the database ends the transaction. Otherwise the locks of a lost host would last until TCP gives up, perhaps
+    hours. With ``of_phase``, each statement
     waits at most that long for a lock, and the end refuses a transaction that the view has ended. The statement ``first`` is
     sent with BEGIN where that is possible, else it must be the first of the block. In ``TestCase`` the block is a savepoint.
     Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if CONFIRM_REPLICATED is set."""

@@ -204,7 +204,7 @@ def in_words(counts: Any) -> str:
 
 @contextlib.contextmanager
 def exit_1_explained(name: str, using: str) -> Iterator[None]:
-    """Exit with status 1 and one line for errors that ``explained`` knows."""
+    """Exit with status 1 and one line for errors that ``one_line_of`` describes."""
     try:
         yield
     except Exception as error:
