@@ -21,6 +21,7 @@ from idempotency._request import responses
 from idempotency._request.lookup import has_on_abandon, options_for
 from idempotency._request.phased_run import Completion
 from idempotency._request.rerun import run_again
+from idempotency._request.stored_request import cause_of
 from idempotency._states import due_at
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import accepts_writes, connection_lost
@@ -181,13 +182,12 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
         told = responses.described(response, withheld=False)  # A request with withheld parts was not rebuilt.
         ended = f"A decorator or the framework, outside of @idempotent, responded with {told}"
     except KeyStuck as error:  # CannotRun, or raised by PREPARE_REQUEST.
-        ended = f"The completer cannot run this request: {error.reason}"
-        for_on_abandon = error.code in _ONLY_ITS_CLIENT and has_on_abandon(key)
-        if not for_on_abandon and _mark_stuck(key, error.code, error.reason, alias):
+        code, reason = cause_of(error)
+        ended = f"The completer cannot run this request: {reason}"
+        for_on_abandon = code in _ONLY_ITS_CLIENT and has_on_abandon(key)
+        if not for_on_abandon and _mark_stuck(key, code, reason, alias):
             return "stuck"
-        logger.warning(
-            "the completer cannot run key %s (%s): %s", key.key_hash, error.code, error.reason, extra=events.about(key)
-        )
+        logger.warning("the completer cannot run key %s (%s): %s", key.key_hash, code, reason, extra=events.about(key))
     except FAILURES as error:
         if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not accepts_writes(alias)):
             raise  # The next key would fail too. If this one could not be released, its lock expires.

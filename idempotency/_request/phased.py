@@ -26,7 +26,7 @@ from idempotency._request import problems, replays, responses
 from idempotency._request.options import Options
 from idempotency._request.phased_run import Completion, PhasedRun
 from idempotency._request.retry import Attempts, RequestState
-from idempotency._request.stored_request import CannotRun
+from idempotency._request.stored_request import CannotRun, cause_of
 from idempotency._request.view_call import Call
 from idempotency._request.wait import Patience
 from idempotency._store import claims, events, fence, rows
@@ -74,8 +74,9 @@ def run_claimed(call: Call, options: Options, key: IdempotencyKey, *, completion
     except KeyStuck as stuck:
         if run.finished:
             raise  # The response is stored, and retries get it.
-        _mark_stuck(run, stuck)
-        raise problems.key_stuck(stuck.code) from stuck
+        code, reason = cause_of(stuck)
+        _mark_stuck(run, code, reason)
+        raise problems.key_stuck(code) from stuck
     except NotReplicated as error:
         # A release may wait without end now. A failover may undo the last commit, even if it finished the key.
         release_later(run.key, error_text(error), using=using)
@@ -174,14 +175,14 @@ def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
             return
 
 
-def _mark_stuck(run: PhasedRun, stuck: KeyStuck) -> None:
+def _mark_stuck(run: PhasedRun, code: str, reason: str) -> None:
     """Mark the key as stuck; retry once on a new connection. Announce it unless its code is unchanged."""
     key, before = run.key, run.key.stuck_code
     with suppress(LockLost):  # If another claim holds the key now, its code is unchanged here.
         try:
-            fence.mark_stuck(key, stuck.code, stuck.reason, using=run.using)
+            fence.mark_stuck(key, code, reason, using=run.using)
         except Error:
             drop_connection(connections[run.using])
-            fence.mark_stuck(key, stuck.code, stuck.reason, using=run.using)
+            fence.mark_stuck(key, code, reason, using=run.using)
     if before != key.stuck_code:
         events.announce_stuck(key.pk, run.sender, using=run.using)

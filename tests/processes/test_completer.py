@@ -24,14 +24,14 @@ from idempotency._store import claims
 from idempotency._store.database_errors import accepts_writes
 from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.decorators import idempotent
-from idempotency.exceptions import KeyStuck, StuckCode
+from idempotency.exceptions import OPEN_TO_RETRIES, KeyStuck, StuckCode
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from idempotency.signals import key_conflict, key_replayed, key_stuck
 from rides_demo.processes.ports import free_port
 from tests.factories import IdempotencyKeyFactory, UserFactory
 from tests.kit.ageing import abandon, ago
-from tests.kit.serving import Sender
+from tests.kit.serving import Sender, problem
 from tests.kit.shop import Shop, open_shop
 from tests.kit.threads import Gate, all_at_once, background
 from tests.kit.views import phased
@@ -280,6 +280,8 @@ class CodeOfItsOwn(KeyStuck):
         ("a\0b\ud800", "ab"),
         (" ", "view_gave_up"),
         ("amount_differs", "amount_differs"),
+        # A retry of the client would run the view again.
+        *((code, "view_gave_up") for code in OPEN_TO_RETRIES),
     ],
 )
 @pytest.mark.parametrize("by_completer", [False, True])
@@ -300,7 +302,35 @@ def test_whatever_code_a_view_gives_its_key_reaches_a_person(
         assert complete_once() == CompletePass(stuck=1)
     key = IdempotencyKey.objects.stuck().get()
     assert (key.stuck_code, key.stuck_reason, key.locked_at) == (kept, "5 against 500", None)
-    assert sender.send().status_code == 409
+    assert problem(sender.send())["code"] == "key_stuck"
+
+
+class WithoutReason(KeyStuck):
+    """A reason that cannot be made."""
+
+    @property
+    def reason(self) -> str:  # type: ignore[override]
+        raise AttributeError("no such user")
+
+
+def give_up_without_reason(request: HttpRequest, key: IdempotencyKey) -> None:
+    raise WithoutReason("Look.")
+
+
+@pytest.mark.parametrize("by_completer", [False, True])
+def test_a_key_becomes_stuck_although_its_reason_cannot_be_made(
+    by_completer: bool, shop: Shop, sender: Sender, serve: Any, settings: Settings
+) -> None:
+    if by_completer:
+        sender.send()
+        settings.IDEMPOTENCY = {"PREPARE_REQUEST": give_up_without_reason}
+        abandon()
+        assert complete_once() == CompletePass(stuck=1)
+    else:
+        serve(view=idempotent(recovery_points=[])(lambda request: give_up_without_reason(request, request.idempotency_key)))
+        assert sender.send().status_code == 409
+    key = IdempotencyKey.objects.get()
+    assert (key.stuck_code, key.stuck_reason, key.locked_at) == ("view_gave_up", "WithoutReason: Look.", None)
 
 
 def test_a_key_whose_last_run_did_not_come_back_is_given_up_without_another(
