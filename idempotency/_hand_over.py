@@ -1,8 +1,8 @@
 """The hand-over of the jobs of one queue to its backend: whatever the backend does, each job has at most one result.
 
 A backend is code of the project. It may raise any error, return a wrong value or take too long. The transaction of the enqueuer
-must survive this, because it also holds the jobs of other queues. SystemExit is not caught, because a signal handler of the
-caller may have raised it: the batch is then rolled back, as after a crash.
+must survive this, because it also holds the jobs of other queues. SystemExit during a hand-over is not caught, because a signal
+handler of the caller may have raised it: the batch is then rolled back, as after a crash.
 """
 
 import logging
@@ -10,7 +10,9 @@ import time
 from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
 
-from idempotency._async import awaited
+from django.db import connections
+
+from idempotency._async import FAILURES, awaited
 from idempotency._text import error_text
 from idempotency.backends import Backend, BrokerUnavailable, NotOffered, Results, backend_of, hand_over_savepoint
 from idempotency.jobs import not_allowed
@@ -26,7 +28,7 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], deadline: float) -> Results
     try:
         if (backend := backend_of(queue)) is None:
             raise LookupError(f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none for '*'.")
-    except (Exception, CancelledError) as error:
+    except FAILURES as error:
         return dict.fromkeys((job.pk for job in jobs), error)
     results: Results = {**not_allowed(jobs)} if getattr(backend, "runs_functions", False) else {}
     if not (jobs := [job for job in jobs if job.pk not in results]):
@@ -34,6 +36,8 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], deadline: float) -> Results
     try:
         return results | _offer(backend, queue, jobs)
     except (Exception, CancelledError) as error:
+        if _transaction_is_broken(jobs):
+            raise
         logger.info(
             "queue %r refused a batch of %d jobs, which are handed over one by one: %s", queue, len(jobs), error_text(error)
         )
@@ -41,10 +45,18 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], deadline: float) -> Results
         try:
             results |= _offer(backend, queue, [job])
         except (Exception, CancelledError) as error:
+            if _transaction_is_broken(jobs):
+                raise
             results[job.pk] = error
         if isinstance(results[job.pk], BrokerUnavailable) or time.monotonic() > deadline:
             break
     return results
+
+
+def _transaction_is_broken(jobs: Sequence[StagedJob]) -> bool:
+    """Return whether the transaction of the enqueuer can only be rolled back, for example after a lost connection. The next
+    pass then repeats each hand-over of this one."""
+    return connections[str(jobs[0]._state.db)].needs_rollback
 
 
 def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:

@@ -25,6 +25,7 @@ NAME_MAX_ATTEMPTS = 81
 #: A batch hands over no job after this time, so that its transaction does not stay open.
 BATCH_SECONDS = 30
 BROKER_TIMEOUT_SECONDS = 10
+_TEN_YEARS = 315_576_000
 
 
 class BrokerUnavailable(IdempotencyError):
@@ -45,14 +46,14 @@ class HandOverOnCommit(IdempotencyError):
 
 @dataclass(frozen=True, slots=True)
 class OfferAgain:
-    """The broker took the job but may lose it. The job stays staged, and is due again after ``seconds``. The number must
-    be positive, because otherwise one pass would hand the job over again and again."""
+    """The broker took the job but may lose it. The job stays staged, and is due again after ``seconds``, an int or float from
+    one second to ten years. After less than a second, one pass would hand the job over again and again."""
 
     seconds: float
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f"OfferAgain takes a positive number of seconds, not {self.seconds!r}.")
+        if not isinstance(self.seconds, int | float) or not 1 <= self.seconds <= _TEN_YEARS:
+            raise ValueError(f"OfferAgain takes a number of seconds from 1 to {_TEN_YEARS}, not {self.seconds!r}.")
 
 
 @dataclass(frozen=True, slots=True)

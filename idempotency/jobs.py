@@ -18,9 +18,9 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from idempotency import conf
-from idempotency._async import awaited
+from idempotency._async import FAILURES, awaited
 from idempotency._request.view_call import current_key
-from idempotency._text import refuse_unstorable_json
+from idempotency._text import error_text, refuse_unstorable_json
 from idempotency.exceptions import JobNotAllowed, NoOpenTransaction
 from idempotency.models import StagedJob
 
@@ -115,12 +115,13 @@ def function_of(name: str) -> Callable[..., Any]:
     refuse_module(name, name.rpartition(".")[0])
     try:
         job = import_string(name)
-    except Exception as error:  # A module may raise anything on import.
-        raise JobNotAllowed(f"The job {name} cannot be imported: {type(error).__name__}: {error}") from error
-    # A module may contain imported names. The ``__module__`` of a task or of a partial is not that of its function, so use the
-    # function.
-    refuse_module(name, getattr(getattr(job, "func", job), "__module__", None))
-    call: Callable[..., Any] = getattr(job, "call", job)
+        # A module may contain imported names. The ``__module__`` of a task or of a partial is not that of its function, so use
+        # the function.
+        module = getattr(getattr(job, "func", job), "__module__", None)
+        call: Callable[..., Any] = getattr(job, "call", job)
+    except FAILURES as error:  # A module, or an attribute of an object, may raise anything.
+        raise JobNotAllowed(f"The job {name} cannot be imported: {error_text(error)}") from error
+    refuse_module(name, module)
     if not callable(call):
         raise JobNotAllowed(f"The job {name} is not callable.")
     return call

@@ -11,9 +11,10 @@ from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
 
+import psycopg
 import pytest
 import redis.retry
-from django.db import connection, transaction
+from django.db import Error, connection, transaction
 from django.db.models.functions import Now
 from django.utils import timezone
 from rq import Retry
@@ -560,6 +561,33 @@ def test_whatever_a_backend_raises_refuses_its_job_and_no_other(error, text, at_
     assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
     assert others.offers == ["a", "b"]
     assert StagedJob.objects.get().last_error == text
+
+
+class Cutting:
+    """A backend during whose first hand-over the connection of the enqueuer is lost."""
+
+    def __init__(self):
+        self.sent = []
+
+    def hand_over(self, queue, jobs):
+        self.sent += [job.pk for job in jobs]
+        if len(self.sent) <= len(jobs):
+            own = connection.connection.info
+            with psycopg.connect(own.dsn, autocommit=True) as other:
+                other.execute("SELECT pg_terminate_backend(%s)", [own.backend_pid])
+        return {}
+
+
+@pytest.mark.postgres
+def test_a_batch_whose_connection_is_lost_is_not_handed_over_again_before_the_next_pass(monkeypatch):
+    backend = Cutting()
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: backend)
+    stage(3)
+    with pytest.raises(Error):
+        enqueue_once()
+    assert len(backend.sent) == 3
+    connection.close()
+    assert enqueue_once() == EnqueuePass(handed_over=3)
 
 
 class Router:

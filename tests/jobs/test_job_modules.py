@@ -82,6 +82,38 @@ def test_the_list_takes_the_place_of_the_installed_apps(modules, allowed, settin
     assert AuditRecord.objects.count() == allowed
 
 
+@pytest.mark.parametrize("backend", [RQ, "idempotency.contrib.celery.CeleryBackend"])
+def test_a_module_that_exits_on_import_stops_no_other_queue(backend, broker, settings, tmp_path, monkeypatch):
+    """For example because the enqueuer lacks a variable of the environment that the web processes have."""
+    (tmp_path / "jobs_that_exit.py").write_text("raise SystemExit('SHOP_KEY is not set')")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings.IDEMPOTENCY = {"JOB_MODULES": ["jobs_that_exit", "rides_demo"], "ENQUEUERS": {"other": backend, "*": RQ}}
+    StagedJobFactory(job_name="jobs_that_exit.job", queue="other")
+    StagedJobFactory()
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    error = StagedJob.objects.get().last_error
+    assert error.startswith("JobNotAllowed: ")
+    assert error.endswith("SystemExit: SHOP_KEY is not set")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class Unsayable(Exception):\n    def __str__(self): return None\nraise Unsayable",
+        "class Lazy:\n    def __getattr__(self, name): raise RuntimeError(name)\njob = Lazy()",
+    ],
+)
+def test_a_module_that_cannot_be_imported_stops_no_other_queue(source, broker, settings, tmp_path, monkeypatch):
+    (tmp_path / "jobs_of_a_shop.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "jobs_of_a_shop", raising=False)
+    settings.IDEMPOTENCY = {"JOB_MODULES": ["jobs_of_a_shop", "rides_demo"]}
+    StagedJobFactory(job_name="jobs_of_a_shop.job", queue="other")
+    StagedJobFactory()
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    assert StagedJob.objects.get().last_error.startswith("JobNotAllowed: The job jobs_of_a_shop.job cannot be imported: ")
+
+
 def test_rows_staged_before_the_deploy_wait_for_one_that_allows_them(broker, settings):
     old, often = StagedJobFactory(job_name=RECORD), StagedJobFactory(job_name=RECORD, refusals=MAX_ATTEMPTS, last_error="x")
     new = StagedJobFactory()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import timedelta
+from decimal import Decimal
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -184,10 +185,11 @@ def test_a_row_that_would_keep_a_job_is_an_error(pointing: Any) -> None:
     assert "tests.Receipt.job" in error.msg
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_a_job_is_offered_again_after_a_positive_time_only(seconds: float) -> None:
-    """A job that is due at once would be handed over in the same pass without end."""
-    with pytest.raises(ValueError, match="positive number of seconds"):
+@pytest.mark.parametrize("seconds", [0, 0.9, -1, float("nan"), float("inf"), 1e9, Decimal(30)])
+def test_a_job_is_offered_again_after_a_second_to_ten_years(seconds: Any) -> None:
+    """A job that is due at once would be handed over in the same pass without end. A time that cannot be stored would roll
+    back the batch after the hand-over."""
+    with pytest.raises(ValueError, match="number of seconds from 1 to"):
         OfferAgain(seconds)
 
 
