@@ -6,6 +6,7 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (
 
 import logging
 import time
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ TRAFFIC_RETENTION_MINUTES = 8 * 24 * 60
 #: After a batch the reaper sleeps for this multiple of its duration, to limit the load on claims. It can still delete
 #: forty million keys a day; see ``python -m benchmarks.reaper``.
 RESTS_FOR_A_BATCH = 19
+#: The SQLSTATEs of a missing table and of a missing column.
+_MISSING = ("42P01", "42703")
+#: The SQLSTATEs of ``lock_timeout`` and of ``statement_timeout``.
+_TIME_LIMITS = ("55P03", "57014")
 #: The interval at which a sleeping reaper checks for SIGTERM.
 _ASK_SECONDS = 0.1
 
@@ -124,7 +129,7 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
 def _reap_expired(alias: str, least_hours: float | None, batch_size: int) -> Iterator[dict[str, int]]:
     # Keys that their views keep for longer are read, and left; a page of them is as short as any other.
     last, keys = None, IdempotencyKey.objects.using(alias).perhaps_expired(least_hours)
-    logged: list[type[Exception]] = []
+    logged: list[type[BaseException]] = []
     while page := _page(keys, last, batch_size):
         last = page[-1]
         yield _delete([pk for _, pk in page], least_hours, logged, alias)
@@ -159,12 +164,14 @@ def _page(keys: IdempotencyKeyQuerySet, last: tuple[datetime, int] | None, size:
     return list(keys.order_by("created_at", "pk").values_list("created_at", "pk")[:size])
 
 
-def _delete(pks: list[int], least_hours: float | None, logged: list[type[Exception]], alias: str) -> Counter[str]:
+def _delete(pks: list[int], least_hours: float | None, logged: list[type[BaseException]], alias: str) -> Counter[str]:
     """Delete those of these keys that are expired, in one transaction, and count them. If some are protected, halve the list
     until these are found, and keep them. A trigger or a signal receiver of the project may protect a key with any error."""
     keys, locked = IdempotencyKey.objects.using(alias), False
+    committed: list[bool] = []
     try:
         with durable_transaction(None, using=alias):
+            transaction.on_commit(partial(committed.append, True), using=alias)  # before the hooks of receivers
             # An expired key normally has no lock. If it has one, its request is running, even if its times are old.
             expired = keys.expired(least_hours).exclude(held()).select_for_update(skip_locked=True)
             pks, locked = list(expired.filter(pk__in=pks).values_list("pk", flat=True)), True
@@ -173,20 +180,23 @@ def _delete(pks: list[int], least_hours: float | None, logged: list[type[Excepti
             if connections[alias].vendor == "postgresql":
                 connections[alias].check_constraints()  # A transaction of a TestCase has no COMMIT that would do it.
             return Counter(deleted=by_model.get(IdempotencyKey._meta.label, 0))
-    except Exception as error:
-        if not locked or _concerns_all(error):
+    except (Exception, CancelledError) as error:
+        if committed or not locked or _concerns_all(error):
             raise
         if len(pks) > 1:
             half = len(pks) // 2
             return _delete(pks[:half], least_hours, logged, alias) + _delete(pks[half:], least_hours, logged, alias)
         if pks and not isinstance(error, (ProtectedError, RestrictedError, IntegrityError, *logged)):
             logged.append(type(error))
-            logger.warning("the key with the id %s cannot be deleted: %s", *pks, summary(error_text(error)))
+            text = "the key with the id %s cannot be deleted: %s"
+            logger.warning(text, *pks, summary(error_text(error)), exc_info=not isinstance(error, Error))
         return Counter(protected=len(pks))  # With no key left, the error belongs to the caller's transaction.
 
 
-def _concerns_all(error: Exception) -> bool:
+def _concerns_all(error: BaseException) -> bool:
     """Return whether the deletion of every key would fail with this error: the database is lost, or a table or column is
-    missing."""
-    missing = isinstance(error, Error) and (sqlstate_of(error) or "").startswith("42")
-    return missing or isinstance(error, OperationalError | InterfaceError | NotReplicated)
+    missing. A limit for the time of a statement or of its wait for a lock may concern a single key."""
+    state = sqlstate_of(error) if isinstance(error, Error) else None
+    if state in _MISSING:
+        return True
+    return isinstance(error, OperationalError | InterfaceError | NotReplicated) and state not in _TIME_LIMITS

@@ -106,8 +106,8 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
         yield Finding(
             "reaper_late",
             f"Keys that should have been deleted {duration(REAPER_LATE_SECONDS)} ago: {_at_least(to_reap)}.",
-            "Start manage.py reap_keys --loop. If it counts them as 'protected', your own rows refer to them, for example with "
-            "on_delete=PROTECT.",
+            "Start manage.py reap_keys --loop. If it counts them as 'protected', something in your project prevents the "
+            "deletion: a row that refers to the key, for example with on_delete=PROTECT, a trigger, or a signal receiver.",
         )
 
 

@@ -1,16 +1,18 @@
 """The reaper: what has expired goes, what never finished is handed to a person, everything else stays."""
 
 import io
+from asyncio import CancelledError
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import ProgrammingError, connection
+from django.db import ProgrammingError, connection, transaction
 from django.db.models import ProtectedError
 from django.db.models.functions import Now
-from django.db.models.signals import pre_delete
+from django.db.models.signals import post_delete, pre_delete
 from django.utils import timezone
 
 from idempotency import reaper
@@ -131,7 +133,11 @@ def test_what_points_at_a_deleted_key_keeps_living():
 
 @pytest.mark.parametrize(
     ("error", "logged"),
-    [(ProtectedError("kept by a row of the user", set()), None), (FileNotFoundError("a.pdf"), "FileNotFoundError: a.pdf")],
+    [
+        (ProtectedError("kept by a row of the user", set()), None),
+        (FileNotFoundError("a.pdf"), "FileNotFoundError: a.pdf"),
+        (CancelledError("by a task"), "CancelledError: by a task"),
+    ],
 )
 def test_a_key_that_a_receiver_protects_is_kept_and_stops_no_other(error, logged, caplog):
     keys = expired_keys(20)
@@ -148,23 +154,51 @@ def test_a_key_that_a_receiver_protects_is_kept_and_stops_no_other(error, logged
         pre_delete.disconnect(protect, sender=IdempotencyKey)
     assert set(IdempotencyKey.objects.values_list("pk", flat=True)) == protected
     assert _warnings(caplog) == ([f"the key with the id {min(protected)} cannot be deleted: {logged}"] if logged else [])
+    assert ("in protect" in caplog.text) == bool(logged), "the log names the line of the receiver"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_error_of_a_hook_after_the_commit_ends_the_pass():
+    """The keys are deleted: they are not protected, and the other hooks of the batch do not run."""
+    expired_keys(3)
+
+    def remove_file(instance, **kwargs):
+        transaction.on_commit(lambda: Path("/nowhere/receipt.pdf").unlink())
+
+    post_delete.connect(remove_file, sender=IdempotencyKey)
+    try:
+        with pytest.raises(FileNotFoundError):
+            reap_once()
+    finally:
+        post_delete.disconnect(remove_file, sender=IdempotencyKey)
+    assert not IdempotencyKey.objects.exists()
+    assert reap_once() == ReapPass()
 
 
 @pytest.mark.postgres
-def test_a_key_that_a_trigger_protects_is_kept_and_stops_no_other(caplog):
-    """An append-only ledger refuses the update of SET_NULL."""
+@pytest.mark.parametrize(
+    ("sqlstate", "error"),
+    [
+        ("P0001", "ProgrammingError"),
+        ("42501", "ProgrammingError"),
+        ("55P03", "OperationalError"),
+        ("57014", "OperationalError"),
+    ],
+)
+def test_a_key_that_a_trigger_protects_is_kept_and_stops_no_other(sqlstate, error, caplog):
+    """An append-only ledger refuses the update of SET_NULL, or it exceeds a time limit."""
     keys = expired_keys(5)
     Entry.objects.create(name="ledger", idempotency_key=keys[2])
     with connection.cursor() as cursor:
         cursor.execute(
             "CREATE FUNCTION pg_temp.refuse() RETURNS trigger LANGUAGE plpgsql AS "
-            "$$ BEGIN RAISE EXCEPTION 'the ledger is append-only'; END $$; "
+            f"$$ BEGIN RAISE EXCEPTION 'the ledger is append-only' USING ERRCODE = '{sqlstate}'; END $$; "
             "CREATE TRIGGER refuse BEFORE UPDATE ON tests_entry FOR EACH ROW EXECUTE FUNCTION pg_temp.refuse()"
         )
     assert reap_once() == ReapPass(deleted=4, protected=1)
     assert IdempotencyKey.objects.get() == keys[2]
     (told,) = _warnings(caplog)
-    assert told == f"the key with the id {keys[2].pk} cannot be deleted: ProgrammingError: the ledger is append-only …"
+    assert told == f"the key with the id {keys[2].pk} cannot be deleted: {error}: the ledger is append-only …"
 
 
 def _warnings(caplog):
