@@ -21,9 +21,12 @@ from idempotency.models import IdempotencyKey
 from idempotency.signals import phase_committed
 from idempotency.testing.places import KEYS, Place, What, When, shortened, users_line
 
+_GAP = r"(?:\s|/\*.*?\*/|--[^\n]*\n)+"
+_NAME = r'"(?:[^"]|"")+"|`[^`]+`|\w+'
 #: A write, with the schema, if it names one, and the table.
 _WRITE = re.compile(
-    r"""\b(?:INTO|UPDATE|DELETE\s+FROM|TRUNCATE)(?:\s+TABLE)?(?:\s+ONLY)?\s+["`]?(?:(\w+)["`]?\.["`]?)?(\w+)""", re.IGNORECASE
+    rf"\b(?:INTO|UPDATE|DELETE{_GAP}FROM|TRUNCATE)(?:{_GAP}TABLE)?(?:{_GAP}ONLY)?{_GAP}(?:({_NAME})\.)?({_NAME})",
+    re.IGNORECASE | re.DOTALL,
 )
 
 
@@ -177,12 +180,13 @@ def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
     commit, connect, open_cursor = connection._commit, connection.connect, connection._cursor  # type: ignore[attr-defined]
 
     def around_statement(execute: Callable[..., Any], sql: Any, *arguments: Any) -> Any:
+        text = sql.as_string(connection.connection) if hasattr(sql, "as_string") else str(sql)  # composed by psycopg
+        run.written |= _written_tables(text, connection)
         # The last statement of a transaction may be sent together with COMMIT.
-        run.written |= {(connection.alias, *name) for name in _WRITE.findall(str(sql))}
-        what: What = "COMMIT" if str(sql).endswith("; COMMIT") else "statement"
-        run.reach("before", what, str(sql), connection=connection)
+        what: What = "COMMIT" if text.endswith("; COMMIT") else "statement"
+        run.reach("before", what, text, connection=connection)
         result = execute(sql, *arguments)
-        run.reach("after", what, str(sql), connection=connection)
+        run.reach("after", what, text, connection=connection)
         return result
 
     def around_commit() -> None:
@@ -208,6 +212,17 @@ def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
         patch.object(connection, "_cursor", only_alive(open_cursor)),
     ):
         yield
+
+
+def _written_tables(sql: str, connection: BaseDatabaseWrapper) -> set[tuple[str, str, str]]:
+    """Return the database, the schema or "", and the table of each write of a statement, as the catalogue spells them."""
+
+    def spelt(name: str) -> str:
+        if name[:1] in ('"', "`"):
+            return name[1:-1].replace('""', '"')
+        return name.lower() if connection.vendor == "postgresql" else name
+
+    return {(connection.alias, spelt(schema), spelt(table)) for schema, table in _WRITE.findall(sql)}
 
 
 def _cut(connection: BaseDatabaseWrapper) -> None:

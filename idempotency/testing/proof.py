@@ -183,7 +183,7 @@ class Proof(Stage):
         left = self._complete()
         failure = self._checked(title, key, self._ask(key))
         if failure is None and left is not None:
-            return not_completed(title, left.last_error)  # The full request of the client has finished it.
+            return not_completed(title, left.stuck_reason or left.last_error)  # The full request of the client has finished it.
         return failure
 
     def _race(self, first: int, second: int, expired: bool, title: str, stopped: list[bool]) -> Failure | None:

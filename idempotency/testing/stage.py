@@ -9,12 +9,15 @@ from typing import Any, TypeVar
 
 from django.core.signals import got_request_exception
 from django.db import transaction
+from django.db.models import Q
 
 from idempotency import conf
 from idempotency._request.lookup import has_on_abandon
 from idempotency._request.responses import stored_headers
+from idempotency._request.stored_request import is_withheld
 from idempotency._states import IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
+from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey, ProcessedMessage
 from idempotency.testing.comparing import Answer, Leaves, changed_rows, leaves
 from idempotency.testing.downstream import effects_of, living
@@ -29,6 +32,8 @@ Send = Callable[[str], Any]
 _CLIENT_TRIES = 4
 #: The number of completer runs. After this number of refused runs, only a retry of the client runs a key without any effect.
 _COMPLETER_RUNS = 5
+#: The codes of requests that the completer cannot run until the project is corrected.
+_NEEDS_CORRECTION = (StuckCode.USER_MISSING, StuckCode.VIEW_MISSING)
 #: The statuses that ask a client to retry.
 COME_BACK = (409, 425, 429)
 
@@ -131,9 +136,11 @@ class Stage:
         return answer
 
     def _complete(self) -> IdempotencyKey | None:
-        """Let the completer run the request. Return the key if it is neither finished nor stuck afterwards.
+        """Let the completer run the request. Return the key if it is neither finished nor stuck afterwards, and if it is stuck
+        because the completer lacks its sender or its view.
 
-        A key without any effect is not returned if its view has ``on_abandon``: the reaper settles the key.
+        A key without any effect, or without the whole request, is not returned if its view has ``on_abandon``: the reaper
+        settles the key.
         """
         limits, key = conf.get(), None
         for number in range(_COMPLETER_RUNS):
@@ -143,10 +150,10 @@ class Stage:
             with observed(run):
                 complete_once()
             self._note(run)
-            key = self._keys().unfinished().filter(stuck_at=None).first()
-            if key is None:
+            key = self._keys().unfinished().filter(Q(stuck_at=None) | Q(stuck_code__in=_NEEDS_CORRECTION)).first()
+            if key is None or key.stuck_code:
                 break
-        settled = key is not None and key.untouched and has_on_abandon(key)
+        settled = key is not None and (key.untouched or is_withheld(key)) and has_on_abandon(key)
         return None if settled else key
 
     def _keys(self) -> IdempotencyKeyQuerySet:

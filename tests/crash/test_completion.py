@@ -74,6 +74,19 @@ def test_a_view_that_only_its_client_can_finish_is_caught(
         assert "the completer takes over" in failure.course
 
 
+def test_a_view_whose_sender_the_completer_cannot_know_is_caught(serve: Callable[..., None], sender: Sender) -> None:
+    """Each abandoned request would need a person, although a retry of the client runs it."""
+
+    @idempotent(recovery_points=["ordered"], scope=lambda request: request.headers["X-Currency"])
+    def by_header(request: HttpRequest) -> HttpResponseBase:
+        return order(request, "eur")
+
+    serve(view=by_header)
+    sender.client.logout()
+    with pytest.raises(DoesNotSurvive, match="PREPARE_REQUEST"):
+        assert_survives(lambda key: sender.send(key=key, headers=HEADERS), races=False)
+
+
 def test_a_value_that_is_kept_is_enough(serve: Callable[..., None], sender: Sender) -> None:
     assert_survives(send_to(keeps_the_session, serve, sender), races=False)
 
@@ -100,3 +113,16 @@ def test_a_refusal_before_any_effect_leaves_the_request_to_its_client(
         return key.response()
 
     assert_survives(send_to(refuses, serve, sender), races=False)
+
+
+@pytest.mark.parametrize("withheld", [{"redact": ["pin"]}, {"store_body": False}])
+@pytest.mark.parametrize("on_abandon", [None, settle])
+def test_a_request_that_is_not_stored_whole_is_left_to_its_client_or_to_on_abandon(
+    withheld: dict[str, Any], on_abandon: Any, serve: Callable[..., None], sender: Sender
+) -> None:
+    @idempotent(recovery_points=["ordered"], on_abandon=on_abandon, **withheld)
+    def with_pin(request: HttpRequest) -> HttpResponseBase:
+        return order(request, "eur")
+
+    serve(view=with_pin)
+    assert_survives(lambda key: sender.send(key=key, body={"pin": "1234"}), races=False)

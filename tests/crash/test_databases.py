@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from django.db import connection
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
+from psycopg import sql
 from pytest_django import Settings
 
 from idempotency.decorators import idempotent
@@ -74,10 +75,11 @@ def legacy_table(transactional_db: None) -> Iterator[None]:
     """Create a table that no model describes, and one in another schema, for one test."""
     with connection.cursor() as cursor:
         cursor.execute("CREATE TABLE legacy_entry (id bigserial PRIMARY KEY, name text)")
+        cursor.execute('CREATE TABLE "legacy-log" (id bigserial PRIMARY KEY, name text)')
         cursor.execute("CREATE SCHEMA audit CREATE TABLE log (id bigserial PRIMARY KEY, name text)")
     yield
     with connection.cursor() as cursor:
-        cursor.execute("DROP TABLE legacy_entry")
+        cursor.execute('DROP TABLE legacy_entry, "legacy-log"')
         cursor.execute("DROP SCHEMA audit CASCADE")
 
 
@@ -90,10 +92,14 @@ def legacy_table(transactional_db: None) -> Iterator[None]:
         ("legacy_entry", "TRUNCATE TABLE ONLY legacy_entry"),
         ("audit.log", """INSERT INTO "audit"."log" (name) VALUES ('made')"""),
         ("audit.log", "DELETE FROM ONLY audit.log"),
+        ("legacy_entry", "INSERT INTO LEGACY_ENTRY (name) VALUES ('made')"),
+        ("legacy_entry", "INSERT INTO /* the ledger */ legacy_entry (name) VALUES ('made')"),
+        ("legacy_entry", sql.SQL("INSERT INTO {} (name) VALUES ('made')").format(sql.Identifier("legacy_entry"))),
+        ("legacy-log", """INSERT INTO "legacy-log" (name) VALUES ('made')"""),
     ],
 )
 def test_a_write_to_a_table_without_a_model_proves_nothing(
-    serve: Callable[..., None], sender: Sender, legacy_table: None, table: str, write: str
+    serve: Callable[..., None], sender: Sender, legacy_table: None, table: str, write: Any
 ) -> None:
     @idempotent
     def view(request: HttpRequest) -> HttpResponseBase:
