@@ -77,8 +77,8 @@ def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) ->
         case "stuck":
             return messages.ERROR, _("The request was run, and is stuck again: see the reason."), "Run; it is stuck again."
         case "failed":
-            text = _("The request was run and failed: see its last error. The completer tries again.")
-            return messages.ERROR, text, "Run; it failed."
+            text = _("The request was not finished: see its last error. The completer tries again.")
+            return messages.ERROR, text, "Not finished."
     text = _("The key was handed back, and another process is running it now.")
     return messages.WARNING, text, "Handed back to the completer."
 
