@@ -1,7 +1,9 @@
-"""The admin, as the person on call needs it: what became of each request, what waits for a person, and how to move it on.
+"""The admin, for the person on call. It shows the state of each request, the requests that require manual intervention, and
+the possible interventions.
 
-No page counts a whole table, joins for a row, or loads a body for a list. Rows are never added, changed or deleted by hand: a
-key is moved by ``idempotency.interventions`` alone, each of them under a permission of its own.
+No page counts a whole table. A list joins no other table and loads no body. Rows cannot be added, edited or deleted by hand:
+only the functions of ``idempotency.interventions`` change them. Each of these requires a permission in addition to the
+permission to view the rows.
 """
 
 from idempotency.admin import job_list, keys, message_list  # noqa: F401 - they register themselves

@@ -1,6 +1,6 @@
 """The buttons of a key: the effect, the permission and the condition of each.
 
-The UPDATE of a button checks the state of the key again, because a page is out of date as soon as it is shown.
+The UPDATE behind a button checks the state of the key again, because the key may change after the page is shown.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from idempotency.admin.answering import AnswerFields
 from idempotency.exceptions import NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
 
-#: A level of the messages framework and a sentence for the person; the entry of the admin log, in English, or "".
+#: The level and the text of the message for the person, and the entry of the admin log in English, "" for no entry.
 Result = tuple[int, str | Promise, str]
 
 TOO_LATE = _("Nothing was done: the key has changed since you loaded the page. This page shows its present state.")
 
 
 def note_field() -> forms.CharField:
-    """Return the field of each form that changes something."""
+    """Return the field for the note, which each form that changes a row contains."""
     help_text = _("For the history: what you found, or the number of a ticket.")
     return forms.CharField(
         label=_("Note"), max_length=150, required=False, help_text=help_text, widget=forms.TextInput(attrs={"size": 60})
@@ -48,17 +48,17 @@ class PressForm(forms.Form):
         self.fields["note"] = self.fields.pop("note")
 
     def asks_again(self) -> bool:
-        """Tell whether the person must still confirm the data."""
+        """Return whether the person must still confirm the data."""
         return False
 
 
 class AnswerForm(AnswerFields, PressForm):
-    """The response with which each retry of the client is answered."""
+    """The form of the button "Answer": the response that each retry of the client gets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Button:
-    """An intervention as the admin offers it."""
+    """An intervention that the admin offers as a button."""
 
     label: str | Promise
     permission: str
@@ -172,7 +172,7 @@ def offered(key: IdempotencyKey, may: Callable[[str], bool]) -> dict[str, Button
 
 
 def username(request: HttpRequest) -> str:
-    """Return the name of the person, for the history."""
+    """Return the name of the person for the history, at most 100 characters."""
     return request.user.get_username()[:100]
 
 

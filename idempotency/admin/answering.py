@@ -1,4 +1,4 @@
-"""Answer a key: the fields, their checks, the preview of the response, and a template from an earlier one."""
+"""The answer to a key: the form fields, their checks, the preview, and a template from the response of an earlier key."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from idempotency._request.lookup import options_for
 from idempotency.admin.reading import MAX_SHOWN_CHARACTERS, pretty
 from idempotency.models import IdempotencyKey
 
-#: Among how many keys, the youngest, a template is looked for.
+#: The number of newest keys that are searched for a template.
 MAX_SEARCHED = 1000
 _TYPES = {"json": "application/json", "text": "text/plain; charset=utf-8"}
 _STATUS_HELP = _("A 2xx if the work was done. If it was not: 409 or 410, or 422 if the request itself is at fault.")
@@ -24,7 +24,7 @@ _STATUS_HELP = _("A 2xx if the work was done. If it was not: 409 or 410, or 422 
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """The response that each retry will get, and what a reader of it may overlook."""
+    """The response that each retry will get, and notes about details that are easy to miss."""
 
     status: str
     headers: list[tuple[str, str]]
@@ -33,7 +33,7 @@ class Preview:
 
 
 class AnswerFields(forms.Form):
-    """The response with which each retry of the client is answered: written, previewed, then stored."""
+    """The fields of the response that each retry of the client gets. The person confirms a preview before it is stored."""
 
     status = forms.IntegerField(
         label=_("Status"), initial=409, help_text=_STATUS_HELP, widget=forms.NumberInput(attrs={"min": 100, "max": 599})
@@ -50,12 +50,13 @@ class AnswerFields(forms.Form):
     )
 
     def clean_body(self) -> str:
-        """Return the body with the line ends that the person saw: a browser sends CRLF."""
+        """Return the body with LF as line ends, because a browser sends CRLF."""
         body: str = self.cleaned_data["body"]
         return body.replace("\r\n", "\n")
 
     def clean(self) -> dict[str, Any]:
-        """Build the response. Refuse JSON that cannot be read, and a response that does not end a request."""
+        """Build the response. Reject a status that is out of range, invalid JSON, and a response that ``interventions.answer``
+        rejects."""
         cleaned: dict[str, Any] = super().clean() or {}
         if not {"status", "kind", "body"} <= cleaned.keys():
             return cleaned
@@ -73,24 +74,24 @@ class AnswerFields(forms.Form):
         return cleaned
 
     def asks_again(self) -> bool:
-        """Tell whether the person has yet to confirm the response, as it is now, in a preview."""
+        """Return whether the person has not confirmed a preview of exactly this response."""
         return self.data.get("step") != "store" or self.data.get("previewed") != self.digest()
 
     def preview(self, template: IdempotencyKey | None = None) -> Preview | None:
-        """Return what each retry will get; None if the response is not valid, or the person wants to change it."""
+        """Return the preview; None if the form is not sent or not valid, or if the person wants to edit the response."""
         if not self.is_bound or not self.is_valid() or self.data.get("step") == "edit":
             return None
         return _preview(self.cleaned_data["response"], self.cleaned_data["kind"], template)
 
     def digest(self) -> str:
-        """Return a text that differs for each status, content type and body. Only the previewed response is stored."""
+        """Return a hash of the status, content type and body. It ensures that only a previewed response is stored."""
         response = self.cleaned_data["response"]
         told = json.dumps([response.status_code, response["Content-Type"]]).encode()
         return hashlib.sha256(told + response.content).hexdigest()
 
 
 def json_mistake(text: str) -> str:
-    """Return why ``text`` is not JSON, and where; an empty string if it is."""
+    """Return why ``text`` is not JSON, with the line and column if they are known; an empty string for valid JSON."""
     try:
         json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
@@ -130,9 +131,10 @@ def _same(one: str, other: str) -> bool:
 
 
 def template_for(key: IdempotencyKey, *, using: str) -> IdempotencyKey | None:
-    """Return the last key with the method and path of ``key`` whose stored response is a 2xx in JSON or plain text.
+    """Return the newest key with the method and path of ``key`` and a stored 2xx, among the newest MAX_SEARCHED keys.
 
-    Only the last MAX_SEARCHED keys are searched. None if the view withholds parts of its requests: its response may quote them.
+    Return None if there is no such key, or if the form cannot hold its response. Return None also if the path has no protected
+    view, or if the view withholds parts of its requests, because a response may quote them.
     """
     options = options_for(key)
     if options is None or options.withholds:
@@ -147,7 +149,7 @@ def template_for(key: IdempotencyKey, *, using: str) -> IdempotencyKey | None:
 
 
 def filled_in(template: IdempotencyKey) -> dict[str, Any]:
-    """Return the fields of an answer that repeats the response of ``template``; empty if a form cannot hold it."""
+    """Return the initial values that repeat the response of ``template``; empty if the form cannot hold this response."""
     kind = {"application/json": "json", "text/plain": "text"}.get(_content_type(template))
     body = bytes(template.response_body or b"")
     if kind is None or template.response_body is None or len(body) > MAX_SHOWN_CHARACTERS:

@@ -1,4 +1,4 @@
-"""What belongs to a key, with its state: the rows of other apps, its staged jobs with their messages, its foreign calls."""
+"""The rows that belong to a key, with their states: rows of other apps, staged jobs with their messages, and foreign calls."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -22,15 +22,15 @@ from idempotency.templatetags.idempotency_admin import ago, written
 
 logger = logging.getLogger("idempotency")
 
-#: How many rows of one kind, and how many columns of a row, are shown.
+#: The maximum number of rows of one kind, and of columns of a row, that are shown.
 MAX_LINKED, MAX_COLUMNS = 10, 5
-#: In place of what the person needs a further permission for.
+#: Replaces a text for which the person lacks a permission.
 NOT_VISIBLE = gettext_noop("(not visible to you)")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row: its name, where to see it, its state, and whether it needs a person."""
+    """A row: its name, the URL of its page, its state, and whether it requires manual intervention."""
 
     name: str
     url: str
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Linked:
-    """The rows of one kind."""
+    """The rows of one kind; ``more`` is true if there are more rows than these."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -48,17 +48,18 @@ class Linked:
 
 
 def belongings(key: Any, site: AdminSite, request: HttpRequest, *, using: str) -> list[Linked]:
-    """Return what belongs to ``key``, a bounded number of rows of each kind. Without the permission to view a model, its rows
-    have no details. The key was read with ``read_at``."""
+    """Return the rows that belong to ``key``, at most MAX_LINKED of each kind. Rows of a model that the person may not view
+    have no details. The key must have been read with ``read_at``."""
     kinds = [*_of_other_apps(key, site, request, using), _jobs(key, site, request, using), _calls(key, site, request, using)]
     return [kind for kind in kinds if kind.rows]
 
 
 def _of_other_apps(key: IdempotencyKey, site: AdminSite, request: HttpRequest, using: str) -> Iterator[Linked]:
-    """Yield the rows of other apps' models with a foreign key to ``key``: a query for each model, and one for the columns."""
+    """Yield the rows of other apps' models with a foreign key to ``key``. This takes one query for each model,
+    and one more for the columns if the person may view the rows."""
     for model, foreign_key in linked_models():
         if model._meta.auto_created or not (foreign_key.db_index or foreign_key.unique):
-            continue  # Without an index it would be a search through the whole table.
+            continue  # Without an index, the query would read the whole table.
         found = model._base_manager.using(using).filter(**{foreign_key.name: key.pk}).order_by()
         pks = list(found.values_list("pk", flat=True)[: MAX_LINKED + 1])
         shown = pks[:MAX_LINKED]
@@ -69,7 +70,7 @@ def _of_other_apps(key: IdempotencyKey, site: AdminSite, request: HttpRequest, u
 
 
 def linked_models() -> Iterator[tuple[Any, Any]]:
-    """Yield the models of other apps that have a foreign key to the key, and that field."""
+    """Yield each model of other apps with a foreign key to ``IdempotencyKey``, and the field."""
     for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
         model: Any = relation.related_model
         if (relation.one_to_many or relation.one_to_one) and not relation.concrete and model not in (StagedJob, ForeignCall):
@@ -77,8 +78,9 @@ def linked_models() -> Iterator[tuple[Any, Any]]:
 
 
 def _columns(row_admin: Any, request: HttpRequest, pks: Collection[Any], link: str, using: str) -> dict[Any, str]:
-    """Return what the admin's list of a model shows of these rows, as far as this person may see them."""
-    known = {"__str__", "pk", row_admin.model._meta.pk.name, link, "key_state"}  # the last one is of contrib.admin
+    """Return the columns of the model's list for these rows, as one text for each. Rows that ``get_queryset`` hides are left
+    out."""
+    known = {"__str__", "pk", row_admin.model._meta.pk.name, link, "key_state"}  # key_state: see contrib.admin
     names = [name for name in row_admin.get_list_display(request) if name not in known][:MAX_COLUMNS]
     related = [name.name for name in row_admin.model._meta.fields if isinstance(name, ForeignKey) and name.name in names]
     rows = row_admin.get_queryset(request).using(using).filter(pk__in=pks)
@@ -87,12 +89,12 @@ def _columns(row_admin: Any, request: HttpRequest, pks: Collection[Any], link: s
 
 
 def _column(name: Any, row: Any, row_admin: Any) -> str:
-    """Return a column with its label; "" if it is empty."""
+    """Return the value of a column with its label; "" if the value is empty or cannot be computed."""
     try:
         _, _, value = lookup_field(name, row, row_admin)
     except Error:
         raise
-    except Exception as error:  # A method of another app may need what its own list sets up.
+    except Exception as error:  # A method of another app may need attributes that only its own list sets.
         logger.info("a column of %s cannot be shown with a key: %s", type(row_admin).__name__, error_text(error))
         return ""
     if value is None or value == "":

@@ -1,8 +1,8 @@
-"""Actions on all rows that match, chunk by chunk: their definition, and the progress of one of them.
+"""Actions on all matching rows, in chunks: the definition of an action, and the progress of its work.
 
-A chunk is bounded in time, and each row is changed by the one conditional UPDATE of its intervention. If a person closes the
-page, completed changes are kept. If two people act at once, each row is changed and counted once. Rows are taken in the order
-of an indexed column, so that the cost of a chunk does not depend on the number of rows.
+A chunk is bounded in rows and in time, and an intervention changes a row only if nothing else has changed it since it was
+read. If a person closes the page, completed changes are kept. If two people act at once, each row is changed and counted once.
+Rows are read in the order of an indexed column, so that the cost of a chunk does not depend on the number of rows.
 """
 
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ from django.db.models.functions import Cast
 from django.utils.functional import Promise
 from django.utils.translation import gettext, gettext_noop
 
-#: A chunk ends with the first of these, far below the timeout of any web server.
+#: A chunk ends at the first of these limits. The time is far below the timeout of any web server.
 CHUNK_ROWS = 500
 CHUNK_SECONDS = 3.0
-#: The reasons why a row is not changed. The work carries them in English, and pages translate them.
+#: The reasons why a row is not changed. The work contains them in English, and pages translate them.
 RUNNING, FINISHED = gettext_noop("running now"), gettext_noop("finished")
 CHANGED = gettext_noop("changed after the confirmation was shown")
 
@@ -42,12 +42,12 @@ class BulkAction:
     label: ClassVar[str | Promise]
     permission: ClassVar[str]
     explanation: ClassVar[str | Promise]
-    #: The message about the changed rows, by their count; and the text of the admin log for each row, in English, with the
-    #: kind of the entry.
+    #: ``done`` is the message about the changed rows, with their count. ``logged`` is the English text of the entry in the
+    #: admin log for each row, ``flag`` the kind of this entry.
     done: ClassVar[Any]
     logged: ClassVar[str]
     flag: ClassVar[int] = CHANGE
-    #: The column, with an index, in whose order the rows are taken.
+    #: The indexed column that determines the order of the rows.
     column: ClassVar[str]
     #: The reason why the action does not change rows that are not ``concerned``.
     others: ClassVar[str | Promise]
@@ -55,7 +55,7 @@ class BulkAction:
     sample_template: ClassVar[str] = ""
 
     def concerned(self, rows: Any) -> Any:
-        """Narrow ``rows`` down to those that the action may change, by the condition of an index."""
+        """Return those of ``rows`` that the action may change; the condition has an index."""
         raise NotImplementedError
 
     def group(self, row: Any) -> Group:
@@ -67,20 +67,20 @@ class BulkAction:
         return ""
 
     def changed_at(self, row: Any) -> Iterable[datetime | None]:
-        """Return the times of the last changes of ``row``. A decision that is older than one of them is invalid."""
+        """Return the times of the last changes of ``row``. If one is later than the confirmation, the row is skipped."""
         raise NotImplementedError
 
     def act(self, row: Any, *, by: str, note: str) -> str:
-        """Change ``row`` if nothing else has changed it since it was read. Return why this did not happen, or an empty
-        string."""
+        """Change ``row`` if it has not changed since it was read. Return an empty string, or the reason why it was not
+        changed."""
         raise NotImplementedError
 
 
 @dataclass(slots=True)
 class Work:
-    """A confirmation, its time, and the progress of the work. ``expected`` is the number of counted rows; ``more`` is true if
-    not all matching rows were counted. The work begins behind the row ``after``, and ends with the row ``until``, the last
-    counted row; each is a place and a pk."""
+    """The time of a confirmation, and the progress of its work. ``expected`` is the number of counted rows; ``more`` is true
+    if not all matching rows were counted. The next chunk begins behind the row ``after``. The work ends with the last
+    counted row, ``until``, which is None if ``more`` is true. Both rows are given as a place and a pk."""
 
     as_of: str
     expected: int
@@ -97,25 +97,26 @@ class Work:
 
     @property
     def visited(self) -> int:
-        """The number of rows that the work has reached."""
+        """The number of rows that were processed, changed or not."""
         return self.done + sum(self.left.values())
 
     def signed(self, action: BulkAction) -> str:
-        """Return the text that carries the work from one chunk to the next."""
+        """Return the work as signed text, for the form that starts the next chunk."""
         return signing.dumps(asdict(self), salt=f"{__name__}.{action.name}", compress=True)
 
     @classmethod
     def of(cls, text: str, action: BulkAction) -> "Work":
-        """Return the work that ``signed`` has written. Raises BadSignature for any other text."""
+        """Return the work from a text that ``signed`` returned for this action. Raises BadSignature for any other text."""
         return cls(**signing.loads(text, salt=f"{__name__}.{action.name}"))
 
     def report(self, action: BulkAction) -> str:
-        """Return the number of changed rows, and the numbers of other rows with the reasons."""
+        """Return the final message: the number of changed rows, and the numbers of unchanged rows by reason. Counted rows
+        that no longer match are included."""
         gone = 0 if self.more else self.expected - self.visited
         return self.progress(action, {gettext_noop("no longer matched when the action reached them"): gone})
 
     def progress(self, action: BulkAction, missing: dict[str, int] | None = None) -> str:
-        """Return the number of changed rows, and the numbers of other rows, ``missing`` ones included, with the reasons."""
+        """Return the number of changed rows, and the numbers of unchanged rows by reason, with those of ``missing``."""
         reasons = self.left | (missing or {})
         left = [f"{count} {gettext(reason)}" for reason, count in reasons.items() if count > 0]
         done = str(action.done % {"count": self.done})
@@ -124,7 +125,7 @@ class Work:
 
 def in_order(action: BulkAction, rows: QuerySet[Any], work: Work | None = None) -> QuerySet[Any]:
     """Return the rows that the action concerns, in its order; with ``work``, only the remaining rows of that work."""
-    # The place is the time as the database writes it. On SQLite, which compares texts, Django's own is longer.
+    # The place is the time as the database writes it: SQLite compares texts, and Django would write a longer text.
     place = Cast(action.column, TextField())
     following: QuerySet[Any] = action.concerned(rows).annotate(place=place).order_by(action.column, "pk")
     for border, inner, outer in ((work.until, "lte", "gt"), (work.after, "gte", "lte")) if work else ():
@@ -135,7 +136,7 @@ def in_order(action: BulkAction, rows: QuerySet[Any], work: Work | None = None) 
 
 
 def work_on(action: BulkAction, rows: QuerySet[Any], work: Work, changed: list[Any], *, by: str, note: str) -> bool:
-    """Work on the next rows, and add those that were changed to ``changed``; return whether none is left."""
+    """Process the next chunk, and append the changed rows to ``changed``; return whether no row is left."""
     begun = monotonic()
     following, visited = list(in_order(action, rows, work)[: CHUNK_ROWS + 1]), work.visited
     for row in following[:CHUNK_ROWS]:

@@ -31,7 +31,7 @@ class _OfJobs(BulkAction):
 
 
 class Retry(_OfJobs):
-    """Failed jobs are due again."""
+    """Make failed jobs due again."""
 
     name, label, permission = "retry", _("Retry: hand failed jobs over again"), "retry_stagedjob"
     explanation = _("The enqueuer hands these jobs over again in its next pass, with a new count of hand-overs and refusals.")
@@ -44,7 +44,7 @@ class Retry(_OfJobs):
 
 
 class Discard(_OfJobs):
-    """Failed jobs are deleted, and never run."""
+    """Delete failed jobs, so that they never run."""
 
     name, label, permission = "discard", _("Discard failed jobs for good"), "discard_stagedjob"
     explanation = _("These jobs are deleted. They never run, even if a queue still has a message for one of them.")

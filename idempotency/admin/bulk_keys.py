@@ -54,7 +54,7 @@ class _OfKeys(BulkAction):
 
 
 class HandBack(_OfKeys):
-    """Many keys go back to the completer."""
+    """Hand unfinished keys back to the completer."""
 
     name, label, permission = "hand_back", _("Hand back to the completer"), "complete_idempotencykey"
     explanation = _(
@@ -82,7 +82,7 @@ class HandBack(_OfKeys):
 
 
 class Acknowledge(_OfKeys):
-    """Many stuck keys leave the list of stuck ones."""
+    """Remove stuck keys from the list of stuck keys."""
 
     name, label, permission = "acknowledge", _("Acknowledge"), "acknowledge_idempotencykey"
     explanation = _(

@@ -1,6 +1,7 @@
-"""The pages of an action on many rows: the question, and the progress after each chunk.
+"""The pages of an action on many rows: the confirmation, and the progress after each chunk.
 
-The work travels in the page, signed, and goes on with the next POST: by a button, or by a script that presses it.
+The form of the page contains the signed work. Each POST of the form processes one chunk. A script submits the form; without
+JavaScript the person presses its button.
 """
 
 from collections import Counter
@@ -29,14 +30,14 @@ from idempotency.admin.filters import AS_OF
 from idempotency.admin.reading import MAX_COUNT, ReadOnlyAdmin
 from idempotency.admin.refusals import refused
 
-#: The parameter of a question about single rows. Without it the question is about all that the filters let through.
+#: The query parameter with the ids of chosen rows. Without it, the action applies to all rows that the filters select.
 IDS = "ids"
-#: How many single rows a question shows.
+#: The maximum number of single rows that a confirmation shows.
 MAX_SAMPLE = 20
 
 
 class BulkForm(forms.Form):
-    """What the question and the progress send."""
+    """The form of the confirmation and of the progress page."""
 
     note = note_field()
     work = forms.CharField(widget=forms.HiddenInput)
@@ -46,7 +47,7 @@ class BulkForm(forms.Form):
         self.action = action
 
     def clean_work(self) -> Work:
-        """Return the work that this site has signed."""
+        """Return the work; raise ValidationError if this site has not signed it."""
         try:
             return Work.of(self.cleaned_data["work"], self.action)
         except signing.BadSignature:
@@ -54,7 +55,7 @@ class BulkForm(forms.Form):
 
 
 class BulkAdmin(ReadOnlyAdmin):
-    """A list with actions that ask first, and act on all that match."""
+    """A list with actions. Each action asks for a confirmation, and applies to all matching rows or to the chosen ones."""
 
     bulk: ClassVar[tuple[BulkAction, ...]] = ()
     actions = ()
@@ -65,30 +66,30 @@ class BulkAdmin(ReadOnlyAdmin):
         return [path("bulk/<slug:name>/", self.admin_site.admin_view(self.bulk_view), name=name), *super().get_urls()]
 
     def get_actions(self, request: HttpRequest, action_location: Any = None) -> Any:
-        """Return the actions of the list that the person may press. From Django 6.1 on, a page of one row may have actions."""
+        """Return the list's actions that the person may use. Since Django 6.1, the page of a row may have actions."""
         if action_location is not None and action_location.name != "CHANGE_LIST":
             return {}
         allowed = [action for action in self.bulk if self.holds(request, action.permission)]
         return {action.name: (partial(_ask, action.name), action.name, f"{action.label} …") for action in allowed}
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Say which actions the person may not press, and what each needs."""
+        """Show the list, and name the actions that the person may not use, with the permissions that they require."""
         return super().changelist_view(request, {"not_offered": self.not_offered(request)} | (extra_context or {}))
 
     def not_offered(self, request: HttpRequest) -> list[tuple[str | Promise, str]]:
-        """Return the labels of the actions that the person may not press, with their permissions."""
+        """Return the labels of the actions that the person may not use, with the permissions that they require."""
         label = self.opts.app_label
         return [
             (action.label, f"{label}.{action.permission}") for action in self.bulk if not self.holds(request, action.permission)
         ]
 
     def question_url(self, action: BulkAction, *rows: Any) -> str:
-        """Return the question of an action about these rows."""
+        """Return the URL of the confirmation of an action on these rows."""
         ids = ",".join(str(row.pk).replace("-", "") for row in rows)
         return f"{reverse(f'{self.admin_site.name}:idempotency_{self.opts.model_name}_bulk', args=(action.name,))}?{IDS}={ids}"
 
     def bulk_view(self, request: HttpRequest, name: str) -> HttpResponse:
-        """Ask about all rows that match the query. After the answer, work on a chunk of them, until none is left."""
+        """Show the confirmation for all rows that match the query. Each confirmed POST processes one chunk of the rows."""
         action = next((action for action in self.bulk if action.name == name), None)
         if action is None:
             raise Http404
@@ -122,7 +123,7 @@ class BulkAdmin(ReadOnlyAdmin):
         context |= question | {"form": BulkForm(action, initial=initial), "errors": form.errors}
         return self._page(request, "question", context)
 
-    # Each row is committed as it is changed: a later error must not undo it.
+    # The change of each row commits separately, so that a later error does not undo it.
     bulk_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
 
     def _is_last_chunk(self, request: HttpRequest, action: BulkAction, rows: QuerySet[Any], work: Work, note: str) -> bool:
@@ -135,7 +136,7 @@ class BulkAdmin(ReadOnlyAdmin):
                 LogEntry.objects.log_actions(person, changed, action.flag, noted(action.logged, note))
 
     def _matching(self, request: HttpRequest, ids: str | None) -> QuerySet[Any]:
-        """Return the rows with these ids, or else those that the filters and the search of the query let through."""
+        """Return the rows with these ids; without ids, the rows that the filters and the search of the query select."""
         if ids:
             pk: Any = self.opts.pk
             try:
@@ -146,7 +147,7 @@ class BulkAdmin(ReadOnlyAdmin):
         return found
 
     def _list_url(self, request: HttpRequest | None = None) -> str:
-        """Return the list, with the filters of ``request``."""
+        """Return the URL of the list, with the filters of ``request``."""
         url = reverse(f"{self.admin_site.name}:idempotency_{self.opts.model_name}_changelist")
         query = request.GET.copy() if request else None
         if query:
@@ -159,9 +160,10 @@ class BulkAdmin(ReadOnlyAdmin):
 
 
 def _ask(action: str, model_admin: BulkAdmin, request: HttpRequest, chosen: Any) -> HttpResponse:
-    """Redirect from the list to the question, with the filters of the list, and the ids of the chosen rows unless it is all."""
+    """Redirect from the list to the confirmation, with the filters of the list. The URL also contains the ids of the
+    chosen rows, unless all matching rows were chosen."""
     query = request.GET.copy()
-    query.pop(PAGE_VAR, None)  # The last pages vanish while the work goes on.
+    query.pop(PAGE_VAR, None)  # Changed rows may leave the list, so its last pages may disappear.
     if request.POST.get("select_across") != "1":
         query[IDS] = ",".join(request.POST.getlist(ACTION_CHECKBOX_NAME)).replace("-", "")
     url = reverse(f"{model_admin.admin_site.name}:idempotency_{model_admin.opts.model_name}_bulk", args=(action,))
@@ -169,7 +171,7 @@ def _ask(action: str, model_admin: BulkAdmin, request: HttpRequest, chosen: Any)
 
 
 def _question(action: BulkAction, rows: QuerySet[Any], ids: str | None) -> dict[str, Any]:
-    """Return what the question shows, and the work as it is before its first chunk."""
+    """Return the data for the confirmation, and the work before its first chunk."""
     read = list(in_order(action, rows)[: MAX_COUNT + 1])
     counted, more = read[:MAX_COUNT], len(read) > MAX_COUNT
     eligible = [row for row in counted if not action.why_not(row)]

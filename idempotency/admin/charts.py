@@ -98,7 +98,7 @@ def _y(value: float, top: float) -> float:
 
 
 def _rounded_up(value: float) -> float:
-    """Return the next 1, 2 or 5 times a power of ten, 1 for 0."""
+    """Return ``value``, rounded up to 1, 2 or 5 times a power of ten, and at least 0.001; 1 for 0."""
     size = 0.001
     while size < value:
         for factor in (2, 5, 10):

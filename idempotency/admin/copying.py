@@ -13,7 +13,7 @@ from idempotency.admin.history import history_of
 from idempotency.admin.reading import MAX_SHOWN_CHARACTERS
 from idempotency.models import IdempotencyKey
 
-#: Columns that no ticket may hold: downstream keys are derived from the seed, and the token lets a run write.
+#: Columns that are never copied: downstream keys are derived from the seed, and the token allows updates of the key.
 SECRET = ("seed", "claim_token")
 _BODIES = ("request_body", "response_body")
 
@@ -42,10 +42,10 @@ def curl(key: IdempotencyKey) -> str:
 
 
 def as_json(key: Any, linked: list[Linked]) -> dict[str, Any]:
-    """Return the key for a ticket or a script: its columns but SECRET, bodies as text, and what belongs to it.
+    """Return the key for a ticket or a script: its columns except SECRET, the bodies as text, and the rows that belong to it.
 
-    Redacted values, and values that are not stored, appear as in the row. A body that is no text is null; the field
-    ``..._bytes`` has its length.
+    Redacted values, and values that are not stored, appear as in the row. A body that is not UTF-8 is null. The field
+    ``..._bytes`` is the length of the body.
     """
     skipped = (*SECRET, *_BODIES, "history", "user")
     columns = {field.name: field.value_from_object(key) for field in key._meta.concrete_fields if field.name not in skipped}

@@ -1,6 +1,7 @@
 """The dashboard: findings, unfinished keys and staged jobs by age, charts of requests, and the heartbeats of processes.
 
-The numbers are those of ``monitoring.measures`` and ``monitoring.traffic``: however large a table is, the page costs the same.
+The numbers come from ``monitoring.measures`` and ``monitoring.traffic``, so the cost of the page does not depend on the size
+of a table.
 """
 
 from collections import Counter
@@ -27,17 +28,17 @@ from idempotency.admin.filters import AGES, Age
 from idempotency.models import STARTED, IdempotencyKey, StagedJob
 from idempotency.monitoring import doctor, heartbeats, measures, traffic
 
-#: How many rows of a kind are read, the oldest first. More is said to be more.
+#: The maximum number of rows of a kind that are read, the oldest first. If there are more, the page says so.
 MAX_READ = 5000
-#: How many processes are shown, those with the youngest heartbeats.
+#: The maximum number of processes that are shown, those with the youngest heartbeats.
 MAX_PROCESSES = 100
-#: How many groups of each kind are shown, the largest.
+#: The maximum number of groups of each kind that are shown, the largest first.
 MAX_GROUPS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A number, its percentage of the largest number of the group, and the URL of the list that it counts."""
+    """A number, its percentage of the largest number in the same table, and the URL of the list of the counted rows."""
 
     label: str | Promise
     count: int
@@ -66,9 +67,9 @@ SPANS = (
 
 
 def numbers(request: HttpRequest, site: AdminSite) -> dict[str, Any]:
-    """Return the context of the template, with four queries, and with three more if the person may see staged jobs.
+    """Return the context of the template. This takes four queries, and three more if the person may view staged jobs.
 
-    If there are MAX_READ unfinished keys, there are six more queries; if there are MAX_READ stuck keys, two more.
+    With MAX_READ or more unfinished keys it takes six more queries, with MAX_READ or more stuck keys two more.
     """
     alias = router.db_for_read(IdempotencyKey)
     url, jobs_url = _list_url(site, "idempotencykey"), _list_url(site, "stagedjob")
@@ -173,15 +174,16 @@ def _of_jobs(jobs: measures.StagedJobs, groups: list[measures.ErrorGroup], url: 
 
 
 def _known_processes(alias: str) -> list[measures.Process]:
-    """Return the processes with a heartbeat in the last KEPT_DAYS, and the last one of each loop, the youngest first."""
+    """Return the processes with a heartbeat in the last KEPT_DAYS, and for each loop the process with the youngest heartbeat.
+    The youngest heartbeat is first."""
     known = measures.processes(alias)
     lags = measures.lags(known)
     return [process for process in known if process.age < heartbeats.KEPT_DAYS * 86400 or process.age == lags[process.name]]
 
 
 def _of_processes(processes: list[measures.Process]) -> dict[str, Any]:
-    """Return the processes; separately, the silent ones whose loop runs in another process; and the names of loops without a
-    process."""
+    """Return the processes; separately, those without a recent heartbeat whose loop runs in another process; the names of the
+    loops without a process; and the state of each loop."""
     shown = sorted(processes[:MAX_PROCESSES], key=attrgetter("name", "host", "pid"))
     lags = measures.lags(processes)
     gone = [process for process in shown if process.age > heartbeats.SILENT_SECONDS and not process.silent]
@@ -213,8 +215,8 @@ def _link(url: str, **chosen: str) -> str:
 
 
 def _actions(request: HttpRequest, site: AdminSite, model: type[Model]) -> list[tuple[str, str]]:
-    """Return the actions of the person on all rows of a group: the label, and the URL of the confirmation without the
-    group."""
+    """Return the actions that the person may use on all rows of a group: the label, and the URL of the confirmation. The
+    template adds the filters of the group to the URL."""
     rows: Any = site._registry[model]
     name = f"{site.name}:idempotency_{model._meta.model_name}_bulk"
     return [

@@ -1,4 +1,4 @@
-"""The list of keys as a CSV file: what the list shows, no body and no header of a request."""
+"""The keys of the list as a CSV file, without bodies and headers."""
 
 import csv
 from collections.abc import Iterable
@@ -8,18 +8,18 @@ from django.db.models import QuerySet
 from django.http import HttpResponse
 from django.utils.translation import gettext
 
-#: A file has at most so many rows, and says in its last one if there are more.
+#: The maximum number of keys in a file. If there are more, the last line says so.
 MAX_ROWS = 20_000
 _COLUMNS = (
     *("id", "created_at", "state", "request_method", "request_path", "response_code", "recovery_point", "attempts"),
     *("stuck_code", "stuck_reason", "last_error", "user_id", "scope", "idempotency_key"),
 )
-#: A spreadsheet takes a text that begins with one of these as a formula.
+#: A spreadsheet interprets a text that begins with one of these characters as a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def csv_of(keys: QuerySet[Any]) -> HttpResponse:
-    """Return the keys as an attachment, in their order."""
+    """Return the keys as an attachment, in the order of the query."""
     response = HttpResponse(content_type="text/csv; charset=utf-8")
     response["Content-Disposition"] = 'attachment; filename="idempotency-keys.csv"'
     response["Cache-Control"] = "no-store"

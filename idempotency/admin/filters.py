@@ -1,4 +1,4 @@
-"""The filters of the lists: by state, age, and values that a link has chosen."""
+"""The filters of the lists: by state, by age, and by values that a link or a form sets."""
 
 from collections.abc import Iterable
 from datetime import timedelta
@@ -21,17 +21,17 @@ from idempotency.models import FINISHED, IdempotencyKey
 from idempotency.monitoring.error_groups import group_of
 from idempotency.monitoring.measures import request_group
 
-#: Where no index serves a filter or a search, it looks at so many rows, the newest ones.
+#: A filter or search without an index reads at most this many rows, the newest ones.
 NEWEST = 20_000
-#: The filter by error reads so many rows, the oldest ones.
+#: A filter by group reads at most this many rows, the oldest ones.
 MAX_GROUPED = 5000
 _BIGGEST_ID = 2**63 - 1
-#: The attribute of a request that works on rows, with the time of the question: the ages of the rows are those of that time.
+#: The name of the attribute of a bulk request with the time of its confirmation. AgeFilter computes ages at this time.
 AS_OF = "idempotency_as_of"
 
 
 def of_the_newest(text: Any, **values: Any) -> Any:
-    """Return a lazy text with NEWEST, as the language of the person writes numbers, for ``{count}``, and with ``values``."""
+    """Return a lazy text with NEWEST for ``{count}``, in the number format of the person's language, and with ``values``."""
     return format_lazy(text, count=lazy(number_format, str)(NEWEST, force_grouping=True), **values)
 
 
@@ -53,14 +53,14 @@ AGES = (
 
 
 def newest(rows: QuerySet[Any], count: int, by: str = "created_at") -> QuerySet[Any]:
-    """Narrow ``rows`` down to the range of the ``count`` newest rows of their table, by a column with an index."""
+    """Return those of ``rows`` that are among the ``count`` newest rows of their table, by an indexed column."""
     table = rows.model._base_manager.using(rows.db).order_by(f"-{by}")
     border = table.values_list(by, flat=True)[count : count + 1].first()
     return rows if border is None else rows.filter(**{f"{by}__gt": border})
 
 
 def row_id(term: str) -> int | None:
-    """Return the id of a row that ``term`` may be; None if no row can have it."""
+    """Return ``term`` as the id of a row; None if it is not a possible id."""
     return int(term) if term.isdecimal() and len(term) <= len(str(_BIGGEST_ID)) and int(term) <= _BIGGEST_ID else None
 
 
@@ -100,7 +100,7 @@ class AgeFilter(admin.SimpleListFilter):
 
 
 class ChosenFilter(admin.SimpleListFilter):
-    """A value that a link has chosen: the distinct values of a large table are never looked up."""
+    """A value from a link. The choices are ``known`` and this value: the distinct values of a large table are not read."""
 
     known: Iterable[str] = ()
 
@@ -113,11 +113,11 @@ class ChosenFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         value = self.value()
         if value and "\0" in value:
-            return queryset.none()  # PostgreSQL takes no NUL.
+            return queryset.none()  # PostgreSQL rejects NUL.
         return self.chosen(queryset, value) if value else queryset
 
     def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
-        """Narrow ``rows`` down to those with the value."""
+        """Return those of ``rows`` that have the value."""
         return rows.filter(**{self.parameter_name or "": value})
 
 
@@ -127,14 +127,14 @@ class StuckCodeFilter(ChosenFilter):
     known = STUCK_CODES
 
     def chosen(self, rows: Any, value: str) -> QuerySet[Any]:
-        # No finished key has a code. Unfinished keys have an index.
+        # A finished key has no code, so the index of unfinished keys can be used.
         stuck: QuerySet[Any] = rows.unfinished().filter(stuck_code=value)
         return stuck
 
 
 class RecoveryPointFilter(ChosenFilter):
-    """Where a key stands: one that is finished, refused if the filter by state says so, or else unfinished, which has an
-    index."""
+    """The recovery point of a key. Only unfinished keys are searched, because they have an index. All keys are searched for
+    the point ``finished``, and if the filter by state selects refused keys."""
 
     title = _("recovery point")
     parameter_name = "recovery_point"
@@ -145,7 +145,8 @@ class RecoveryPointFilter(ChosenFilter):
 
 
 class PathFilter(ChosenFilter):
-    """The beginning of a request's path, among the keys in a state that has an index, or among the newest."""
+    """The beginning of a request's path, among the newest keys. With a filter by an unfinished state, which has an index, all
+    keys in that state are searched."""
 
     title = _("path")
     parameter_name = "path"
@@ -162,7 +163,7 @@ class PathFilter(ChosenFilter):
         return rows.filter(request_path__startswith=value)
 
     def choices(self, changelist: Any) -> Any:
-        """Yield the data for the form of the filter: the value, and the other parameters of the list."""
+        """Yield the data for the form of the filter: its value, the other parameters of the list, and the help text."""
         others = [(name, value) for name, value in changelist.params.items() if name != self.parameter_name]
         text = of_the_newest(
             _("Searches the {count} newest keys, or all unfinished keys if you filter by an unfinished state.")
@@ -187,7 +188,7 @@ class StatusFilter(ChosenFilter):
 
 
 class ErrorGroupFilter(ChosenFilter):
-    """The group of the error (``error_groups.group_of``) of unfinished keys; of more than MAX_GROUPED, of the oldest."""
+    """The group of the error (``error_groups.group_of``), among the oldest MAX_GROUPED unfinished keys."""
 
     title = _("error")
     parameter_name = "error_group"
@@ -197,13 +198,13 @@ class ErrorGroupFilter(ChosenFilter):
         return rows.filter(pk__in=[pk for pk, error in errors if group_of(error) == value])
 
     def texts(self, rows: Any) -> Any:
-        """Return, of each row, its pk and the texts of which the first that is not empty is its error."""
+        """Return for each row its pk and its texts; the first text that is not empty is the error of the row."""
         reason, error = Left("stuck_reason", 1000), Left("last_error", 1000)
         return rows.unfinished().order_by("created_at").values_list("pk", reason, error)
 
 
 class RequestGroupFilter(ChosenFilter):
-    """The group of the request (``measures.request_group``) of unfinished keys, bounded as ErrorGroupFilter is."""
+    """The group of the request (``measures.request_group``), among the oldest MAX_GROUPED unfinished keys."""
 
     title = _("request")
     parameter_name = "request_group"
@@ -220,8 +221,8 @@ class JobErrorGroupFilter(ErrorGroupFilter):
 
 
 class MineFilter(admin.SimpleListFilter):
-    """The keys that the person completed, answered, acknowledged or released, as far as the newest entries of the admin log
-    go."""
+    """The keys that the person completed, answered, acknowledged, handed back or released, according to the person's newest
+    MAX_GROUPED entries in the admin log."""
 
     title = _("acted on by")
     parameter_name = "mine"
@@ -240,6 +241,6 @@ class MineFilter(admin.SimpleListFilter):
 
 
 def _is_unfinished(request: HttpRequest) -> bool:
-    """Tell whether the filter by state lets unfinished keys through only, which have an index."""
+    """Return whether the filter by state selects only unfinished keys, which have an index."""
     chosen = (request.GET.get("state") or "").replace("_", " ")
     return chosen == "unfinished" or chosen in {*KeyState} - {KeyState.FINISHED, KeyState.REFUSED}

@@ -1,4 +1,4 @@
-"""The history of a key: its events, and the runs that they tell of."""
+"""The history of a key: its events, and the runs to which the events belong."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ from idempotency.templatetags.idempotency_admin import aware
 
 #: Events that only the run itself writes, as its last one.
 _OWN_ENDS = (HistoryEvent.FINISHED, HistoryEvent.ERROR, HistoryEvent.REFUSED)
-#: The ending of a run that fell silent, whether an event says so or not.
+#: The ending of a run that wrote no last event, whether the history has the event "run lost" or not.
 LOST = "lost"
-#: Events after which no run goes on: a person, or the completer, has changed a key that no run held.
+#: Events that end a run from outside: a person, the completer, the reaper or a retry writes them.
 _OTHER_ENDS = (HistoryEvent.ANSWERED, HistoryEvent.HANDED_BACK, HistoryEvent.LOCK_RELEASED, HistoryEvent.STUCK)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A line of the history."""
+    """An event of the history; ``seconds_later`` is the time since the previous event, None if it is unknown."""
 
     name: str
     detail: str
@@ -37,7 +37,7 @@ class Event:
 
 @dataclass(slots=True)
 class LoggedRun:
-    """One run of the key. ``ending`` is the event that ended it, LOST if it fell silent, or "" while it may go on."""
+    """One run of the key. ``ending`` is the name of its last event, LOST without one, or "" while the run may continue."""
 
     by: str
     begin: datetime
@@ -48,20 +48,20 @@ class LoggedRun:
 
 
 def event_label(name: str) -> str:
-    """Return the name of an event, or of an ending, in the language of the person; as it is if this code does not know it."""
+    """Return the name of an event or an ending in the language of the person; an unknown name is returned unchanged."""
     if name == LOST:
         return gettext("lost")
     return str(HistoryEvent(name).label) if name in HistoryEvent else name
 
 
 def history_of(key: Any) -> list[Event]:
-    """Return the history, the oldest first."""
+    """Return the events of the key, the oldest first."""
     found: list[Event] = []
     before: datetime | None = None
     for event in key.history:
         at = parse_datetime(event["at"])
         at = at and aware(at)
-        # The time of an event is the start of its statement, which may have waited for the statement of the event before.
+        # The time of an event is the start of its statement. A statement that waited for the previous one may be older.
         later = max(0.0, (at - before).total_seconds()) if at and before else None
         found.append(Event(event["event"], event["detail"], at, later))
         before = at or before
@@ -69,15 +69,16 @@ def history_of(key: Any) -> list[Event]:
 
 
 def is_whole(key: Any) -> bool:
-    """Return whether the history has all events since the first claim."""
-    # A claim that takes a lost run over makes room for two events, so that a cut history may have one less than the limit.
+    """Return whether the history certainly has all events since the first claim."""
+    # A claim after a lost run removes two old events first, so a cut history may have one event less than the limit.
     return bool(key.history) and key.history[0]["event"] == HistoryEvent.CLAIMED and len(key.history) < HISTORY_LIMIT - 1
 
 
 def runs_of(events: Sequence[Event], lock_seconds: float) -> tuple[list[LoggedRun], list[Event]]:
-    """Return the runs, and the events that belong to none. A cut history may begin inside a run.
+    """Return the runs, and the events that belong to no run. A cut history may begin inside a run.
 
-    A run is lost if an event says so, or if another claim follows it, or a change that only an unlocked key takes.
+    A run without a last event of its own is lost if "run lost", another claim or an event of _OTHER_ENDS follows. A run writes
+    "stuck" itself, so this event means a lost run only if it is more than ``lock_seconds`` later than the event before it.
     """
     runs: list[LoggedRun] = []
     others: list[Event] = []

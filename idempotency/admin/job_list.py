@@ -1,4 +1,4 @@
-"""Staged jobs: the list, and the page of one, with the actions that a failed job allows."""
+"""Staged jobs: the list, and the page of one job, with the actions on failed jobs."""
 
 from typing import Any
 from uuid import UUID
@@ -22,7 +22,7 @@ from idempotency.templatetags.idempotency_admin import ago
 
 
 class JobStateFilter(admin.SimpleListFilter):
-    """Jobs that wait for the enqueuer, and those that it gave up on."""
+    """Waiting jobs, failed jobs, and those of the waiting jobs that are not due yet."""
 
     title = _("state")
     parameter_name = "state"
@@ -42,7 +42,7 @@ class JobStateFilter(admin.SimpleListFilter):
 
 
 class DueFilter(AgeFilter):
-    """For how long jobs have been due."""
+    """Spans of the time for which jobs have been due."""
 
     title = _("due for")
     column = "run_at"
@@ -60,7 +60,7 @@ class QueueFilter(ChosenFilter):
 
 @admin.register(StagedJob)
 class StagedJobAdmin(BulkAdmin):
-    """Jobs that the broker has not got yet."""
+    """Jobs that wait for the enqueuer, jobs that were handed over and have no effect yet, and failed jobs."""
 
     list_display = ("job_name", "state", "hand_overs", "refusals", "last_error_line", "queue", "key")
     list_filter = (JobStateFilter, DueFilter, JobNameFilter, QueueFilter, JobErrorGroupFilter)
@@ -83,13 +83,13 @@ class StagedJobAdmin(BulkAdmin):
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Return the jobs with the time of the database."""
+        """Return the jobs, with the time of the database as ``read_at``."""
         jobs: QuerySet[Any] = super().get_queryset(request)
         annotated: QuerySet[Any] = jobs.annotate(read_at=Now())
         return annotated
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
-        """Find a job by its id, and the jobs of a key."""
+        """Return the job with this id, or the jobs of the key whose row has this id."""
         if not search_term:
             return queryset, False
         try:
@@ -100,7 +100,7 @@ class StagedJobAdmin(BulkAdmin):
 
     @admin.display(description=_("state"))
     def state(self, job: Any) -> str:
-        """Return since when it has waited or been given up."""
+        """Return whether the job has failed, is due or is not due yet, and the time since or until then."""
         if job.failed_at is not None:
             return gettext("failed %(ago)s") % {"ago": ago((job.read_at - job.failed_at).total_seconds())}
         waited = (job.read_at - job.run_at).total_seconds()
@@ -110,14 +110,14 @@ class StagedJobAdmin(BulkAdmin):
 
     @admin.display(description=_("key"))
     def key(self, job: StagedJob) -> str:
-        """Return the key that staged it, as a link."""
+        """Return a link to the key whose request staged the job; empty if there is no such key."""
         if job.idempotency_key_id is None:
             return ""
         page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_change", args=(job.idempotency_key_id,))
         return format_html('<a href="{}">{}</a>', page, job.idempotency_key_id)
 
     def render_change_form(self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any) -> HttpResponse:
-        """Offer the actions of the list to a failed job, each with its question."""
+        """Show the job. The page of a failed job has links to the confirmations of the list's actions."""
         job: StagedJob = context["original"]
         if job.failed_at is not None:
             allowed = [action for action in self.bulk if self.holds(request, action.permission)]

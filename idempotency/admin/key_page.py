@@ -1,4 +1,4 @@
-"""The texts of the page of a key, beside its fields: its position, its history and its next step."""
+"""Texts on the page of a key, in addition to its fields: its state, its recovery points and its next step."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 from idempotency.templatetags.idempotency_admin import ago, aware, written
 
-#: How many foreign calls of a key are looked at for one in doubt.
+#: The maximum number of foreign calls of a key that are searched for a call in doubt.
 MAX_CALLS = 100
 
 
 class DeclaredPoints:
-    """The recovery points that views declare; each view is looked up once for a page."""
+    """The recovery points that views declare. One page looks up each path and method only once."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str, str], tuple[str, ...] | None] = {}
 
     def of(self, key: IdempotencyKey) -> tuple[str, ...] | None:
-        """Return the points of the view that answers the key's request, none for a plain one; None without a protected view."""
+        """Return the recovery points of the request's view: empty for a plain view, None if no protected view is found."""
         place = key.request_path.partition("?")[0], key.request_method, urlconf_of(key) or ""
         if place not in self._found:
             self._found[place] = _declared(key)
@@ -47,7 +47,7 @@ def _declared(key: IdempotencyKey) -> tuple[str, ...] | None:
 
 
 def progress(key: IdempotencyKey, points: tuple[str, ...] | None) -> str:
-    """Return the recovery point with its place among those declared, as in ``ride_created (2/4)``."""
+    """Return the recovery point with its position among the declared points, as in ``ride_created (2/4)``."""
     if not points or key.recovery_point not in points:
         return key.recovery_point
     return f"{key.recovery_point} ({points.index(key.recovery_point) + 1}/{len(points)})"
@@ -55,10 +55,10 @@ def progress(key: IdempotencyKey, points: tuple[str, ...] | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A recovery point on the line.
+    """A recovery point on the line of the page.
 
-    ``place`` is passed, skipped (before the marker, and the history shows that no phase committed it), unrecorded (before the
-    marker, and the history is cut or empty), here, unknown or ahead.
+    ``place`` is "passed", "here", "unknown" (the point of the key, but the view does not declare it) or "ahead". An
+    earlier point that is not in the history is "skipped", or "unrecorded" if the history is cut or empty.
     """
 
     name: str
@@ -68,11 +68,11 @@ class Stop:
 
 
 def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
-    """Return the phases of the key in their order, with the place where it stands and the errors met at each."""
+    """Return the recovery points of the key in order, each with its place and the number of errors at it."""
     reached, errors = _reached(key)
     order = list(points or (STARTED, FINISHED))
     unknown = key.recovery_point not in order
-    if unknown:  # Which of the declared points it has passed, the history alone can tell.
+    if unknown:  # Only the history shows which points the key has passed.
         passed = [name for name in reached if name not in (FINISHED, key.recovery_point)]
         order = [*passed, key.recovery_point, *(name for name in order if name not in passed)]
     here = order.index(key.recovery_point)
@@ -90,7 +90,7 @@ def line(key: IdempotencyKey, points: tuple[str, ...] | None) -> list[Stop]:
 
 
 def since(key: Any) -> datetime:
-    """Return when the key came into its state; while it is unfinished and no run holds it, when its last run began."""
+    """Return the time at which the key entered its state. For a waiting or abandoned key, return the start of its last run."""
     times = {
         KeyState.FINISHED: key.finished_at,
         KeyState.REFUSED: key.refused_at,
@@ -106,12 +106,12 @@ def _age(key: Any) -> float:
 
 
 def for_how_long(key: Any) -> str:
-    """Return how long the key has been in its state."""
+    """Return the time since ``since(key)`` as text, such as ``9 min``."""
     return duration(_age(key))
 
 
 def heading(key: Any) -> str:
-    """Return the state of the key in a few words, with the stuck code or the stored status."""
+    """Return the state of the key in a few words, with its age and the stuck code, or with the stored status."""
     if key.state == KeyState.FINISHED:
         with_status = _("Finished: answered %(status)s") % {"status": key.response_code}
         return with_status if key.response_code else _("Finished: without a response")
@@ -125,7 +125,7 @@ def short_state(key: Any) -> str:
 
 
 def state_line(key: Any) -> str:
-    """Return the position of the key, and how it got there, in a sentence."""
+    """Return the state of the key, its time and the number of runs, in one or more sentences."""
     runs = npgettext('"after %(runs)s" or "in %(runs)s"', "%(count)s run", "%(count)s runs", key.attempts)
     told = {
         "place": progress(key, key.declared),
@@ -154,17 +154,17 @@ def state_line(key: Any) -> str:
 
 
 def best_action(key: Any) -> str:
-    """Return the name of the button that resolves the state of the key; "" if no button does."""
+    """Return the name of the recommended button; "" for a key that is in flight, refused or finished."""
     if key.state in (KeyState.IN_FLIGHT, KeyState.FINISHED, KeyState.REFUSED):
         return ""
     if key.stuck_code == StuckCode.CALL_IN_DOUBT:
         calls = list(key.foreign_calls.values_list("recorded_at", flat=True)[:MAX_CALLS])
-        return "complete" if calls and None not in calls else "answer"  # a late result was recorded
+        return "complete" if calls and None not in calls else "answer"  # Late results may be recorded.
     return STUCK_CODES[key.stuck_code].best if key.stuck_code in STUCK_CODES else "complete"
 
 
 def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[str]]:
-    """Return when each point was reached, and how many errors there were at it, as far as the history remembers."""
+    """Return the time at which each point was reached, and the number of errors at it, according to the history."""
     reached: dict[str, datetime | None] = {STARTED: key.created_at, FINISHED: key.finished_at}
     errors: Counter[str] = Counter()
     here = STARTED
@@ -179,14 +179,14 @@ def _reached(key: IdempotencyKey) -> tuple[dict[str, datetime | None], Counter[s
 
 @dataclass(frozen=True, slots=True)
 class LastCall:
-    """A call with a derived key, after which no phase was committed."""
+    """A call with a downstream key (``key.call()``) after which no phase was committed."""
 
     name: str
     seconds_ago: float
 
 
 def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
-    """Return the last call under a derived key since the key last moved; None if there is none, or the key is finished."""
+    """Return the last ``key.call()`` since the last committed phase; None without one, or if the key is finished."""
     for event in reversed(history_of(key)) if key.finished_at is None else ():
         if event.name == HistoryEvent.RECOVERY_POINT:
             break
@@ -196,7 +196,7 @@ def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
 
 
 def next_step(key: Any, *, has_view: bool) -> str:
-    """Return the next step of the processes with ``key``, and its time, in a sentence or two."""
+    """Return a text about the next step: its time, and the process or client that takes it."""
     limits, now = conf.get(), key.read_at
     kept, locked = retention_of(key), timedelta(seconds=limits.LOCK_TIMEOUT_SECONDS)
     match key.state:
@@ -234,7 +234,7 @@ def next_step(key: Any, *, has_view: bool) -> str:
 
 
 def _next_run(key: Any) -> str:
-    """Return the time at which the completer runs a key that no run holds, and the number of that run."""
+    """Return a text about the next run of the completer: its time and its number. No run holds the key."""
     number, limit = key.completer_attempts + 1, conf.get().COMPLETER_MAX_ATTEMPTS
     told = {"time": _moment(key.due_at, key.read_at), "run": _("run %(number)s of %(limit)s")}
     if number > limit:
@@ -257,7 +257,7 @@ def _moment(at: datetime, now: datetime) -> str:
 
 
 def facts(key: Any) -> dict[str, Any]:
-    """Return the facts about ``key`` for the templates of its page and of each confirmation: state, cause, cure, next run."""
+    """Return the data about ``key`` for the templates of its page and of each confirmation: state, cause, cure, next step."""
     return {
         "heading": heading(key),
         "state_line": state_line(key),
@@ -269,7 +269,7 @@ def facts(key: Any) -> dict[str, Any]:
 
 
 def _last_error(key: IdempotencyKey) -> dict[str, SafeString]:
-    """Return the last error of an unfinished key: its first line, and the whole of it if there is more."""
+    """Return the last error of an unfinished key: its first line, and the whole text if it is longer."""
     line = "" if key.finished_at else first_line_of(key.last_error)
     return {
         "error_line": masked(line),
@@ -278,5 +278,5 @@ def _last_error(key: IdempotencyKey) -> dict[str, SafeString]:
 
 
 def is_error_on_top(key: IdempotencyKey) -> bool:
-    """Return whether the facts of the key hold its whole last error."""
+    """Return whether the first line in ``facts`` is the whole last error of the key."""
     return key.finished_at is None and first_line_of(key.last_error) == key.last_error.strip()

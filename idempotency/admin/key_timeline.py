@@ -1,4 +1,4 @@
-"""The timeline of one key: its runs, what happened between them, the lock, and the next run of the completer."""
+"""The timeline of one key: its runs, the events between runs, the lock, and the next run of the completer."""
 
 from collections import Counter
 from datetime import datetime, timedelta
@@ -16,7 +16,7 @@ from idempotency.admin.history import LOST, Event, LoggedRun, event_label, runs_
 from idempotency.admin.timeline import Lane, Mark, Stretch, draw
 from idempotency.templatetags.idempotency_admin import aware, written
 
-#: Of more runs, those in the middle share one row.
+#: If a key has more runs, the runs in the middle share one row.
 MAX_ROWS = 7
 _FIRST, _LAST = 2, 3
 _SHAPES: dict[str, str] = {
@@ -30,7 +30,7 @@ _SHAPES: dict[str, str] = {
 
 
 class KeyTimeline:
-    """Draws the events of a key. All times are those of the database; places are in seconds since the first event."""
+    """The drawing of the events of a key. All times come from the database; positions are seconds since the first event."""
 
     def __init__(self, key: Any, events: list[Event]) -> None:
         self._key, self._events = key, [event for event in events if event.at is not None]
@@ -42,7 +42,7 @@ class KeyTimeline:
         self._begin: datetime = min((event.at for event in self._events if event.at), default=aware(key.created_at))
 
     def drawn(self) -> SafeString:
-        """Return the drawing; nothing if all happened at one moment."""
+        """Return the drawing; an empty text if all times are equal."""
         rows, now = self._rows(), None if self._key.finished_at else self._at(self._now)
         ends = [bar.end for row in rows for bar in row.bars] + [mark.at for row in rows for mark in row.marks] + [now or 0]
         end = self._begin + timedelta(seconds=max(ends))
@@ -68,7 +68,7 @@ class KeyTimeline:
         return rows + self._ahead()
 
     def _drawn_run(self, run: LoggedRun) -> tuple[tuple[Stretch, ...], tuple[Mark, ...]]:
-        """Return the bars and the marks of a run; a call lasts until the next event of its run."""
+        """Return the bars and the marks of a run. The bar of a call ends at the next event of the run."""
         begin, last, silent = self._at(run.begin), self._at(run.last), self._silence(run)
         alive = silent if run.ending == "" else last
         events = [*run.events, Event("", "", self._begin + timedelta(seconds=alive), None)]
@@ -85,13 +85,14 @@ class KeyTimeline:
         return tuple(bars), tuple(marks)
 
     def _silence(self, run: LoggedRun) -> float:
-        """Return until when a run without an end may have held its lock: until it expired, or the key was changed."""
+        """Return the time until which a run without a last event may have held its lock: the expiry of the lock, the next
+        event of the key, or now, whichever is first."""
         later = [event.at for event in self._events if event.at and event.at > run.last]
         expired = run.last + timedelta(seconds=self._lock_seconds)
         return self._at(min([expired, self._now, *later[:1]]))
 
     def _told(self, run: LoggedRun) -> str:
-        """Return how long a run lasted, and how it ended."""
+        """Return the duration of a run, and its ending."""
         if run.ending == LOST:
             lasted = duration((run.last - run.begin).total_seconds())
             return _("lost, last sign of life after %(duration)s") % {"duration": lasted}
@@ -112,7 +113,7 @@ class KeyTimeline:
         return Lane(_("Runs %(first)s to %(last)s: %(endings)s") % numbers, tuple(bar for row in rows for bar in row.bars))
 
     def _ahead(self) -> list[Lane]:
-        """Return what comes next: the lock that expires, or the run of the completer."""
+        """Return the row for the future: the expiry of the lock, or the next run of the completer."""
         now = self._at(self._now)
         match self._key.state:
             case KeyState.IN_FLIGHT:
@@ -133,10 +134,10 @@ class KeyTimeline:
 
 
 def _mark_of(event: Event) -> str:
-    """Return the shape of an event; what a person did is the rest."""
+    """Return the shape of an event. An event without a shape of its own is an action of a person."""
     return _SHAPES.get(event.name, "person")
 
 
 def _label_of(event: Event) -> str:
-    """Return the name of a point or a call, else what ended the run."""
+    """Return the name of a recovery point or a call; for the last event of a run, the label of the event."""
     return event.detail if event.name in (HistoryEvent.RECOVERY_POINT, HistoryEvent.CALL_BEGUN) else event.label

@@ -1,4 +1,4 @@
-"""The page of one key, its buttons, and the questions behind them."""
+"""The page of one key, its buttons, and their confirmations."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ _EMPTY = ("", str(preformatted("")))
 
 
 class KeyPageAdmin(ReadOnlyAdmin):
-    """The page of one key, and its buttons. The keys are read with ``state``, ``read_at`` and ``due_at``."""
+    """The page of one key, and its buttons. A subclass must read the keys with ``state``, ``read_at`` and ``due_at``."""
 
     fieldsets: ClassVar[Any] = (
         (None, {"fields": ("error_shown",)}),
@@ -49,7 +49,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         js = ["idempotency/copy.js", "idempotency/live.js"]
 
     def get_urls(self) -> list[URLPattern]:
-        """Add the buttons and the JSON; each is under the path of the key."""
+        """Add the URLs of the buttons and of the JSON, below the path of the key."""
         view = self.admin_site.admin_view
         own = [
             path("<int:pk>/press/<slug:name>/", view(self.press_view), name="idempotency_press"),
@@ -58,7 +58,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         return own + super().get_urls()
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """Return the fields that have a value; the others are in a last part, which is folded."""
+        """Return the fields that have a value; the other fields are in a last, collapsed part."""
         if obj is None:
             return self.fieldsets
         kept, empty = [], []
@@ -79,7 +79,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("user"))
     def sender(self, key: Any) -> str:
-        """Return the id, and the name of a user who is still there."""
+        """Return the name and the id of the user; only the id if the user is deleted; empty without a user."""
         return f"{key.sent_by.get_username()} ({key.user_id})" if key.sent_by else str(key.user_id or "")
 
     @admin.display(description=_("last error"))
@@ -112,10 +112,11 @@ class KeyPageAdmin(ReadOnlyAdmin):
             return preformatted(text)
 
     def render_change_form(self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any) -> HttpResponse:
-        """Show where the key stands, what happened, what comes next, and what the person may do about it."""
+        """Show the state of the key, its history, its next step, and the buttons that the person may press."""
         key = context["original"]
         events = history_of(key)
-        looked = urlencode(looked_at(key, self._alias(key)))  # before the calls below are read, which may be newer
+        # Read before the calls that the page shows: if a call begins in between, the button reports that the key has changed.
+        looked = urlencode(looked_at(key, self._alias(key)))
         context |= {
             **key_page.facts(key),
             "line": key_page.line(key, key.declared),
@@ -141,7 +142,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         return JsonResponse(copying.as_json(key, linked), json_dumps_params={"indent": 2})
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Any:
-        """Return the key with what its page needs beside its own columns."""
+        """Return the key with its declared recovery points and the user who sent it, for its page."""
         key: Any = super().get_object(request, object_id, from_field)
         if key is not None:
             key.declared = key_page.DeclaredPoints().of(key)
@@ -152,7 +153,8 @@ class KeyPageAdmin(ReadOnlyAdmin):
         return router.db_for_write(IdempotencyKey, instance=key)
 
     def press_view(self, request: HttpRequest, pk: int, name: str) -> HttpResponse:
-        """Ask, then do what a button says, write it into the admin log, and show the key again."""
+        """Show the confirmation of a button. If the person confirms, perform the action, write the admin log, and redirect to
+        the page of the key."""
         button = BUTTONS.get(name)
         if button is None:
             raise Http404
@@ -162,7 +164,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         if key is None:
             raise Http404
         page = reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change", args=(pk,))
-        # As it was on the page with the button, not as it is by now.
+        # The data as the page with the button showed it, not the present data.
         looked = {name: request.GET.get(name) for name in ("seen", "at", "calls")}
         if request.method == "GET" and looked != looked_at(key, self._alias(key)):
             self.message_user(request, TOO_LATE, messages.WARNING)
@@ -179,11 +181,11 @@ class KeyPageAdmin(ReadOnlyAdmin):
         question = {"title": button.label, "name": name, "button": button, "form": form, "page": page, "template": template}
         return self._ask(request, key, question | {"filled": bool(filled), "looked_at": urlencode(looked)})
 
-    # A run of a view must not happen inside a transaction, and what was done is not to be undone by a later error of the page.
+    # A view must not run inside a transaction, and a later error of the page must not undo the action of the button.
     press_view._non_atomic_requests = EVERY_ALIAS  # type: ignore[attr-defined]
 
     def _ask(self, request: HttpRequest, key: IdempotencyKey, question: dict[str, Any]) -> HttpResponse:
-        """Return the page with the question of a button, and what a person must know to answer it."""
+        """Return the confirmation of a button, with the facts that the person needs for the decision."""
         form = question["form"]
         shown = {
             "opts": self.opts,
@@ -201,11 +203,11 @@ class KeyPageAdmin(ReadOnlyAdmin):
 
 
 def _shown(name: str) -> Callable[[KeyPageAdmin, IdempotencyKey], str]:
-    """Return a method of the page that shows a time of the key as all pages write times."""
+    """Return a method of the page that shows the time in the column ``name`` of a key."""
 
     @admin.display(description=_LABELS[name])
     def shown(self: KeyPageAdmin, key: IdempotencyKey) -> str:
-        # A key that the completer has finished keeps the time of the run that was planned in case it failed.
+        # A key that the completer has finished keeps the time of its next run, which was planned in case of failure.
         return moment(None if name == "next_run_at" and key.finished_at else getattr(key, name))
 
     return shown

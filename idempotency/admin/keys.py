@@ -1,4 +1,4 @@
-"""Keys: the list, and what is done to many keys at once."""
+"""Keys: the list with its filters, search and actions, and the dashboard."""
 
 from typing import Any
 from urllib.parse import urlencode
@@ -41,7 +41,7 @@ from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring.error_groups import group_of
 
-#: The links above the list: their texts, and the filters behind them.
+#: The links above the list: the text and the filters of each.
 SAVED_VIEWS = (
     (_("Oldest stuck"), {"state": "stuck"}),
     (_("In doubt"), {"state": "stuck", "stuck_code": StuckCode.CALL_IN_DOUBT.value}),
@@ -57,7 +57,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     list_display = ("id", "request", "state", "status", "progress", "age", "attempts", "trouble", "sender")
     list_filter = (
         *(StateFilter, AgeFilter, StuckCodeFilter, RecoveryPointFilter, PathFilter, StatusFilter, MineFilter),
-        *(RequestGroupFilter, ErrorGroupFilter),  # The last: they read what the others let through.
+        *(RequestGroupFilter, ErrorGroupFilter),  # Last, because they read the keys that the other filters select.
     )
     sortable_by = ("age",)
     bulk = (HandBack(), Acknowledge())
@@ -75,7 +75,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         return own + super().get_urls()
 
     def get_queryset(self, request: HttpRequest) -> Any:
-        """Return the keys with their state and the time of the database; in the list without what the list does not show."""
+        """Return the keys with ``state``, ``read_at`` (the database's time) and ``due_at``. The list defers large columns."""
         keys: Any = super().get_queryset(request)
         keys = keys.with_state().annotate(read_at=Now(), due_at=due_at())
         match = request.resolver_match
@@ -84,21 +84,21 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         return keys
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
-        """Find keys by what a person has at hand; see ``search``."""
+        """Return the keys that ``admin.search`` finds."""
         return (search(queryset, search_term, self.admin_site, request) if search_term else queryset), False
 
     def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
-        """Return the oldest first for what waits for a person, else the youngest first."""
+        """Return the order of the list: the oldest first for stuck keys, else the newest first."""
         return ("created_at", "pk") if request.GET.get("state") == "stuck" else ("-created_at",)
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Add the saved views, and the link to the file of what is listed."""
+        """Show the list, with the saved views and the link to the CSV file of the listed keys."""
         csv_url = f"{reverse(f'{self.admin_site.name}:idempotency_keys_csv')}?{request.GET.urlencode()}"
         views = [(label, f"?{urlencode(query)}") for label, query in SAVED_VIEWS]
         return super().changelist_view(request, {"saved_views": views, "csv_url": csv_url} | (extra_context or {}))
 
     def csv_view(self, request: HttpRequest) -> HttpResponse:
-        """Return the keys that the filters and the search of the query let through, as a file."""
+        """Return a CSV file with the keys that the filters and the search of the query select."""
         if not self.has_view_permission(request):
             return refused(self, request)
         try:
@@ -107,7 +107,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
             return HttpResponseRedirect(reverse(f"{self.admin_site.name}:idempotency_idempotencykey_changelist"))
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:
-        """Look up, once for the page, what the rows need beside their own columns."""
+        """Return the list, whose keys have their declared recovery points and senders. All senders take one query."""
         changelist = super().get_changelist_instance(request)
         keys, points = list(changelist.result_list), key_page.DeclaredPoints()
         users = get_user_model()._default_manager.in_bulk({key.user_id for key in keys if key.user_id is not None})
@@ -134,7 +134,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
 
     @admin.display(description=_("stuck because, last error"))
     def trouble(self, key: Any) -> SafeString:
-        """Return why it is stuck, if it is; else the first line of its last error, unless it is finished."""
+        """Return the stuck code and the first line of the reason, or else of the last error; empty for a finished key."""
         text = "" if key.finished_at else key.stuck_reason or key.last_error
         line = format_html("{}", first_line_of(text))
         if text:
@@ -147,7 +147,7 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         return format_html("<strong>{}</strong><br>{}", key.stuck_code, line) if key.stuck_code else line
 
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
-        """Show how much waits, where, and for whom."""
+        """Show the dashboard."""
         if not self.has_view_permission(request):
             return refused(self, request)
         context = {"title": gettext("Idempotency dashboard"), "opts": self.opts, **dashboard.numbers(request, self.admin_site)}

@@ -1,4 +1,4 @@
-"""Foreign calls, and messages of the inbox."""
+"""The lists of foreign calls and of inbox messages."""
 
 from typing import Any
 from urllib.parse import urlencode
@@ -17,7 +17,7 @@ from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage
 
 
 class CallNameFilter(ChosenFilter):
-    """The name of a call, among the newest."""
+    """The name of a call, among the newest calls."""
 
     title = of_the_newest(_("name, of the {count} newest"))
     parameter_name = "name"
@@ -27,7 +27,7 @@ class CallNameFilter(ChosenFilter):
 
 
 class InDoubtFilter(admin.SimpleListFilter):
-    """Calls whose result is unknown, of keys that are not finished; of very many such keys, of the oldest."""
+    """Calls whose result is unknown, of the oldest MAX_GROUPED unfinished keys."""
 
     title = _("result")
     parameter_name = "result"
@@ -45,7 +45,7 @@ class InDoubtFilter(admin.SimpleListFilter):
 
 @admin.register(ForeignCall)
 class ForeignCallAdmin(ReadOnlyAdmin):
-    """Calls to services that are not idempotent."""
+    """Calls to services without idempotency keys (``foreign_call``)."""
 
     list_display = ("id", "name_shown", "key_shown", "started_at", "recorded_at", "result")
     list_filter = (InDoubtFilter, CallNameFilter)
@@ -54,7 +54,7 @@ class ForeignCallAdmin(ReadOnlyAdmin):
     search_help_text = of_the_newest(_("The id of the row of a key, or the name of a call among the {count} newest."))
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
-        """Find calls by their key, through its index, or by their name."""
+        """Return the calls of the key whose row has this id, through an index, or the newest calls with this name."""
         if not search_term:
             return queryset, False
         if (pk := row_id(search_term)) is not None:
@@ -72,7 +72,7 @@ class ForeignCallAdmin(ReadOnlyAdmin):
 
 
 class SourceFilter(ChosenFilter):
-    """Who numbers the messages, among the newest."""
+    """The source of a message, among the newest messages."""
 
     title = of_the_newest(_("source, of the {count} newest"))
     parameter_name = "source"
@@ -82,7 +82,7 @@ class SourceFilter(ChosenFilter):
 
 
 class ProcessedFilter(AgeFilter):
-    """How long ago messages took effect."""
+    """Spans of the time since messages took effect."""
 
     title = _("processed")
     column = "processed_at"
@@ -90,7 +90,7 @@ class ProcessedFilter(AgeFilter):
 
 @admin.register(ProcessedMessage)
 class ProcessedMessageAdmin(ReadOnlyAdmin):
-    """Messages that took effect."""
+    """Messages, webhooks and jobs that took effect."""
 
     list_display = ("id", "source_shown", "message_id", "processed_at")
     list_filter = (ProcessedFilter, SourceFilter)
@@ -99,7 +99,7 @@ class ProcessedMessageAdmin(ReadOnlyAdmin):
     search_help_text = _("The whole id of a message, or the id of its row.")
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
-        """Find messages by their whole id, of whatever source."""
+        """Return the messages with this id, of any source, at most MAX_GROUPED, and the message whose row has this id."""
         if not search_term:
             return queryset, False
         messages = ProcessedMessage.objects.using(queryset.db).filter(message_id=search_term)

@@ -1,4 +1,4 @@
-"""What all pages share: rows that the machine writes and a person reads, on tables with millions of them."""
+"""The base class of the lists and pages, for read-only rows in large tables, and functions that all pages share."""
 
 import json
 from contextlib import suppress
@@ -22,16 +22,16 @@ from idempotency._request.redaction import REDACTED
 from idempotency._text import summary
 from idempotency.admin.refusals import refused
 
-#: A page counts at most so many rows; the further ones are found by a filter or the search.
+#: The first page of a list and the confirmation of an action count at most this many rows.
 MAX_COUNT = 5000
-#: The pages of a list end here: a page is found by passing over the rows of those before it.
+#: The pages of a list cover at most this many rows, because each page reads the rows of all pages before it.
 MAX_DEPTH = 100_000
 MAX_SHOWN_CHARACTERS = 20_000
 _ENCODED_REDACTED = "%5Bredacted%5D"
 
 
 class AtLeast(int):
-    """A number of rows behind which there are more; pages write it as ``5000+``."""
+    """A lower bound of the number of rows; pages show ``5000+``."""
 
     def __str__(self) -> str:
         return f"{int(self)}+"
@@ -40,17 +40,17 @@ class AtLeast(int):
 
 
 class BoundedPaginator(Paginator):  # type: ignore[type-arg]
-    """A paginator that counts to MAX_COUNT rows: counting a million takes longer than showing fifty.
+    """A paginator that counts a limited number of rows, because to count a million rows takes longer than to show fifty.
 
-    Behind the last page that it counts there may be more. Each of the later pages counts MAX_COUNT rows further, up to
-    MAX_DEPTH; filters and the search reach the rows behind that.
+    The first page counts MAX_COUNT rows. A later page counts at least MAX_COUNT rows beyond the pages before it, up to
+    MAX_DEPTH rows in all. Filters and the search reach the rows beyond MAX_DEPTH.
     """
 
     page_number = 1
 
     @cached_property
     def count(self) -> int:
-        """Return how many rows there are, or AtLeast how many."""
+        """Return the number of rows; an AtLeast if there are more than the limit."""
         rows = self.object_list
         if not isinstance(rows, QuerySet):
             return len(rows)
@@ -61,15 +61,15 @@ class BoundedPaginator(Paginator):  # type: ignore[type-arg]
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Rows that nobody adds, changes or deletes by hand."""
+    """Rows that cannot be added, edited or deleted by hand."""
 
     actions: Any = None
     paginator = BoundedPaginator
     show_full_result_count = False
-    show_facets = admin.ShowFacets.NEVER  # they count the whole table, once for each choice of a filter
+    show_facets = admin.ShowFacets.NEVER  # Facets count the whole table once for each choice of a filter.
     sortable_by: ClassVar[Any] = ()
     list_per_page = 50
-    list_max_show_all = 100  # The ids of all fit into the address of a question.
+    list_max_show_all = 100  # The ids of all these rows fit into the URL of a confirmation.
 
     class Media:
         css = {"all": ["idempotency/admin.css"]}
@@ -91,23 +91,23 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
         return paginator
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
-        """Allow the filters of the page alone: any other lookup may read the whole table, or be refused by the database."""
+        """Return whether ``lookup`` is a filter of the list. Others could read the whole table, or fail in the database."""
         return lookup in {getattr(chosen, "parameter_name", None) for chosen in self.list_filter}
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Show the list, or who may see it."""
+        """Show the list; without the permission, show which permission is missing and which groups have it."""
         if not self.has_view_permission(request):
             return refused(self, request)
         return super().changelist_view(request, extra_context)
 
     def change_view(self, request: HttpRequest, object_id: str, *args: Any, **kwargs: Any) -> HttpResponse:
-        """Show a row, or who may see it."""
+        """Show a row; without the permission, show which permission is missing and which groups have it."""
         if not self.has_view_permission(request):
             return refused(self, request)
         return super().change_view(request, object_id, *args, **kwargs)
 
     def holds(self, request: HttpRequest, permission: str) -> bool:
-        """Tell whether the person has one of this app's own permissions, and may see what it is about."""
+        """Return whether the person has this permission of the app, and may view the rows."""
         return self.has_view_permission(request) and request.user.has_perm(f"{self.opts.app_label}.{permission}")
 
     @admin.display(description=_("last error"))
@@ -116,23 +116,23 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
 
 
 def first_line_of(text: str) -> str:
-    """Return the beginning of ``text``, fit for a cell of a table."""
+    """Return the first line of ``text``, at most 100 characters, for a cell of a table."""
     return summary(text, 100) if text else ""
 
 
 def pretty(value: Any) -> str:
-    """Return a JSON value with its lines indented; text as it is."""
+    """Return a JSON value as indented text; a text unchanged; "" for None."""
     if value is None or isinstance(value, str):
         return value or ""
     try:
         return json.dumps(value, indent=2, ensure_ascii=False)
     except RecursionError:
-        # From Python 3.12 on it reads deeper than it indents.
+        # Since Python 3.12, json.loads() accepts deeper nesting than json.dumps() with an indent.
         return json.dumps(value, ensure_ascii=False)
 
 
 def preformatted(text: str) -> SafeString:
-    """Return ``text`` with its line breaks, what was redacted masked, and not endless."""
+    """Return ``text`` with its line breaks and with redacted values masked, cut at MAX_SHOWN_CHARACTERS."""
     shown = text
     if len(text) > MAX_SHOWN_CHARACTERS:
         length = ngettext("(%(count)s character)", "(%(count)s characters)", len(text)) % {"count": len(text)}
@@ -141,8 +141,8 @@ def preformatted(text: str) -> SafeString:
 
 
 def masked(text: str) -> SafeString:
-    """Return ``text`` escaped, with a mark where a value was redacted."""
-    # JSON may hold a lone surrogate, which no page can.
+    """Return ``text`` escaped, with a mark in place of each redacted value."""
+    # JSON may contain a lone surrogate, which UTF-8 cannot encode.
     escaped = str(escape(text.encode("utf-8", "replace").decode()))
     title, word = gettext("not kept: see redact="), gettext("redacted")
     mask = str(format_html('<mark class="idem-redacted" title="{}">{}</mark>', title, word))
@@ -150,14 +150,14 @@ def masked(text: str) -> SafeString:
 
 
 def may_view(site: AdminSite, request: HttpRequest, model: type[Model]) -> bool:
-    """Return whether the person may view the rows of a model, also if the admin does not show them to anybody."""
+    """Return whether the person may view the rows of a model, which need not be registered in the admin."""
     if (row_admin := site._registry.get(model)) is not None:
         return bool(row_admin.has_view_permission(request))
     return request.user.has_perm(f"{model._meta.app_label}.{get_permission_codename('view', model._meta)}")
 
 
 def admin_url(site: AdminSite, request: HttpRequest, model: type[Model], pk: Any) -> str:
-    """Return where the admin shows a row; "" if it does not, or not to this person."""
+    """Return the URL of a row's page in the admin; "" if there is no such page, or if the person may not view the row."""
     if model not in site._registry or not may_view(site, request, model):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""What a person with few rights is told: which permission is missing, and which groups have it."""
+"""The page for a person without a permission: it names the missing permission, and the groups that have it."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.utils.translation import gettext, gettext_noop
 
-#: How many groups a refusal names.
+#: The maximum number of groups that the page names.
 MAX_GROUPS = 20
-#: Names that Django has stored in English; pages translate them. Those of the app's own permissions are with the models.
+#: Names of permissions that Django stores in English, and pages translate. The models have those of the app's own permissions.
 _STORED = (
     gettext_noop("Can view idempotency key"),
     gettext_noop("Can view staged job"),
@@ -20,7 +20,8 @@ _STORED = (
 
 
 def refused(model_admin: Any, request: HttpRequest, permission: str = "") -> HttpResponse:
-    """Return a 403 that names the missing permission, to view or else ``permission``, and the groups that have it."""
+    """Return a 403 that names the missing permission, and the groups that have it. The missing permission is that to view the
+    rows if the person lacks it, or else ``permission``."""
     if not permission or not model_admin.has_view_permission(request):
         permission = get_permission_codename("view", model_admin.opts)
     app_label = model_admin.opts.app_label

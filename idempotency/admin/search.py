@@ -1,7 +1,7 @@
-"""The search of the list of keys: each kind of term is looked up in a bounded number of rows, or through an index.
+"""The search of the list of keys. Each kind of term is searched in a bounded number of rows, or through an index.
 
-No index begins with the key itself, and another index would cost each request a write. Therefore a prefix of a key is searched
-among the unfinished keys and the newest keys.
+No index begins with the value of the key, and another index would cost each request a write. Therefore a prefix of a value is
+searched only among the unfinished keys and the newest keys. A whole value is searched in all keys.
 """
 
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ HELP = of_the_newest(
     ),
     least=MIN_PREFIX,
 )
-#: How many keys are found by each kind of term.
+#: The maximum number of keys that one query returns for a whole value, for a prefix, or for the rows of a linked model.
 MAX_FOUND = 200
 
 
 def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest) -> QuerySet[Any]:
-    """Narrow ``keys`` down to those that ``term`` finds. Keys are compared case-sensitively, as the requests are."""
+    """Return those of ``keys`` that ``term`` finds. The values of keys are case-sensitive, as they are for requests."""
     if "\0" in term:
-        return keys.none()  # PostgreSQL takes no NUL.
+        return keys.none()  # PostgreSQL rejects NUL.
     every: Any = IdempotencyKey.objects.using(keys.db)
     found: set[int | None] = {*every.filter(idempotency_key=term).values_list("pk", flat=True)[:MAX_FOUND]}
     if not found and len(term) >= MIN_PREFIX:
@@ -53,12 +53,12 @@ def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest
 def _by_prefix(keys: Any, term: str) -> Iterator[int]:
     beginning = keys.filter(idempotency_key__startswith=term).order_by("-created_at").values_list("pk", "idempotency_key")
     for pk, key in (*beginning.unfinished()[:MAX_FOUND], *newest(beginning, NEWEST)[:MAX_FOUND]):
-        if key.startswith(term):  # SQLite compares without the case.
+        if key.startswith(term):  # The LIKE of SQLite ignores case.
             yield pk
 
 
 def _users(term: str) -> list[Any]:
-    """Return the ids of the users with this name or e-mail address. Keys are found by their scope, which has an index."""
+    """Return the ids of at most ten users with this name or e-mail address, for a search of keys by their scope."""
     users: Any = get_user_model()
     named = Q(**{users.USERNAME_FIELD: term})
     if "@" in term:
@@ -68,7 +68,7 @@ def _users(term: str) -> list[Any]:
 
 
 def _by_linked_rows(term: str, site: AdminSite, request: HttpRequest, using: str) -> Iterator[int]:
-    """Yield the keys of rows that their own pages of the admin find, for a person who may see these."""
+    """Yield the ids of the keys of linked rows. The linked model's admin searches the rows, if the person may view them."""
     for model, foreign_key in linked_models():
         name = foreign_key.name
         row_admin = site._registry.get(model)

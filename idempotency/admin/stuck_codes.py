@@ -1,4 +1,4 @@
-"""The cause of each stuck code, and what to do about it."""
+"""The cause and the cure of each stuck code."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from django.utils.translation import gettext_lazy as _
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A stuck code: its cause, its cure, and the button of the cure, a name in ``actions.BUTTONS``."""
+    """The explanation of a stuck code: its cause, its cure, and the name of the recommended button in ``actions.BUTTONS``."""
 
     cause: str | Promise
     cure: str | Promise
@@ -16,7 +16,7 @@ class Explanation:
 
     @property
     def needs_an_answer(self) -> bool:
-        """Whether another run would stop at the same place, or could repeat work."""
+        """Return whether another run would stop at the same place, or could repeat work."""
         return self.best == "answer"
 
 

@@ -1,7 +1,7 @@
-"""Draw a timeline to scale as one inline SVG: data in, SVG out.
+"""Draw a timeline to scale as one inline SVG.
 
-Horizontal places are percentages, so that the drawing is as wide as its place while its text keeps its size. A long gap in
-which nothing runs is compressed, and a break sign shows its length. Kinds differ in shape, not in colour alone.
+Horizontal places are percentages, so that the drawing fills the width of the page while its text keeps its size. A long gap
+without a run is compressed, and a break sign shows its length. Kinds differ in shape, not only in colour.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,16 +14,16 @@ from django.utils.translation import gettext
 
 from idempotency._text import duration
 
-#: The part of the width, in percent, that is left free on each side, for the marks at the ends.
+#: The free space on each side for the marks at the ends, in percent of the width.
 MARGIN = 1.5
-#: The width of a compressed gap, in percent, and the limit for all of them together.
+#: The width of a compressed gap, and the maximum width of all compressed gaps together, in percent.
 BREAK_WIDTH, ALL_BREAKS = 8.0, 40.0
-#: The distance, in percent, at which two events can be told apart. Shorter ones are drawn this wide.
+#: The least distance, in percent, at which two events are distinguishable. Shorter distances are widened to it.
 LEAST_WIDTH = 1.4
-#: Widths in pixels for which labels are placed: those of a phone, and those of a desk, which CSS shows on a wide page.
+#: The widths in pixels for which labels are placed: a phone, and a wide page. CSS hides ``idem-roomy`` on narrower pages.
 NARROW, ROOMY = 330, 900
 _CHARACTER = 6.4
-#: More breaks are drawn at the axis alone.
+#: If there are more breaks, their lines are drawn only near the axis, not through all rows.
 _TORN_THROUGH = 6
 _LABEL, _BAR, _NOTE, _ROW = 11, 18, 46, 36
 _HIGH_ROW, _TOP, _AXIS = 56, 16, 36
@@ -42,7 +42,7 @@ _SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A span of time, in seconds since the begin: a ``run``, a ``call``, ``silent`` (no sign of life) or ``ahead``."""
+    """A span of time, in seconds since the begin. ``kind`` is ``run``, ``call``, ``silent`` (no sign of life) or ``ahead``."""
 
     begin: float
     end: float
@@ -51,7 +51,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An event, in seconds since the begin. ``kind`` is its shape; the label is left out where there is no room."""
+    """An event, in seconds since the begin. ``kind`` is its shape. The label is omitted if it would overlap another label."""
 
     at: float
     kind: str
@@ -72,7 +72,7 @@ class Lane:
 
 
 class Scale:
-    """Places of times, in percent of the width; ``breaks`` has the place and the length of each compressed gap."""
+    """The places of times, in percent of the width. ``breaks`` has the place and the seconds of each compressed gap."""
 
     def __init__(self, times: Iterable[float], busy: Sequence[Stretch]) -> None:
         self._times = sorted(set(times))
@@ -91,7 +91,7 @@ class Scale:
                 self.breaks.append((before + width / 2, length))
 
     def place(self, at: float) -> float:
-        """Return the place of one of the times, or of a moment between two of them."""
+        """Return the place of a time; between two known times it is interpolated."""
         for (begin, end), (left, right) in zip(pairwise(self._times), pairwise(self._places), strict=True):
             if begin <= at <= end:
                 return left + (right - left) * (at - begin) / (end - begin)
@@ -99,7 +99,8 @@ class Scale:
 
 
 def _compressed(lengths: list[float], idle: list[bool]) -> list[bool]:
-    """Tell which gaps are compressed: of the idle ones those that would leave what runs less than half of the width."""
+    """Return for each gap whether it is compressed. The shortest idle gaps are kept as long as their sum is at most the time
+    of all runs; longer idle gaps are compressed. Without a run, no gap is compressed."""
     room = sum(length for length, nothing in zip(lengths, idle, strict=True) if not nothing)
     cut = [False] * len(lengths)
     if not room:
@@ -112,7 +113,8 @@ def _compressed(lengths: list[float], idle: list[bool]) -> list[bool]:
 
 
 def _shares(lengths: list[float], taken: float) -> list[float]:
-    """Return the widths of gaps, to scale; those below LEAST_WIDTH are widened at the cost of the others."""
+    """Return the widths of the gaps that are not compressed, to scale. Widths below LEAST_WIDTH are increased, and the others
+    are reduced. The compressed gaps take ``taken`` percent."""
     room = 100 - 2 * MARGIN - taken
     least = min(LEAST_WIDTH, room / max(1, len(lengths)) / 2)
     wide = list(range(len(lengths)))
@@ -126,7 +128,7 @@ def _shares(lengths: list[float], taken: float) -> list[float]:
 
 
 def draw(rows: Sequence[Lane], *, now: float | None, axis: tuple[str, str], summary: str, described_by: str) -> SafeString:
-    """Return the SVG, or nothing if all happened at one moment. ``described_by`` is the id of a text with the same events."""
+    """Return the SVG; empty if all times are equal. ``described_by`` is the id of an element with the same events as text."""
     bars = [bar for row in rows for bar in row.bars]
     times = [time for bar in bars for time in (bar.begin, bar.end)] + [mark.at for row in rows for mark in row.marks]
     times += [now] if now is not None else []
@@ -180,7 +182,7 @@ def _shape(mark: Mark, scale: Scale, y: int) -> SafeString:
 
 
 def _guides(scale: Scale, now: float | None, bottom: int) -> SafeString:
-    """Return the lines behind all rows: the breaks, torn, and the present."""
+    """Return the lines behind all rows: a torn line for each break, and a line for the present."""
     top = _TOP if len(scale.breaks) <= _TORN_THROUGH else bottom - 20
     tear = "M-3 0" + "l6 5l-6 5" * ((bottom - top) // 10)
     parts = [
@@ -202,7 +204,7 @@ def _axis(scale: Scale, axis: tuple[str, str], top: int) -> SafeString:
 
 
 def _labels(wanted: list[tuple[float, str]], y: int) -> Iterator[SafeString]:
-    """Yield the labels that touch no other one. Those with room on a wide page alone have a class for that."""
+    """Yield the labels that do not overlap an earlier one. A label for wide pages only has the class ``idem-roomy``."""
     taken: dict[int, list[tuple[float, float]]] = {NARROW: [], ROOMY: []}
     for place, label in wanted:
         spans = {width: _span(place, label, width) for width in taken}
@@ -227,7 +229,7 @@ def _anchor(place: float) -> str:
 
 
 def _span(place: float, label: str, width: int) -> tuple[float, float]:
-    """Return from which to which pixel a label reaches, on a drawing of this width."""
+    """Return the first and the last pixel of a label, with a margin, in a drawing of this width."""
     length, x = len(label) * _CHARACTER, place * width / 100
     left = {"start": x, "middle": x - length / 2, "end": x - length}[_anchor(place)]
     return left - 4, left + length + 4

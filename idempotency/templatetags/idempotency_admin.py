@@ -1,4 +1,4 @@
-"""How the pages of the admin write times, durations and numbers."""
+"""Template filters for times and durations in the admin."""
 
 from datetime import datetime
 
@@ -18,24 +18,24 @@ register.filter("humanize_seconds", duration)
 
 @register.filter
 def ago(seconds: float) -> str:
-    """Return how long ago a moment was; a time of the future was just now."""
+    """Return a text such as ``3 min ago``; a negative number counts as 0."""
     return gettext("%(duration)s ago") % {"duration": duration(max(0.0, seconds))}
 
 
 @register.filter
 def moment(at: datetime | None) -> SafeString | str:
-    """Return a time as all pages write it, for people and for machines; "" without one."""
+    """Return an HTML ``time`` element with the time as text and in ISO format; "" for None."""
     if at is None:
         return ""
     return format_html('<time datetime="{}">{}</time>', aware(at).isoformat(), written(at))
 
 
 def written(at: datetime) -> str:
-    """Return a time with its zone: ``2026-11-21 06:00:00 UTC``."""
+    """Return a time as text in the current time zone: ``2026-11-21 06:00:00 UTC``."""
     local = timezone.localtime(aware(at))
     return f"{local:%Y-%m-%d %H:%M:%S} {local.tzname()}"
 
 
 def aware(at: datetime) -> datetime:
-    """Return a time with its zone; without USE_TZ it is that of the settings."""
+    """Return a time with a time zone. A time without one, as with USE_TZ=False, gets the zone of the settings."""
     return timezone.make_aware(at, timezone.get_default_timezone()) if timezone.is_naive(at) else at

@@ -1,3 +1,3 @@
-// Presses the button of a page that shows the progress of an action. Without scripts a person presses it.
+// Submits the form on the progress page of an action. Without JavaScript, the person presses its button.
 "use strict";
 document.querySelector("form[data-idem-continue]")?.requestSubmit();

@@ -1,4 +1,4 @@
-// Refreshes the region #idem-live from the address of the page, until somebody pauses it.
+// Refreshes the region #idem-live from the URL of the page, unless the person has paused it.
 "use strict";
 
 document.addEventListener("DOMContentLoaded", () => {
@@ -12,7 +12,7 @@ document.addEventListener("DOMContentLoaded", () => {
 
   const say = (text) => { if (note.textContent !== text) note.textContent = text; };
 
-  // A refresh must not take away what a person writes, has selected, or is about to press.
+  // A refresh must not remove a form or dialog in use, or a selected text.
   const inUse = () =>
     document.hidden
     || region.querySelector("form:focus-within, dialog[open]") !== null
