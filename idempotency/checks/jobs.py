@@ -18,7 +18,7 @@ _FUNCTIONS = (jobs.stage_job, jobs.astage_job)
 
 
 class _Call(NamedTuple):
-    """A call of ``stage_job`` whose name and queue are literals."""
+    """A call of ``stage_job`` or ``astage_job`` whose name and queue are literals."""
 
     place: str
     name: str
@@ -29,8 +29,8 @@ class _Call(NamedTuple):
 def check_staged_names(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     """W013: ``stage_job`` is called with a name that its queue refuses.
 
-    Only literal names in modules that are imported are checked: those of the URLconf, and those that other checks, the models
-    and the apps import. Tests are left out, because they may stage wrong names on purpose.
+    The check covers calls with a literal name and queue, in modules that are imported: those of the URLconf, and those that
+    other checks, the models and the apps import. It skips tests, because they may stage wrong names on purpose.
     """
     if not conf.are_valid():
         return []
@@ -49,7 +49,7 @@ def check_staged_names(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 
 def _calls(module: ModuleType) -> Iterator[_Call]:
-    # By identity, because a value may compare in a way of its own.
+    # Compare by identity, because a value may define its own ``==``.
     known = {id(jobs), *map(id, _FUNCTIONS), id(sys.modules["idempotency"])}
     if not any(id(value) in known for value in list(getattr(module, "__dict__", {}).values())):
         return
@@ -57,7 +57,7 @@ def _calls(module: ModuleType) -> Iterator[_Call]:
         return
     try:
         tree = ast.parse(getsource(module))
-    except (OSError, SyntaxError, TypeError):  # There is no source.
+    except (OSError, SyntaxError, TypeError):  # The source is missing or cannot be parsed.
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and id(_value(node.func, module)) in map(id, _FUNCTIONS):
@@ -69,7 +69,7 @@ def _calls(module: ModuleType) -> Iterator[_Call]:
 
 
 def _value(node: ast.expr, module: ModuleType) -> Any:
-    """Return what a name of the module, or an attribute of one, stands for."""
+    """Return the object to which a name or an attribute in ``module`` refers; None if it is unknown."""
     if isinstance(node, ast.Attribute):
         owner = _value(node.value, module)
         return vars(owner).get(node.attr) if isinstance(owner, ModuleType) else None
@@ -77,7 +77,7 @@ def _value(node: ast.expr, module: ModuleType) -> Any:
 
 
 def _text(node: ast.expr | None) -> str:
-    """Return the text of a literal, or "" for anything else."""
+    """Return the value of a string literal, or "" for any other expression."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
@@ -96,6 +96,6 @@ def _refusal(call: _Call) -> str:
     try:
         if refuse is not None:
             refuse(call.name)
-    except Exception as error:  # A module may raise anything on import.
+    except Exception as error:  # The import of a module may raise any exception.
         return f"{error}"
     return ""

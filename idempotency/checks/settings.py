@@ -110,7 +110,7 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.database)
 def check_engine(app_configs: Any, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
-    """E013: a database that is not PostgreSQL, though it speaks its protocol, or Citus with rows that are distributed.
+    """E013: a database that uses PostgreSQL's protocol but is another product, or Citus with distributed or replicated tables.
 
     ``manage.py check --database`` and ``migrate`` run it.
     """
@@ -127,7 +127,7 @@ def check_engine(app_configs: Any, databases: Sequence[str] | None = None, **kwa
 
 @register
 def check_references(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E010: a foreign key that prevents the deletion of a staged job, so that the job would be handed over without end."""
+    """E010: a foreign key that prevents the deletion of a staged job. The enqueuer would hand over such a job in each pass."""
     return [
         Error(
             f"The foreign key {relation.field} prevents the deletion of staged jobs, which are deleted after their hand-over.",
@@ -228,7 +228,7 @@ def check_enqueuers(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 def _problem(path: str | Callable[..., Any], problem_of: Callable[[Any], str]) -> str:
     try:
         return problem_of(conf.named(path))
-    except Exception as error:  # A module may raise anything on import.
+    except Exception as error:  # The import of a module may raise any exception.
         return f"{type(error).__name__}: {error}"
 
 
@@ -245,7 +245,7 @@ def _no_renderer(named: Any) -> str:
         return problem
     try:
         signature(named).bind(**dict.fromkeys(RENDERED_FROM))
-    except ValueError:  # It is built in, and has no signature.
+    except ValueError:  # A built-in callable may have no signature.
         return ""
     except TypeError as error:
         return f"it does not take the arguments {', '.join(RENDERED_FROM)}: {error}"

@@ -1,7 +1,7 @@
-"""System checks of protected views that do not work as they seem to.
+"""System checks of protected views: mistakes that refuse requests, and mistakes that weaken the protection.
 
-A check reports a mistake only if it is sure: an opaque decorator or middleware silences the check. For mistakes that are
-visible at import, the decorator itself raises an error.
+A check reports only definite mistakes. If it cannot analyse a decorator or a middleware, it reports nothing. For mistakes
+that are visible at import, the decorator itself raises an error.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,13 +21,13 @@ from idempotency._store.transactions import atomic_aliases
 from idempotency.models import IdempotencyKey
 from idempotency.policy import Protected, allowed_methods, views_to_check
 
-#: Scopes with these attributes are meant for senders that are not Django users; Django users have ``scopes.user``.
+#: Scopes that read one of these attributes are meant for senders other than Django users, who have ``scopes.user``.
 _IDS_OF_USER = ("user.pk", "user.id")
 
 
 @register
 def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E005, E007, E008, W004, W005, W006, W008, W009, W010, W011, W012, W016: views that do not work as they seem."""
+    """E005, E007, E008, W004, W005, W006, W008, W009, W010, W011, W012, W016: views with such a mistake."""
     views = list(views_to_check())
     each = [
         message
@@ -67,7 +67,7 @@ def _mistakes(view: Protected) -> Iterator[CheckMessage]:
 
 
 def _doubts(view: Protected) -> Iterator[CheckMessage]:
-    """Warnings for views that are protected less than they seem to be."""
+    """Yield warnings for views whose decorator, or an option of it, has less effect than expected."""
     from django.contrib.auth.views import LoginView  # needs the models
 
     owner = class_of(view.callback)
@@ -116,7 +116,7 @@ def _doubts_of_scope(view: Protected) -> Iterator[CheckMessage]:
 
 
 def _refusals(view: Protected) -> Iterator[CheckMessage]:
-    """A warning for a class whose ``dispatch()`` runs before its protected handler, and may refuse the retry."""
+    """Yield a warning if a ``dispatch()`` runs before the protected handler of its class, because it may refuse the retry."""
     if view.methods and (found := foreign_dispatches(view.callback)):
         yield Warning(
             f"The view {view.path} has @idempotent on {', '.join(view.methods)}, and {', '.join(found)} runs before it. If "
@@ -129,7 +129,7 @@ def _refusals(view: Protected) -> Iterator[CheckMessage]:
 
 
 def _strangers(view: Protected) -> Iterator[CheckMessage]:
-    """A warning if two users may have one scope: primary keys of users are unique only within a database."""
+    """Yield a warning if two users may have the same scope: primary keys of users are unique only within a database."""
     using = view.options.using or router.db_for_write(IdempotencyKey)
     users = router.db_for_write(get_user_model())
     by_user = view.options.scope in (None, scopes.user, scopes.user_or_session)
@@ -144,7 +144,7 @@ def _strangers(view: Protected) -> Iterator[CheckMessage]:
 
 
 def _losses(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
-    """A warning for unprotected methods of the view: Django excludes a whole view from ATOMIC_REQUESTS."""
+    """Yield a warning if unprotected methods run outside ATOMIC_REQUESTS, because Django excludes a view as a whole."""
     if not atomic_aliases() or not view.methods or class_of(view.callback) is None:
         return
     if view is not next(other for other in every if other.callback is view.callback):
@@ -164,7 +164,7 @@ def _losses(view: Protected, every: list[Protected]) -> Iterator[CheckMessage]:
 
 
 def _several_databases(views: list[Protected]) -> Iterator[CheckMessage]:
-    """One warning for all plain views that have a transaction in a database besides the key's."""
+    """Yield one warning for all plain views that also have a transaction in another database than that of the key."""
     found: dict[str, set[str]] = {}
     for view in views:
         if view.options.recovery_points is None and view.methods and (others := _other_databases(view)):
@@ -181,13 +181,13 @@ def _several_databases(views: list[Protected]) -> Iterator[CheckMessage]:
 
 
 def _other_databases(view: Protected) -> set[str]:
-    """Return the databases besides the key's that have a transaction of ATOMIC_REQUESTS in this view."""
+    """Return the databases, other than that of the key, that have a transaction of ATOMIC_REQUESTS in this view."""
     layers = [layer for handler in handlers(view.callback, *view.methods) for layer in wrapped(handler)]
     protected = next((layer.__wrapped__ for layer in reversed(layers) if hasattr(layer, "idempotency")), None)  # type: ignore[attr-defined]
     aliases = set(atomic_aliases(protected))
     using = view.options.using
     if callable(using):
-        return aliases if len(aliases) > 1 else set()  # One of them may contain the key.
+        return aliases if len(aliases) > 1 else set()  # One of them may be the database of the key.
     return aliases - {using or router.db_for_write(IdempotencyKey)}
 
 
@@ -200,7 +200,7 @@ def _atomic_blocks(views: Iterable[View]) -> Iterator[transaction.Atomic]:
 
 
 def _nobody_says_who(callback: View) -> bool:
-    """Return whether all decorators and middleware are of Django or this app, and none sets users or sessions."""
+    """Return whether all decorators and middleware belong to Django or this app, and no middleware sets users or sessions."""
     modules = [layer.__globals__["__name__"] if isfunction(layer) else "" for layer in (callback, *outside(callback))]
     known = all(name.partition(".")[0] in ("django", "idempotency") for name in [*modules, *settings.MIDDLEWARE])
     return known and not any("sessions" in path or "auth" in path for path in settings.MIDDLEWARE)

@@ -1,12 +1,13 @@
 """HTTP clients that send each unsafe request with a key, and retry the request until a response is final. They use the library
 httpx or Requests.
 
-This package does not import Django: ``pip install "django-idempotency[client]"`` (httpx) or ``"django-idempotency[requests]"``
-serves any Python program. Each library is imported when the first of its names is used.
+This package does not import Django, so any Python program can use it. Install it with ``pip install
+"django-idempotency[client]"`` (httpx) or ``"django-idempotency[requests]"``. Each library is imported when one of its names is
+first used.
 
-The key is held in memory. A client that may crash before the response must make the key itself (``new_key``), commit it
-together with its decision to call, and send it in the header. After a restart only that key finds the first request; a new
-key would repeat it.
+The key is held in memory. A client that may crash before the response must create the key itself (``new_key``), commit the key
+together with the decision to call, and send the key in the header. After a restart, only a request with the same key is a
+retry. A request with a new key would run again.
 """
 
 from importlib import import_module
@@ -34,12 +35,12 @@ _OF_REQUESTS = ("IdempotentAdapter", "make_session")
 
 
 def __dir__() -> list[str]:
-    """List also the names that are imported at their first use."""
+    """Return all public names, including those that are imported at their first use."""
     return __all__
 
 
 def __getattr__(name: str) -> Any:
-    """Import the library that a name needs."""
+    """Return a public name, after an import of the library that it needs."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     library, extra = ("requests", "requests") if name in _OF_REQUESTS else ("httpx", "client")

@@ -16,16 +16,15 @@ _HOPELESS = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
 class IdempotentTransport(httpx.BaseTransport):
     """Send each unsafe request through ``transport`` until a response is final, with the same key and bytes.
 
-    The key of the request is used if it has one; otherwise a new one is set in ``request.headers``. These outcomes are
-    retried:
+    If the request has no key, the transport sets a new key in ``request.headers``. These outcomes are retried:
 
     - an incomplete exchange: no connection, a broken connection, or a truncated body
     - a problem+json with ``retryable: true``
     - a response without the member ``retryable`` and with status 408, 425, 429 or 5xx, or 409 with ``Retry-After``
 
-    All other responses are final. After the deadline or the last of ``max_attempts``, or if ``Retry-After`` exceeds the
-    deadline, the last response is returned or the last error raised. It is then unknown whether the request ran;
-    ``error.request.headers`` has the key for a later retry.
+    All other responses are final. After the deadline or the last of ``max_attempts``, or if the next pause would end after the
+    deadline, the transport returns the last response or raises the last error. It is then unknown whether the request ran. The
+    headers of the request (``error.request.headers``) contain the key for a later retry.
     Bodies are held in memory.
 
     Raises httpx.TransportError if the last attempt got no complete response.
@@ -59,13 +58,13 @@ class IdempotentTransport(httpx.BaseTransport):
 
 
 class AsyncIdempotentTransport(httpx.AsyncBaseTransport):
-    """Does for httpx.AsyncClient what IdempotentTransport does for httpx.Client, on asyncio and trio."""
+    """The counterpart of IdempotentTransport for httpx.AsyncClient, on asyncio and trio."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None, retries: Retries | None = None) -> None:
         self._transport, self._retries = transport or httpx.AsyncHTTPTransport(), retries or Retries()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send the request as often as it takes."""
+        """Send the request and its retries."""
         if request.method not in UNSAFE_METHODS:
             return await self._transport.handle_async_request(request)
         await request.aread()
@@ -89,7 +88,7 @@ class AsyncIdempotentTransport(httpx.AsyncBaseTransport):
 def make_client(retries: Retries | None = None, **options: Any) -> httpx.Client:
     """Return an httpx.Client with these options, whose ``transport`` and mounts are wrapped in IdempotentTransport.
 
-    Proxies of the environment are not used.
+    Proxies from environment variables are not used.
     """
     transport = options.pop("transport", None) or httpx.HTTPTransport(**_of_transport(options))
     mounts = {url: mount and IdempotentTransport(mount, retries) for url, mount in (options.pop("mounts", None) or {}).items()}
@@ -111,7 +110,7 @@ def _of_transport(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Exchange:
-    """The request of each attempt of a call, and the pause after each. It does no I/O."""
+    """The attempts of one call: the request of each attempt, and the pause after it. This class does no I/O."""
 
     def __init__(self, request: httpx.Request, retries: Retries) -> None:
         self._request, self._call = request, ClientCall(retries, request.headers)
@@ -140,7 +139,7 @@ def _over(response: httpx.Response, body: bytes) -> httpx.Response:
 
 
 def _decoded(answer: httpx.Response) -> bytes:
-    """Return the body without its Content-Encoding, and leave ``answer`` unread; b"" if it cannot be decoded."""
+    """Return the decoded body, and leave the stream of ``answer`` unread; b"" if the body cannot be decoded."""
     try:
         if not answer.is_stream_consumed:
             body = b"".join(answer.stream)  # type: ignore[arg-type]  # a ByteStream can be read again

@@ -13,18 +13,17 @@ from urllib3.util import Timeout as Timeouts
 
 from idempotency.client._rules import UNSAFE_METHODS, ClientCall, Retries
 
-#: The errors of an incomplete exchange. The others are errors of the request itself, which a retry would repeat.
+#: The errors of an incomplete exchange. All other errors are errors of the request itself, which a retry would repeat.
 _INCOMPLETE = (ConnectionError, Timeout, ChunkedEncodingError, ContentDecodingError)
 
 
 class IdempotentAdapter(HTTPAdapter):
-    """Does for a requests.Session what IdempotentTransport does for an httpx.Client. Mount it for each URL prefix, or let
-    ``make_session`` do this.
+    """The counterpart of IdempotentTransport for a requests.Session. Mount it for each URL prefix, or use ``make_session``.
 
-    ``options`` are those of HTTPAdapter. The ``timeout=`` of a request applies to each attempt; without one, an attempt may
-    wait for its answer until the deadline.
+    ``options`` are those of HTTPAdapter. The ``timeout=`` of a request applies to each attempt. Without a timeout, an attempt
+    may wait for its response until the deadline.
 
-    Raises a requests.RequestException if the last attempt got no complete response; its ``request.headers`` have the key.
+    Raises requests.RequestException if the last attempt got no complete response; ``error.request.headers`` has the key.
     Raises requests.exceptions.UnrewindableBodyError, before sending, if a part of the request body was read before.
     """
 
@@ -57,7 +56,7 @@ class IdempotentAdapter(HTTPAdapter):
                     return response
             except _INCOMPLETE as error:
                 if (pause := call.pause_after_error()) is None:
-                    error.request = request  # An error in the body of the response has none.
+                    error.request = request  # An error while the response body is read has no request.
                     raise
             time.sleep(pause)
 
@@ -71,12 +70,12 @@ def make_session(retries: Retries | None = None, **options: Any) -> requests.Ses
 
 
 def _pause_after(call: ClientCall, response: requests.Response) -> float | None:
-    content = response.content  # Read in any case: an error of a truncated body is raised here, where it is retried.
+    content = response.content  # Read each body here, so that the error of a truncated body is retried.
     return call.pause_after_answer(response.status_code, response.headers, lambda: content)
 
 
 def _hold_body(request: requests.PreparedRequest) -> None:
-    """Read a streamed body into memory, from where requests had found it when it prepared the request."""
+    """Read a streamed body into memory, from the position that it had when the request was prepared."""
     body: Any = request.body
     if body is None or isinstance(body, str | bytes):
         return
@@ -92,7 +91,7 @@ def _hold_body(request: requests.PreparedRequest) -> None:
     else:
         content = b"".join(part.encode() if isinstance(part, str) else part for part in body)
     held = BytesIO(content.encode() if isinstance(content, str) else content)
-    # Still a file, because digest authentication and redirects rewind the body that they saw.
+    # The body must be a file, because digest authentication and redirects rewind it.
     request.body, request._body_position = held, 0
     # The length is known now. It lets the server detect a truncated body.
     request.headers.pop("Transfer-Encoding", None)
@@ -106,7 +105,7 @@ def _from_its_beginning(request: requests.PreparedRequest) -> requests.PreparedR
 
 
 def _ending_after(left: float, timeout: Any) -> Timeouts:
-    """Return the timeouts of a request in the form of urllib3, for an attempt with ``left`` seconds."""
+    """Return ``timeout`` as a Timeout of urllib3 whose total is at most ``left`` seconds."""
     if not isinstance(timeout, Timeouts):
         connect, read = timeout if isinstance(timeout, tuple) else (timeout, timeout)
         timeout = Timeouts(connect=connect, read=read)

@@ -1,4 +1,4 @@
-"""The rules of the retries, without I/O: the key of a call, which outcomes are retried, the pauses, and the end."""
+"""The rules of the retries, without I/O: the key of a call, the outcomes that are retried, the pauses and the deadline."""
 
 import json
 import os
@@ -64,7 +64,7 @@ class ClientCall:
     def pause_after_answer(self, status: int, headers: Mapping[str, Any], content: Callable[[], bytes]) -> float | None:
         """Return the seconds to wait before the next attempt, or None if the answer is final or there is no further attempt.
 
-        ``content`` returns the decoded body. It is called for a problem+json.
+        The function ``content`` returns the decoded body. It is called only for a problem+json.
         """
         asked = _retry_after_seconds(headers)
         if (retryable := _member_retryable(status, headers, content)) is None:
@@ -97,7 +97,7 @@ def _retry_after_seconds(headers: Mapping[str, Any]) -> float | None:
         seconds = float(value)
     except ValueError:
         until, now = _timestamp(value), _timestamp(headers.get("Date", ""))
-        # Compare with the server's Date if there is one: its clock may differ.
+        # Compare with the Date of the response if it has one, because the clock of the server may differ.
         return max(until - (now or time.time()), 0) if until is not None else None
     return seconds if seconds >= 0 else None
 

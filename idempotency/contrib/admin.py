@@ -21,7 +21,7 @@ _NEEDED = ("finished_at", "refused_at", "stuck_at", "acknowledged_at", "last_run
 
 
 class KeyStateMixin:
-    """Show the state of the key that a row points at, such as "stuck, 9 min", in the list and on the page of the row.
+    """Show the state of the key to which a row refers, such as "stuck, 9 min", in the list and on the page of the row.
 
     ::
 
@@ -30,34 +30,34 @@ class KeyStateMixin:
             list_display = ("id", "created_at", "key_state")
             readonly_fields = ("key_state",)
 
-    The state is a link to the page of the key, for users who may view keys. A list takes one further query, however many rows
-    it has.
+    For users who may view keys, the state is a link to the page of the key. A list needs one more query, however many rows it
+    has.
 
-    ``key_field`` is the name of the foreign key. It must be set if the model has several to ``IdempotencyKey``.
+    ``key_field`` is the name of the foreign key. It must be set if the model has several foreign keys to ``IdempotencyKey``.
     """
 
     key_field = ""
 
     def get_changelist_instance(self, request: HttpRequest) -> Any:
-        """Read the states of all keys of a list at once."""
+        """Return the list, with the states of all its keys, which are read together."""
         changelist = super().get_changelist_instance(request)  # type: ignore[misc]
         self._read_states(request, changelist.result_list)
         return changelist
 
     def get_object(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-        """Read the state of the key of one row."""
+        """Return one row, with the state of its key."""
         row = super().get_object(request, *args, **kwargs)  # type: ignore[misc]
         self._read_states(request, [] if row is None else [row])
         return row
 
     @admin.display(description=_("state of the key"))
     def key_state(self, row: Model) -> str:
-        """Return the state of the key as a link; an empty text without a key, or if the key is deleted."""
+        """Return the state of the key as text or as a link; an empty text if there is no key or the key is deleted."""
         state: str = getattr(row, _ATTRIBUTE, "")
         return state
 
     def _read_states(self, request: HttpRequest, rows: Iterable[Any]) -> None:
-        """Set the state of each row that points at a key. The rows are iterated, not copied: the list goes on with them."""
+        """Set the state on each row that refers to a key. ``rows`` must be the objects that the admin renders, not copies."""
         column = self._key_column()
         linked = [row for row in rows if getattr(row, column) is not None]
         for alias in {row._state.db for row in linked}:

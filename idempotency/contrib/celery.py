@@ -1,7 +1,7 @@
 """Staged jobs for Celery, and ``OnceTask``, the base class of tasks that take effect once.
 
-The protection is a base class, not a wrapper task: each job keeps its name in monitoring, and its own time limits, routes and
-retries. The backend refuses tasks without the base class.
+The protection is a base class, not a wrapper task, so that each job keeps its name in monitoring and its own time limits,
+routes and retries. The backend refuses tasks without the base class.
 """
 
 import logging
@@ -32,7 +32,7 @@ from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
 
-#: The header with the database of the job's inbox row, in a project with several.
+#: The header with the database of the job's inbox row, in a project with several databases.
 SHARD_HEADER = "idempotency_shard"
 
 #: The attribute of a request whose run has begun. Each delivery has its own request.
@@ -52,14 +52,14 @@ _BOUNDS = {
 
 
 class OnceRequest(Request):  # type: ignore[misc]
-    """A delivery that returns to the broker if its process is killed at the hard ``time_limit``.
+    """A delivery of a task. If its process is killed at the hard ``time_limit``, the message returns to the broker.
 
     Celery would discard the message and call ``link_error``. Its option ``acks_on_timeout`` (since 5.7) keeps the message,
     but still calls ``link_error``.
     """
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
-        """Return the message to the broker at a hard limit; at a soft one the task gets an exception."""
+        """Return the message to the broker at a hard limit. At a soft limit, the task gets an exception."""
         if soft:
             super().on_timeout(soft, timeout)
             return
@@ -70,7 +70,7 @@ class OnceRequest(Request):  # type: ignore[misc]
         self.reject(requeue=True)
 
     def on_failure(self, exc_info: Any, **options: Any) -> None:
-        """Ignore a hard limit: a process pool calls ``on_timeout`` next."""
+        """Ignore the failure at a hard limit, because a process pool calls ``on_timeout`` next."""
         if exc_info.type is not TimeLimitExceeded:
             super().on_failure(exc_info, **options)
 
@@ -80,9 +80,9 @@ class OnceTask(Task):  # type: ignore[misc]
 
     It runs in one transaction with its row in the inbox; the function may be ``async def``. If it raises, the transaction is
     rolled back, and the task is retried ``max_retries`` times, after waits that double up to an hour. While the database is
-    unavailable, it is retried without limit. The method ``self.retry()`` works as in any task; ``autoretry_for`` works unless
-    the task is async. A delivery during another one of the same task returns to the broker. Tasks that this task calls
-    directly are part of its run.
+    unavailable, the task is retried without limit. The method ``self.retry()`` works as in any task; ``autoretry_for`` works
+    unless the task is async. If another delivery of the same task is running, the message returns to the broker. Tasks that
+    this task calls directly are part of its run.
 
     The broker keeps the message until the task has run (``acks_late``). The message returns if the worker process dies
     (``reject_on_worker_lost``) or is killed at its ``time_limit``. Both settings must stay on; otherwise a crash loses the
@@ -100,8 +100,8 @@ class OnceTask(Task):  # type: ignore[misc]
     Request = OnceRequest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task once for its id. A direct call that has no id, or that is made within the run, runs the task
-        unprotected."""
+        """Run the task once per task id. A direct call without an id, or inside the run of this task, runs the task without
+        protection."""
         request = self.request
         if request.id is None:
             return super().__call__(*args, **kwargs)
@@ -115,14 +115,15 @@ class OnceTask(Task):  # type: ignore[misc]
                     result = async_to_sync(self._finish)(result, request)
                 refuse_generator(self.name, result)
         except MessageInProgress as error:
-            # Not retry(), which would count against the task's retries.
+            # Do not call retry(), because it would count against the task's retries.
             raise Reject(error, requeue=True) from error
         except (Exception, CancelledError) as error:  # also from COMMIT
             if isinstance(error, (Ignore, Reject)) or (isinstance(error, Retry) and error.sig is not None):
                 raise
             # A Retry without a message was raised by a task that this one called directly.
             reason = error.__cause__ if isinstance(error, Retry) else error
-            if isinstance(reason, CancelledError):  # After the last try, it would end the worker, and the message would return.
+            if isinstance(reason, CancelledError):
+                # After the last try, a CancelledError would end the worker, and the message would return to the broker.
                 reason = RuntimeError(error_text(reason))
             tries = sys.maxsize if isinstance(reason, (OperationalError, InterfaceError)) else None
             raise self.retry(exc=reason, countdown=min(2**request.retries, 3600), max_retries=tries) from error
@@ -136,14 +137,14 @@ class OnceTask(Task):  # type: ignore[misc]
         return result
 
     def retry(self, *args: Any, **options: Any) -> Any:
-        """As in any task. If the next try cannot be published, the message of this one returns to the broker."""
+        """Retry as in any task. If the next try cannot be published, the message of this try returns to the broker."""
         try:
             return super().retry(*args, **options)
         except Reject as error:
             raise Reject(error.reason, requeue=True) from error
 
     async def _finish(self, awaitable: Awaitable[Any], request: Any) -> Any:
-        """Await the result of run() with the request pushed: Celery stores it by thread, and the event loop has its own."""
+        """Await the result of run() with the request on Celery's stack: the thread of the event loop has a separate stack."""
         self.request_stack.push(request)
         try:
             return await awaitable
@@ -152,14 +153,14 @@ class OnceTask(Task):  # type: ignore[misc]
 
 
 class CeleryBackend(OneByOne):
-    """Hand staged jobs to Celery: ``name`` is that of a task with the base ``OnceTask``, the job id becomes the task id.
+    """Hand staged jobs to Celery. A job has the name of a task with the base ``OnceTask``; its id becomes the task id.
 
-    The queue "default" means that Celery's routes decide; other names are queues of Celery. Results are ignored. Make a
-    subclass for another app than the current one.
+    The queue "default" means that Celery's routes decide; other names are queues of Celery. Results are ignored. For another
+    Celery app than the current one, make a subclass.
     """
 
-    #: With Redis as the broker, a worker that is killed right after it took a message loses it. The job is then handed over
-    #: again, after waits that double. Its ten hand-overs and the waits after them take a week.
+    #: With Redis as the broker, a message is lost if its worker is killed right after it took the message. The job is then
+    #: handed over again, after waits that double. Its ten hand-overs and the waits after them take a week.
     follow_up_seconds: float | None = 600
     uses_database = False
 
@@ -196,12 +197,12 @@ class CeleryBackend(OneByOne):
             )
         except BrokerError as error:
             self._drop_producer()
-            if isinstance(error.__cause__, KeyError):  # kombu counts it among the lost connections.
+            if isinstance(error.__cause__, KeyError):  # kombu treats it as a lost connection.
                 raise error.__cause__ from None
             if _was_cut(error.__cause__):
-                if kept:  # It may have been cut before this job.
+                if kept:  # The connection may have been closed before this job.
                     return self.hand_over_one(queue, job)
-                self._producer()  # As below.
+                self._producer()  # Raises BrokerUnavailable if the broker also refuses a new connection.
                 raise ValueError(
                     f"Celery's broker {producer.connection.as_uri()} closed the connection when it got this job. If the job is "
                     f"larger than a limit of the broker, stage less data or raise the limit. The error: {error}"
@@ -244,8 +245,8 @@ class CeleryBackend(OneByOne):
     def _producer(self) -> Any:
         """Return this thread's connected producer; a connection for each job would be slow.
 
-        Raises BrokerUnavailable if the broker refuses the connection, also for its user or virtual host. kombu raises these
-        errors as they are, and 403 as the error of a channel.
+        Raises BrokerUnavailable if the broker refuses the connection, also because of the user or the virtual host. kombu does
+        not wrap these errors, and raises the status 403 as the error of a channel.
         """
         if not hasattr(self._kept, "producer"):
             connection = self.app.connection_for_write()
@@ -266,7 +267,7 @@ class CeleryBackend(OneByOne):
 
 
 def _was_cut(error: BaseException | None) -> bool:
-    """Return whether Redis has closed the connection. Its client raises one class for this and for other errors."""
+    """Return whether Redis has closed the connection. The class of the error does not tell, because other errors share it."""
     return isinstance(getattr(error, "__context__", None), ConnectionError) or "closed by server" in str(error)
 
 

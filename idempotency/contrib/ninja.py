@@ -43,8 +43,8 @@ def idempotent(run: Run | None = None, **options: Any) -> Any:
 
     The completer runs a request as the user who sent it; ``request.auth`` is this user unless PREPARE_REQUEST sets another
     value.
-    Authenticators that read only ``request.user``, such as ``django_auth_is_staff``, are called again. Others need
-    credentials, which are not stored, and are skipped.
+    If all authenticators read only ``request.user``, such as ``django_auth_is_staff``, they are called again. If one of them
+    needs credentials, which are not stored, all are skipped.
     Raises TypeError for anything but an operation, and for an operation that streams.
     """
     protect = decorators.idempotent(**options)
@@ -69,7 +69,7 @@ def _protect(operation: Operation, protect: Callable[[Run], Run]) -> None:
     view_func: Run = getattr(operation.view_func, "unprotected", operation.view_func)
 
     def arguments(request: HttpRequest, values: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        # Each attempt needs new ones.
+        # Each attempt needs its own values and response.
         response = operation.api.create_temporal_response(request)
         values = {name: _copy(value) for name, value in values.items()}
         if operation.signature.response_arg:
@@ -89,7 +89,7 @@ def _protect(operation: Operation, protect: Callable[[Run], Run]) -> None:
     protected = protect(inner)
 
     @wraps(protected)
-    def view(request: HttpRequest, **values: Any) -> Any:  # a response, or an awaitable one
+    def view(request: HttpRequest, **values: Any) -> Any:  # a response, or an awaitable of one
         auth = getattr(request, "auth", None)
         if isinstance(auth, get_user_model()):
             request.user = auth
@@ -110,7 +110,7 @@ def _copy(value: Any) -> Any:
 
 
 def _let_the_completer_in(operation: Operation) -> None:
-    """Let a request of the completer pass authentication as its sender; repeat the authenticators that need no credentials."""
+    """Authenticate a request of the completer as its sender. Repeat the authenticators only if none needs credentials."""
     authenticate: Run = operation._run_authentication
 
     def is_completer(request: HttpRequest) -> bool:
@@ -156,7 +156,7 @@ def check_authenticators(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             id="idempotency.I002",
         )
         for view in views_to_check()
-        if view.options.recovery_points is not None and conf.get().PREPARE_REQUEST is None  # It may repeat the check.
+        if view.options.recovery_points is not None and conf.get().PREPARE_REQUEST is None  # PREPARE_REQUEST may check.
         for operation in _operations(view.callback)
         if set(view.methods) & set(operation.methods) and (names := _unrepeatable(operation))
     ]
@@ -167,7 +167,7 @@ def _operations(view: Any) -> list[Operation]:
     for cell in getattr(view, "__closure__", None) or ():
         try:
             held = cell.cell_contents
-        except ValueError:  # an empty one
+        except ValueError:  # an empty cell
             continue
         if isinstance(held, PathView):
             return held.operations

@@ -1,6 +1,6 @@
 """Write the policy of a protected view into an operation of an OpenAPI document.
 
-Source: OpenAPI 3.1, and draft-07 of the header's specification, section 2.5.2.
+Source: OpenAPI 3.1, and draft-07 of the specification of the header Idempotency-Key, section 2.5.2.
 """
 
 from dataclasses import asdict
@@ -92,7 +92,7 @@ def _describe_key(operation: dict[str, Any], policy: Policy) -> None:
         {
             "name": name,
             "in": "header",
-            # The header is optional if the key may be elsewhere, or if some requests need none.
+            # The header is optional if the key may be in another place, or if some requests need no key.
             "required": policy.required and not (other_names or policy.key_from or policy.applies),
             "description": " ".join(said),
             "schema": {"type": "string", "minLength": policy.key_min_length},

@@ -1,7 +1,7 @@
 """Metrics for Prometheus: counters from the signals of this process, and gauges from the database at scrape time.
 
-An import of this module starts the counters. Register the gauges in one scraped process, since the tables are shared:
-``REGISTRY.register(DatabaseCollector())``. Alert rules are in docs/how-to/metrics-and-alerts.md.
+An import of this module starts the counters. Register the gauges in only one scraped process, because all processes share the
+tables: ``REGISTRY.register(DatabaseCollector())``. Alert rules are in docs/how-to/metrics-and-alerts.md.
 """
 
 import time
@@ -34,7 +34,7 @@ PHASE_SECONDS = Histogram(
 for _outcome in ("claimed", "replayed", "finished"):
     OUTCOMES.labels(_outcome, "")
 
-#: The running key in this context, its recovery point, and the monotonic time when it was reached.
+#: The key that runs in this context, its recovery point, and the monotonic time when the run reached that point.
 _standing: ContextVar[tuple[Any, str, float] | None] = ContextVar("idempotency_metrics_standing", default=None)
 
 
@@ -90,7 +90,7 @@ class DatabaseCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         alias = self._using or router.db_for_write(IdempotencyKey)
-        # Django closes no connection of a scrape outside a request.
+        # Django does not close the connection of a scrape outside a request.
         opened_here = connections[alias].connection is None
         try:
             gauges, up = [*_gauges(alias)], 1

@@ -26,7 +26,7 @@ from idempotency.models import StagedJob
 #: Short timeouts without retries: the transaction of the enqueuer has a time limit, and the next pass retries.
 _BOUNDS = {"socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS, "retry": RedisRetry(NoBackoff(), 0)}
 
-#: The errors that would refuse each job: Redis is down, loading, full, read-only, or denies permission.
+#: The errors that every job would get: Redis is down, loading, full or read-only, or denies permission.
 _TAKES_NOTHING = (
     redis_errors.ConnectionError,
     redis_errors.TimeoutError,
@@ -35,15 +35,15 @@ _TAKES_NOTHING = (
     redis_errors.NoPermissionError,
     redis_errors.ClusterDownError,
 )
-#: Error messages without a class: the disk is full, or too few replicas follow.
+#: The beginnings of messages whose errors have no class: the disk is full, or too few replicas are connected.
 _WORDS = ("MISCONF", "NOREPLICAS")
 
-#: The retry of a delivery that waited for another one: immediate and practically unlimited.
+#: The retry of a delivery if another delivery of the same job is still running: immediate and practically unlimited.
 _COME_BACK = Retry(max=1_000_000)
 
 
 class RQBackend:
-    """Hand staged jobs to RQ with their ids; the worker runs each through the inbox."""
+    """Hand staged jobs to RQ with their ids. The worker runs each job through the inbox."""
 
     runs_functions = True
     #: If a job raises or its worker dies, it is retried twelve times within 2.3 hours.
@@ -53,7 +53,7 @@ class RQBackend:
         """Enqueue ``jobs`` in one MULTI/EXEC: all or none.
 
         Raises BrokerUnavailable if Redis accepts no job.
-        Raises ValueError if Redis answers, but closes the connection when it is sent these jobs.
+        Raises ValueError if Redis answers, but closes the connection when it receives these jobs.
         """
         rq_queue, result_ttl = _queue(queue), get_result_ttl(queue)
         shard = [alias] if (alias := shard_of(jobs[0])) else []
@@ -69,7 +69,7 @@ class RQBackend:
             for job in jobs
         ]
         try:
-            # RQ's method, because enqueue() of django-rq would wait for COMMIT, after the deletion of the staged rows.
+            # This method is RQ's: enqueue() of django-rq would wait for the COMMIT, which also deletes the staged rows.
             rq_queue.enqueue_many(calls)
         except redis_errors.RedisError as error:
             if isinstance(error, _TAKES_NOTHING) or str(error).rpartition("caused error: ")[2].startswith(_WORDS):
@@ -101,7 +101,7 @@ def _answers(queue: Queue) -> bool:
 
 
 def _address(queue: Queue) -> str:
-    """Return where the Redis of a queue is, without user and password."""
+    """Return the address of a queue's Redis, without user and password."""
     pool = queue.connection.connection_pool
     if isinstance(pool, SentinelConnectionPool):
         return f"the Sentinel service {pool.service_name!r}"
@@ -110,7 +110,7 @@ def _address(queue: Queue) -> str:
 
 
 class _AskedToComeBack(Exception):
-    """Roll back the run of a job that returned a Retry."""
+    """Raised to roll back the run of a job that returned a Retry."""
 
 
 def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> Any:

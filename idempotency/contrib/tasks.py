@@ -31,9 +31,9 @@ else:  # Django 6.0 and later
 
 
 class TasksBackend(OneByOne):
-    """Hand staged jobs to Django Tasks in the wrapper task ``run_staged``, because a task cannot be given an id.
+    """Hand staged jobs to Django Tasks in the wrapper task ``run_staged``, because Django Tasks generates the id of a task.
 
-    The jobs go to the task backend "default", or if it is a ``StagedBackend``, to the one in its OPTIONS.
+    The jobs go to the task backend "default". If that is a ``StagedBackend``, they go to the task backend in its OPTIONS.
     """
 
     runs_functions = True
@@ -53,7 +53,7 @@ class TasksBackend(OneByOne):
 
 
 class StagedBackend(BaseTaskBackend):
-    """A task backend that stages: ``task.enqueue()`` inserts a staged job in the open transaction.
+    """A task backend that stages jobs: ``task.enqueue()`` inserts a staged job in the open transaction.
 
     ::
 
@@ -70,7 +70,7 @@ class StagedBackend(BaseTaskBackend):
 
     @property
     def hands_to(self) -> str:
-        """The alias of the backend with workers. Raises ImproperlyConfigured if OPTIONS name none."""
+        """The alias of the backend with workers. Raises ImproperlyConfigured if the OPTIONS do not name such a backend."""
         alias = self.options.get("backend")
         if not isinstance(alias, str) or isinstance(task_backends[alias], StagedBackend):
             raise ImproperlyConfigured(
@@ -88,7 +88,7 @@ class StagedBackend(BaseTaskBackend):
         """Stage the task in the open transaction.
 
         Raises NoOpenTransaction outside a transaction.
-        Raises InvalidTask for arguments that neither a list nor a dict can contain.
+        Raises InvalidTask for arguments that can be passed neither all by position nor all by name.
         """
         self.validate_task(task)
         if args and kwargs:
@@ -113,7 +113,7 @@ class StagedBackend(BaseTaskBackend):
 
 
 def _by_name(task: Task[Any, Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return all arguments as keyword arguments, because a staged job has only one kind."""
+    """Return all arguments as keyword arguments, because a staged job has either positional or keyword arguments."""
     bound = signature(task.func).bind(*args, **kwargs)
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -126,7 +126,7 @@ def _by_name(task: Task[Any, Any], args: Any, kwargs: Any) -> dict[str, Any]:
     return named
 
 
-# After StagedBackend, because the decorator reads the default backend.
+# This task is defined after StagedBackend, because the decorator reads the default backend.
 @task
 def run_staged(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> None:
     """Run a staged job through the inbox; a second delivery does nothing."""

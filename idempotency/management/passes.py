@@ -28,7 +28,7 @@ _UNREACHABLE = (OperationalError, InterfaceError, BrokerUnavailable)
 #: The SQLSTATEs for a missing table and a missing column, and the messages of SQLite.
 _NOT_MIGRATED, _NOT_MIGRATED_WORDS = ("42P01", "42703"), ("no such table", "no such column")
 
-#: The maximum wait after failed passes, which doubles with each failure; a longer interval is not changed.
+#: The maximum wait after failed passes. The wait doubles with each failure. An interval above this maximum is not changed.
 MAX_PAUSE_SECONDS = 10.0
 
 Number = TypeVar("Number", int, float)
@@ -37,14 +37,14 @@ Number = TypeVar("Number", int, float)
 class StopSignal:
     """SIGTERM and SIGINT as a flag that any thread can read and wait for.
 
-    It is a pipe, because setting a threading.Event in a signal handler can deadlock with the interrupted wait.
+    The flag is a pipe, because setting a threading.Event in a signal handler can deadlock with the interrupted wait.
     """
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
 
     def requested(self, wait_seconds: float = 0) -> bool:
-        """Return whether a signal arrived, after waiting for it for at most ``wait_seconds``."""
+        """Return whether a signal has arrived. Wait for a signal for at most ``wait_seconds``."""
         return bool(select.select([self._reader], [], [], wait_seconds)[0])
 
     @contextlib.contextmanager
@@ -68,9 +68,9 @@ class StopSignal:
 class Loop:
     """Repeat the passes of one kind in one thread until a signal arrives.
 
-    After a failed pass the loop retries on a new connection, and logs the first failure and the recovery. The function
-    ``say`` gets the counts of each pass that did something. The heartbeat in the database ``using`` is renewed while the loop
-    waits and between the batches of a pass, but not after a failed pass.
+    After a failed pass the loop retries on a new connection, and logs the first failure and the recovery. The loop calls
+    ``say`` with the counts of each pass unless all counts are 0. It renews the heartbeat in the database ``using`` while it
+    waits and between the batches of a pass, but not between a failed pass and the next successful one.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Loop:
         self._failures = 0
 
     def run(self) -> None:
-        """Run until a signal arrives; on return this thread's connections are closed."""
+        """Run until a signal arrives. On return the heartbeat is deleted, and this thread's connections are closed."""
         try:
             while not self._stop_requested():
                 self._turn()
@@ -255,7 +255,7 @@ def whole_number(text: str) -> int:
 
 
 def positive_number(text: str, kind: Callable[[str], Number], what: str, at_most: int) -> Number:
-    """Parse a number above 0. Raises ArgumentTypeError for other text."""
+    """Parse a number above 0 and at most ``at_most``. Raises ArgumentTypeError for other text."""
     try:
         value = kind(text)
     except ValueError:

@@ -1,9 +1,9 @@
 """Find problems of the tables and the processes, each with its cure. Nothing is written.
 
-Each check reads the statistics of PostgreSQL, or calls ``measures``, which reads a bounded number of rows. Its cost does not
-depend on the size of the tables.
+Each check reads the statistics of PostgreSQL, or calls ``measures``, which reads a bounded number of rows. So the cost of a
+check does not depend on the size of the tables.
 
-The findings that the dashboard shows are in the language of the person; the command is English.
+The dashboard translates the findings that it shows. The command prints all findings in English.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS
 from idempotency.monitoring.measures import COUNT_LIMIT
 
-#: The minimum number of updates for a report of the HOT share, the share of updates that change no index.
+#: The minimum number of updates for a finding about the HOT share, which is the share of updates that change no index.
 ENOUGH_UPDATES = 1_000
 LOWEST_HOT_RATIO = 0.9
-#: By default autovacuum starts when a fifth of the rows are dead. At twice that share it does not keep up.
+#: By default autovacuum starts when a fifth of the rows are dead. If twice that share is dead, autovacuum does not keep up.
 DEAD_SHARE, FEW_DEAD = 0.4, 10_000
 OLDEST_TRANSACTION_SECONDS = 600.0
 #: The enqueuer makes a pass each second, the completer every 5 seconds. If work waits longer than this, no process handles it.
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """The measurements, the findings, and the questions without an answer."""
+    """The measurements, the findings, and what could not be checked."""
 
     database: str
     vendor: str
@@ -62,7 +62,7 @@ class Diagnosis:
 
 
 def diagnose(*, using: str | None = None) -> Diagnosis:
-    """Check the database of the keys. Raises OperationalError when it cannot be reached."""
+    """Return the diagnosis of the database of the keys. Raises OperationalError if the database cannot be reached."""
     alias = using or router.db_for_write(IdempotencyKey)
     found = Diagnosis(alias, connections[alias].vendor)
     found.findings += [*_keys(found), *_jobs(found), *_processes(found)]
@@ -149,7 +149,7 @@ def _processes(found: Diagnosis) -> Iterator[Finding]:
 
 
 def findings_of_processes(processes: list[measures.Process]) -> Iterator[Finding]:
-    """Yield a finding for each silent loop. A loop that has never written a heartbeat may be run by cron."""
+    """Yield a finding for each silent loop. There is none for a loop without any heartbeat, because cron may run that loop."""
     lags, silent = measures.lags(processes), {process.name for process in processes if process.silent}
     for name, otherwise in LOOPS.items():
         if name in silent:

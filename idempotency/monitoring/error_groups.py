@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"\d+")
 def group_of(text: str) -> str:
     """Return the first line of ``text`` with ``#`` for numbers, ids and quoted values, at most 200 characters.
 
-    The text of a stuck key is its ``stuck_reason``; that of another key, and of a job, its ``last_error``.
+    Callers pass the ``stuck_reason`` of a stuck key, or the ``last_error`` of another key or of a job.
     """
     line = " ".join(text.strip().partition("\n")[0][:1000].split())
     return cut(_VARIABLE.sub(_replaced, line), _MAX_LENGTH)

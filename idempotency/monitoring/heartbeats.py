@@ -1,4 +1,4 @@
-"""Signs of life of the loops, in the database: the one place that the admin can see, whichever machine a loop runs on."""
+"""Heartbeats of the loops. They are stored in the database, so that the admin can show loops that run on any machine."""
 
 import os
 import socket
@@ -15,12 +15,12 @@ from django.utils.translation import gettext_lazy as _
 from idempotency.models import ProcessHeartbeat
 
 ENQUEUER, COMPLETER, REAPER = "enqueue_jobs", "complete_keys", "reap_keys"
-#: The loops that a site needs, each at least once, and what happens without it.
+#: The loops that a site needs, each at least once, and the consequence if a loop does not run.
 LOOPS = {ENQUEUER: _("staged jobs wait"), COMPLETER: _("abandoned requests wait"), REAPER: _("old keys stay")}
 #: The minimum time between two heartbeats of a loop. Each is one row, written in a separate transaction.
 WRITE_SECONDS = 10.0
-#: A loop is silent if its last heartbeat is older than this. A single run of a key may last as long as the default of
-#: LOCK_TIMEOUT_SECONDS.
+#: A loop is silent if its last heartbeat is older than this. The limit is above the default of LOCK_TIMEOUT_SECONDS, because a
+#: loop writes no heartbeat during a run of a key, and a run may last that long.
 SILENT_SECONDS = 180.0
 #: The heartbeat of a killed process is kept for this time, so that the dashboard can show it. After this time, the next
 #: process that starts the same loop deletes it.
@@ -28,7 +28,7 @@ KEPT_DAYS = 1
 
 
 def silent_here(names: Iterable[str], *, using: str) -> list[str]:
-    """Return which of the loops ``names`` have no heartbeat of this host that is younger than SILENT_SECONDS."""
+    """Return those of the loops ``names`` that have no heartbeat of this host younger than SILENT_SECONDS."""
     young = ProcessHeartbeat.objects.using(using).filter(beat_at__gt=Now() - timedelta(seconds=SILENT_SECONDS))
     alive = set(young.filter(host=_this_host()).values_list("name", flat=True))
     return [name for name in names if name not in alive]
@@ -48,7 +48,7 @@ class Heartbeat:
         self._due, self._one_at_a_time = 0.0, threading.Lock()
 
     def beat(self) -> None:
-        """Write the heartbeat, if the last one is WRITE_SECONDS old. Called by several threads, and never in a transaction."""
+        """Write the heartbeat, if the last one is WRITE_SECONDS old. Several threads call this, never in a transaction."""
         with self._one_at_a_time:
             if time.monotonic() < self._due:
                 return
@@ -63,7 +63,7 @@ class Heartbeat:
             self._give_up()
 
     def remove(self) -> None:
-        """Delete the heartbeat when the loop is told to stop."""
+        """Delete the heartbeat. The loop calls this method when it stops."""
         try:
             self._rows().filter(**self._row).delete()
         except Error:

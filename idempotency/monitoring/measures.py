@@ -28,7 +28,7 @@ _GROUPED_CHARACTERS = 1000
 @dataclass(frozen=True, slots=True)
 class UnfinishedKeys:
     """The unfinished keys. ``oldest`` and ``completer_lag`` cover keys that the completer may still run. ``stuck_for`` covers
-    stuck keys that need a person."""
+    stuck keys that need manual review."""
 
     count: int
     by_state: Counter[str]
@@ -40,14 +40,14 @@ class UnfinishedKeys:
 
     @property
     def need_a_person(self) -> int:
-        """The number of stuck keys that need a person."""
+        """The number of stuck keys that need manual review."""
         return sum(count for code, count in self.stuck_by_code.items() if _pages(code))
 
 
 @dataclass(frozen=True, slots=True)
 class StagedJobs:
-    """The waiting jobs, as seconds since each was due (negative if it is not due yet); the number of due jobs; the age of the
-    oldest; the failed jobs by name."""
+    """The staged jobs. ``waiting`` has the seconds since each job was due (negative for a job that is not due yet), without
+    failed jobs. ``oldest`` is the largest of these values, or 0."""
 
     waiting: list[float]
     due: int
@@ -72,7 +72,7 @@ class ErrorGroup:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A loop of a process and the age of its heartbeat. Only the youngest heartbeat of a loop tells whether it is silent."""
+    """A loop of a process and the age of its heartbeat. ``silent`` depends only on the youngest heartbeat of this name."""
 
     name: str
     host: str
@@ -82,19 +82,19 @@ class Process:
 
 
 def _pages(code: str) -> bool:
-    """Return whether a key that is stuck with this code needs a person. A key that is refused when rebuilt waits for its
-    client."""
+    """Return whether a key with this stuck code needs manual review. A key that is refused when rebuilt waits for a retry of
+    its client."""
     return code != StuckCode.REFUSED_WHEN_REBUILT
 
 
 def _stuck_kinds(stuck: Any) -> tuple[Any, Any]:
-    """Return the stuck keys that need a person, and the others."""
+    """Return the stuck keys that need manual review, and the other stuck keys."""
     return stuck.exclude(stuck_code=StuckCode.REFUSED_WHEN_REBUILT), stuck.filter(stuck_code=StuckCode.REFUSED_WHEN_REBUILT)
 
 
 def unfinished_keys(using: str, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
-    """Measure the unfinished keys with one query. If it returns ``limit`` rows, use one query for each kind of key, so that
-    each kind is measured."""
+    """Return the measurements of the unfinished keys, from one query. If that query returns ``limit`` rows, use one query for
+    each kind of key, so that each kind is measured."""
     keys: Any = IdempotencyKey.objects.using(using).unfinished().with_state().order_by("created_at")
     open_to_completer = ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField())
     keys = keys.annotate(age=Now() - F("created_at"), lag=Now() - due_at(), open=open_to_completer)
@@ -120,15 +120,15 @@ def unfinished_keys(using: str, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
 
 
 def keys_to_reap(using: str, late_seconds: int) -> int:
-    """Count the finished and refused keys that should have been deleted ``late_seconds`` ago, among the last COUNT_LIMIT keys
-    that are old enough. The reaper deletes older ones first, but not those that their views keep for longer."""
+    """Return the number of keys that should have been deleted ``late_seconds`` ago. Of the keys that are old enough, only the
+    COUNT_LIMIT youngest are read: the reaper deletes older keys first, except keys that their views keep for longer."""
     keys = IdempotencyKey.objects.using(using)
     last = keys.perhaps_expired(late_seconds=late_seconds).order_by("-created_at").values("pk")[:COUNT_LIMIT]
     return keys.expired(late_seconds=late_seconds).filter(pk__in=last).count()
 
 
 def staged_jobs(using: str, limit: int = COUNT_LIMIT) -> StagedJobs:
-    """Measure the staged jobs in two queries."""
+    """Return the measurements of the staged jobs, from two queries."""
     jobs = StagedJob.objects.using(using)
     ages = jobs.filter(failed_at__isnull=True).order_by("run_at").values_list(Now() - F("run_at"), flat=True)
     failed = jobs.filter(failed_at__isnull=False).order_by("failed_at").values_list("job_name", flat=True)
@@ -137,8 +137,8 @@ def staged_jobs(using: str, limit: int = COUNT_LIMIT) -> StagedJobs:
 
 
 def groups_of_stuck_keys(using: str, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
-    """Group the stuck keys by stuck code, error and request; the largest group first. If there are ``limit`` or more stuck
-    keys, read the ``limit`` oldest keys that need a person, and the ``limit`` oldest other keys."""
+    """Return the groups of stuck keys with equal stuck code, error and request, the largest first. If there are ``limit`` or
+    more stuck keys, read the ``limit`` oldest keys that need manual review, and the ``limit`` oldest other keys."""
     keys: Any = IdempotencyKey.objects.using(using).stuck().order_by("created_at")
     since, text = Now() - F("stuck_at"), Left("stuck_reason", _GROUPED_CHARACTERS)
     keys = keys.values_list("stuck_code", text, "request_method", "request_path", since)
@@ -154,7 +154,8 @@ def request_group(method: str, path: str) -> str:
 
 
 def groups_of_failed_jobs(using: str, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
-    """Group the failed jobs, the ``limit`` that failed first, by name, error and queue; the largest group first."""
+    """Return the groups of failed jobs with equal name, error and queue, the largest group first. Only the ``limit`` jobs that
+    failed first are read."""
     jobs = StagedJob.objects.using(using).filter(failed_at__isnull=False).order_by("failed_at")
     since, text = Now() - F("failed_at"), Left("last_error", _GROUPED_CHARACTERS)
     rows = jobs.values_list("job_name", text, "queue", since)[:limit]
@@ -170,7 +171,7 @@ def _groups(rows: Iterable[tuple[str, str, str, float]]) -> list[ErrorGroup]:
 
 
 def processes(using: str) -> list[Process]:
-    """Read the heartbeats, the youngest first."""
+    """Return a process for each heartbeat, the youngest first."""
     beats = ProcessHeartbeat.objects.using(using).order_by("-beat_at").annotate(age=Now() - F("beat_at"))[:COUNT_LIMIT]
     youngest: dict[str, float] = {}
     return [

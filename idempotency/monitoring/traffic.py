@@ -50,14 +50,14 @@ def count_request(*, outcome: RequestOutcome, seconds: float, **kwargs: Any) -> 
 def write_after_request(**kwargs: Any) -> None:
     """Write the counts if the last write is WRITE_SECONDS ago; the receiver of ``request_finished``."""
     global _next_write
-    # A statement at a random request would disturb tests that count statements.
+    # In tests (``mail.outbox`` exists), a statement at a random request would disturb tests that count statements.
     if not _counts or time.monotonic() < _next_write or hasattr(mail, "outbox"):
         return
     _next_write = time.monotonic() + WRITE_SECONDS
     try:
         write()
     except Exception as error:
-        # Any error, also one of a router: it would reach the server, and skip the other receivers of the signal.
+        # Catch any error, also of a router. It would reach the server, and the other receivers of the signal would not run.
         logger.info("the counts of requests could not be written: %s", error)
 
 
@@ -65,7 +65,7 @@ def write() -> None:
     """Add the counts of this process to the table. If the connection is in a transaction, or an exception is raised, the
     counts are kept for the next write."""
     with _lock:
-        # In the order of the unique index, so that two processes never wait for each other.
+        # The rows are in the order of the unique index, so that two processes cannot deadlock.
         rows = sorted((minute, kind, number) for (minute, kind), number in _counts.items())
         _counts.clear()
     written = False
@@ -91,13 +91,13 @@ def _add(rows: list[tuple[int, str, int]]) -> bool:
         f"INSERT INTO {table} (minute, kind, count) VALUES {values} "  # noqa: S608  # nosec B608  # the name of a table
         f"ON CONFLICT (minute, kind) DO UPDATE SET count = {table}.count + excluded.count"
     )
-    # Django closes no connection after the end of a request. A broken one is of no use.
+    # Django does not close a connection that is opened after the end of a request. A broken connection must be closed too.
     opened_here, broken = connection.connection is None, True
     try:
         if rows:
             with transaction.atomic(using=alias), connection.cursor() as cursor:
                 if connection.vendor == "postgresql":
-                    # The client has its answer. The thread must wait neither for a lock nor for a standby.
+                    # The client has its response. The thread must wait neither long for a lock nor for a standby.
                     cursor.execute("SET LOCAL synchronous_commit = off")
                     for limit in lock_timeout(connection, f"{LOCK_SECONDS * 1000:.0f}ms"):
                         cursor.execute(limit)
@@ -111,7 +111,7 @@ def _add(rows: list[tuple[int, str, int]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The counts of an interval, as numbers a minute; the percentiles are seconds, None if no request ran."""
+    """The counts of an interval, per minute. The percentiles are in seconds, or None if no request ran."""
 
     begin: datetime
     requests: float
@@ -123,7 +123,7 @@ class Traffic:
 
 
 def read_intervals(using: str, *, intervals: int, minutes: int) -> list[Traffic]:
-    """Return the last ``intervals`` intervals of ``minutes`` minutes, the oldest first. The last one is not over yet."""
+    """Return the last ``intervals`` intervals of ``minutes`` minutes, the oldest first. The last interval is not over yet."""
     last = int(time.time()) // 60 // minutes
     rows = (
         TrafficCount.objects.using(using)

@@ -1,4 +1,4 @@
-"""The crash kit tests that your views survive the death of their process at every place.
+"""The crash kit tests that a request has the same result if its process dies at any place and the request is run again.
 
 ::
 
@@ -9,7 +9,7 @@
         monkeypatch.setattr("shop.views.charge_card", Downstream("bank", {"id": "ch_1"}, key="idempotency_key"))
         assert_survives(lambda key: client.post("/bookings", {"seats": 2}, headers={"Idempotency-Key": key}))
 
-``docs/how-to/test-your-views.md`` has the rest.
+See ``docs/how-to/test-your-views.md``.
 """
 
 from idempotency.testing.cases import Course, CrashTestCase, assert_survives, courses

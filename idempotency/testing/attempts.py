@@ -1,4 +1,4 @@
-"""Run two requests at once. Each has its own thread and connections, and pauses where the other request must get ahead."""
+"""Run two requests at once, each in its own thread with its own connections. Each pauses where the other must run first."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ _IDLE_SECONDS = 0.2
 
 
 class Threads:
-    """The two threads of the attempts. They keep their connections to PostgreSQL: a new one costs as much as a request."""
+    """The two threads of the attempts. They keep their connections to PostgreSQL: a new one takes as long as a request."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -107,8 +107,8 @@ class Attempt:
                 return
 
     def result(self) -> Answer:
-        """Let the attempt run to its end, and return the answer to its client. Raises the exception if the kit itself
-        failed."""
+        """Let the attempt run to its end, and return the answer to its client. Raises the exception of the attempt if the kit
+        itself failed."""
         self._stops = ()
         self.go_on()
         self._ended.wait(_LIMIT_SECONDS)
@@ -144,13 +144,13 @@ class Attempt:
 
 
 def _can_be_kept(connection: BaseDatabaseWrapper) -> bool:
-    """Tell whether a connection to PostgreSQL is outside of any transaction, as that of the next attempt must be."""
+    """Return whether the next attempt can use the connection: it is open, to PostgreSQL, and outside of any transaction."""
     kept = connection.vendor == "postgresql" and connection.connection is not None and not connection.in_atomic_block
     return kept and not connection.connection.closed and not connection.connection.info.transaction_status
 
 
 def may_be_held(place: Place, *, in_transactions: bool) -> bool:
-    """Tell whether an attempt can pause at a place while another attempt runs.
+    """Return whether an attempt can pause at a place while another attempt runs.
 
     SQLite has one writer, and an INSERT with RETURNING still holds the lock of the file after it has returned.
     """
@@ -159,7 +159,7 @@ def may_be_held(place: Place, *, in_transactions: bool) -> bool:
 
 
 def _somebody_waits() -> bool:
-    """Tell whether a session of this database waits for a lock of another."""
+    """Return whether a session of this database waits for a lock of another session."""
     for connection in connections.all(initialized_only=True):
         # If this thread has no connection to a database, no session waits for a lock of this thread there.
         if connection.vendor == "postgresql" and connection.connection is not None:

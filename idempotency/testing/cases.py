@@ -18,7 +18,7 @@ Effects = Callable[[], Any] | list[Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """One course of events: a death at one place and the recovery from it, or two attempts that are interleaved."""
+    """One course of events: a crash at one place and the recovery from it, or two attempts that are interleaved."""
 
     title: str
     find: Callable[[], Failure | None]
@@ -40,11 +40,11 @@ def assert_survives(
 ) -> Report:
     """Run a request in each course of events, and compare each result with that of an undisturbed request.
 
-    ``send(key)`` sends the request with that idempotency key through Django's test client, or another, and returns the
-    response. The process dies before and after each statement, COMMIT and foreign call, and before the response leaves; then
-    the client retries, or the completer takes over. A boundary is the claim, or the beginning or end of a phase or foreign
-    call. With ``races``, two attempts are also interleaved at each pair of boundaries: once with a valid lock, and once with
-    an expired lock and a first attempt that resumes late.
+    ``send(key)`` sends the request with that idempotency key through Django's test client or another client, and returns the
+    response. The process dies before and after each statement, COMMIT and foreign call, and before the response is sent. Then
+    the client retries, or the completer runs the request. A boundary is the claim, or the beginning or end of a phase or
+    foreign call. With ``races``, two attempts are also interleaved at each pair of boundaries: once with a valid lock, and
+    once with an expired lock and a first attempt that resumes late.
 
     The kit compares the changed rows of all installed apps (or the result of ``state()`` instead), staged jobs, effects in
     other systems, and the answer. ``ignore`` names models ("shop.Visit") or columns ("shop.Order.token") that are not compared.
@@ -56,8 +56,9 @@ def assert_survives(
 
     On return the database is as it was before.
     Raises DoesNotSurvive with each place, cause and cure.
-    Raises CannotProve if the undisturbed request fails, is not protected, or has different results in two runs, or if a run
-    writes a model in another database than that of the router.
+    Raises CannotProve if the undisturbed request fails, is not protected, or leaves different data in two runs.
+    Raises CannotProve if the replay differs from the first response, or if two runs do not reach the same places.
+    Raises CannotProve if the test runs in a transaction, or if a run writes a table that the kit does not compare.
     """
     with Proof(send, effects=effects, reset=reset, state=state, ignore=ignore) as proof:
         failures = [failure for course in _courses(proof, races=races) if (failure := course.find())]
@@ -75,7 +76,7 @@ def courses(
     ignore: Iterable[str] = (),
     races: bool = True,
 ) -> Iterator[Course]:
-    """Yield each course of events, to be checked one by one: ``with self.subTest(course.title): course.check()``.
+    """Yield each course of events. Check each one by itself: ``with self.subTest(course.title): course.check()``.
 
     The arguments are those of ``assert_survives``. Exhaust or close the iterator; the database is then as it was before.
     """

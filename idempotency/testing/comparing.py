@@ -117,8 +117,8 @@ def compare(expected: Leaves, found: Leaves, random: set[Path]) -> list[Differen
 
 
 def _filled(path: Path, there: Leaves) -> bool:
-    """Tell whether a container that is empty in the other results has contents in ``there``. Its contents are the difference
-    then, not the container."""
+    """Return whether a container that is empty in the other results has contents in ``there``. Then the contents are the
+    difference, not the container."""
     return path not in there and any(other[: len(path)] == path for other in there)
 
 
@@ -172,7 +172,7 @@ def _flatten(path: Path, value: Any, into: Leaves) -> None:
         for number, item in enumerate(value, 1):
             _flatten((*path, str(number)), item, into)
     else:
-        into[path] = value  # An empty container too: a call without arguments is an effect.
+        into[path] = value  # Keep empty containers: a call without arguments is an effect.
 
 
 def _plain(value: Any, names: dict[str, str]) -> Any:

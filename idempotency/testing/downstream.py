@@ -13,7 +13,7 @@ from idempotency.testing.places import users_line
 
 @contextmanager
 def downstream_call(name: str) -> Iterator[None]:
-    """Tell the kit that the block is a call to another system: the process may die before it, and after it.
+    """Mark the block as a call to another system. The kit simulates a crash before the block, and after it.
 
     Wrap the effect of your own fake in this block. The kit detects calls over Python's sockets without it.
     """
@@ -23,16 +23,16 @@ def downstream_call(name: str) -> Iterator[None]:
 
 
 class KeyReused(Exception):
-    """A downstream service refuses a call: its idempotency key belongs to a call with other arguments."""
+    """The fake refuses a call, because an earlier call with the same idempotency key had other arguments."""
 
 
 class Downstream:
-    """A fake of another system: call it in place of the function that makes the call; it remembers each effect.
+    """A fake of another system. Use it in place of the function that makes the call. It records each effect.
 
     ``answer`` is the return value of a call, or a function that computes it from the arguments of the call. ``key`` names the
-    argument that carries the idempotency key, for a system that honours one: a second call with the same key has no effect and
-    gets the first answer. If its other arguments differ from those of the first call, it is refused with an exception, and the
-    kit reports a failure. Without ``key`` each call takes effect. The kit finds the instances of this class itself.
+    argument with the idempotency key, for a system that honours such keys: a second call with the same key has no effect and
+    gets the first answer. If the other arguments of that call differ from those of the first call, the fake raises an
+    exception, and the kit reports a failure. Without ``key``, each call takes effect. The kit finds the instances itself.
     """
 
     _all: "WeakSet[Downstream]" = WeakSet()
@@ -48,12 +48,12 @@ class Downstream:
         self._all.add(self)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Delete the recorded effects, the refusals and the answers to known keys."""
         #: The effects: the arguments of each call that took effect.
         self.effects: list[dict[str, Any]] = []
         #: The keys and lines of those calls, in the same order.
         self.origins: list[tuple[Any, str]] = []
-        #: A sentence on each call that was refused.
+        #: A sentence about each call that was refused.
         self.refused: list[str] = []
         #: The arguments and the answer of the first call with each key.
         self._first: dict[Any, tuple[dict[str, Any], Any]] = {}
@@ -82,13 +82,13 @@ class Downstream:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Tell whether two arguments are equal. Objects of one class that compares by identity cannot be told apart."""
+    """Return whether two arguments are equal. Two objects of a class that compares by identity count as equal."""
     by_identity = type(one).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
     return bool(one == other) or (by_identity and type(one) is type(other))
 
 
 def refusals() -> list[str]:
-    """Return a sentence on each call that was refused."""
+    """Return a sentence about each call that was refused."""
     return [sentence for fake in living() for sentence in fake.refused]
 
 
@@ -98,8 +98,8 @@ def living() -> list[Downstream]:
 
 
 def effects_of(call: Callable[[], Any] | list[Any] | None) -> dict[str, Any]:
-    """Return the effects in other systems: those that the user's own fake reports, and those of the Downstreams of each
-    name."""
+    """Return the effects in other systems: those that ``effects=`` of the user reports, and those of the ``Downstream`` fakes
+    by name."""
     own = {} if call is None else {"effects=": call() if callable(call) else list(call)}
     found: dict[str, list[Any]] = {}
     for fake in living():

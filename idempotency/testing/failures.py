@@ -76,8 +76,8 @@ class Failure:
 def explained(
     course: str, differences: Sequence[Difference], answer: Answer, undisturbed: Run, derived: set[str], effects: Sequence[str]
 ) -> Failure:
-    """Return the likeliest cause of the differences. ``effects`` has the lines at which the undisturbed run caused an effect
-    in another system."""
+    """Return the failure with the likeliest cause of the differences. ``effects`` has the lines at which the undisturbed run
+    caused an effect in another system."""
     cause, cure = (
         _of_refusals()
         or _of_effects(differences, derived, effects)
@@ -89,7 +89,7 @@ def explained(
 
 
 def not_completed(course: str, last_error: str) -> Failure:
-    """Return the failure of a request that the completer cannot finish; its client may never come back."""
+    """Return the failure of a request that the completer cannot finish. It is a failure because the client may never retry."""
     cause = f"No run of the completer finished the request. The last error: {summary(last_error)}"
     return Failure(course, cause, NOT_REBUILT, ())
 

@@ -1,8 +1,8 @@
 """Observe one run of a request: record each place that the run reaches, and simulate a crash at one of them.
 
-A simulated crash raises a BaseException. After it the database connections of the run are cut, no new connection opens, and
-each further statement, COMMIT or foreign call raises the exception again. So no ``finally`` or ``except`` can tidy up. A
-simulated crash does not clear the memory of the process: module globals and caches stay.
+A simulated crash raises a BaseException. After it the open transactions of the run are lost, no new connection opens, and
+each further statement, COMMIT or foreign call raises the exception again. So ``finally`` and ``except`` cannot write to the
+database. A simulated crash does not clear the memory of the process: module globals and caches keep their values.
 """
 
 import re
@@ -31,7 +31,7 @@ _WRITE = re.compile(
 
 
 class Died(BaseException):
-    """The process is dead. Not an Exception: no code of a view handles it."""
+    """The process is dead. This class is not an Exception, so that ``except Exception`` in a view does not handle it."""
 
 
 class Run:
@@ -62,7 +62,7 @@ class Run:
         self._at(self, place)
 
     def die(self) -> None:
-        """Die here: open transactions are lost, and their locks with them; the rest stays as it is."""
+        """Simulate a crash at this place. Open transactions and their locks are lost; committed data stays."""
         self.dead = True
         for connection in _open_connections():
             pid = connection.connection.info.backend_pid if connection.vendor == "postgresql" else None
@@ -154,7 +154,7 @@ def foreign_calls_noticed() -> Iterator[None]:
         return derived
 
     with ExitStack() as stack:
-        for kind in (ssl.SSLSocket, socket.socket):  # TLS has methods of its own
+        for kind in (ssl.SSLSocket, socket.socket):  # TLS sockets have their own methods
             for name in ("send", "sendall"):
                 stack.enter_context(patch.object(kind, name, noticing_send(kind, name)))
             for name in ("recv", "recv_into"):
@@ -168,7 +168,8 @@ def _open_connections() -> list[BaseDatabaseWrapper]:
 
 
 def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Ask the connection itself, because Django has left its atomic block already when it commits."""
+    """Return whether the connection is in a transaction. Django's own flag is not enough: when Django commits, it has already
+    left its atomic block."""
     if connection.vendor == "postgresql":
         return bool(connection.connection.info.transaction_status)
     return bool(getattr(connection.connection, "in_transaction", connection.in_atomic_block))
@@ -176,7 +177,7 @@ def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
 
 @contextmanager
 def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
-    """Let the run reach a place before and after each statement and COMMIT of a connection."""
+    """Record that the run reaches a place, before and after each statement and COMMIT of a connection."""
     commit, connect, open_cursor = connection._commit, connection.connect, connection._cursor  # type: ignore[attr-defined]
 
     def around_statement(execute: Callable[..., Any], sql: Any, *arguments: Any) -> Any:
@@ -226,10 +227,10 @@ def _written_tables(sql: str, connection: BaseDatabaseWrapper) -> set[tuple[str,
 
 
 def _cut(connection: BaseDatabaseWrapper) -> None:
-    """Let the database react as if the client process had ended."""
+    """End the open transaction of a connection, as the database does if the client process ends."""
     if connection.vendor == "sqlite":
-        # Uncommitted data is gone when the file is opened again. The connection must stay, because it may hold a database in
-        # memory.
+        # A rollback has the same effect as a new connection after a crash. The connection must stay open, because a database
+        # in memory ends with its connection.
         connection.connection.rollback()
     else:
         connection.connection.close()

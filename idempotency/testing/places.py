@@ -38,7 +38,7 @@ class Place:
     number: int
     when: When
     what: What
-    #: The statement, also one that is sent with COMMIT; the foreign call.
+    #: The statement (also if it is sent together with COMMIT), or the foreign call.
     detail: str
     #: File, line and function of the user's code.
     line: str
@@ -59,7 +59,7 @@ class Place:
 
 
 def shortened(text: str) -> str:
-    """Return ``text`` on one line, and not too long."""
+    """Return ``text`` on one line, cut to _LONGEST_DETAIL characters."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST_DETAIL else line[: _LONGEST_DETAIL - 3] + "..."
 
@@ -93,8 +93,8 @@ def _line_of(filename: str, number: int, function: str) -> str:
 
 @cache
 def _users_file(filename: str) -> str:
-    """Return the path of the file, relative to the current folder if it is inside it; an empty string if it is not the user's
-    code."""
+    """Return the path of a file of the user's code, relative to the current folder if the file is inside that folder. For any
+    other file, return an empty string."""
     path = Path(filename)
     if filename.startswith("<") or str(path.resolve()).startswith(_LIBRARIES):
         return ""

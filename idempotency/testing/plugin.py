@@ -11,14 +11,14 @@ from idempotency.testing.progress import logger
 
 
 class _Terminal(logging.Handler):
-    """Writes the lines of the kit to the terminal while output is captured."""
+    """A log handler that writes the lines of the kit to the terminal, even while pytest captures the output."""
 
     def __init__(self, config: pytest.Config) -> None:
         super().__init__(logging.INFO)
         self._plugins = config.pluginmanager
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line; a worker of pytest-xdist has no terminal."""
+        """Write a line to the terminal. In a worker of pytest-xdist, which has no terminal, do nothing."""
         terminal, capture = map(self._plugins.getplugin, ("terminalreporter", "capturemanager"))
         if terminal is not None:
             with capture.global_and_fixture_disabled() if capture is not None else nullcontext():

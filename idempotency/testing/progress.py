@@ -22,7 +22,7 @@ class Progress:
             _say(f"crash kit: about {courses} courses of events, which take about {seconds:.0f} s")
 
     def one_done(self) -> None:
-        """Count a course, and log a line if the last one is old."""
+        """Count a course, and log a line if the last line is EVERY_SECONDS old."""
         self._done += 1
         now = time.monotonic()
         if now - self._said >= EVERY_SECONDS:
@@ -33,7 +33,7 @@ class Progress:
 
 
 def _say(line: str) -> None:
-    """Log a line. If lines of level INFO are not logged, as in most tests of unittest, write it to the terminal."""
+    """Log a line. If the level INFO is off, as in most tests of unittest, write the line to the terminal, if there is one."""
     if logger.isEnabledFor(logging.INFO):
         logger.info(line)
     elif sys.stderr.isatty():

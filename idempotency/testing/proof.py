@@ -1,4 +1,4 @@
-"""The proof: run a request in every course of events. Each starts from the same state, and must end with the same result."""
+"""Run a request in every course of events. Each course starts from the same state, and must end with the same result."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,13 +20,13 @@ from idempotency.testing.report import CannotProve, Report
 from idempotency.testing.snapshots import Snapshot
 from idempotency.testing.stage import COME_BACK, Send, Stage, T
 
-#: A key with this stuck code is no failure: only a person can find out whether the call took effect, and the call is not
-#: repeated.
+#: A key with this stuck code is not a failure: the call is not repeated, because only manual review can find out whether it
+#: took effect.
 _HANDED_OVER = CallInDoubt.code
 
 
 class Proof(Stage):
-    """Runs one request in every course of events. A context manager: on leaving, all rows are as they were before."""
+    """A context manager that runs one request in every course of events. On exit, all rows are as they were before."""
 
     def __init__(self, send: Send, **options: Any) -> None:
         super().__init__(send, **options)
@@ -64,7 +64,7 @@ class Proof(Stage):
     def expected(self, *, races: bool) -> tuple[int, float]:
         """Return about how many courses of events there are, and how many seconds they take."""
         held = len(self._held()) if races else 0
-        # As measured on 22 views with 4 to 13 boundaries.
+        # The factors were measured on 22 views with 4 to 13 boundaries.
         courses = 2 * len(self._undisturbed.places) + (held**2 + 4 if held else 0)
         return courses, courses * self._seconds * 0.3
 
@@ -88,7 +88,7 @@ class Proof(Stage):
                 second = 0
                 stopped = [True]
                 while stopped.pop():
-                    stopped.append(False)  # until its check has shown that the second attempt came so far
+                    stopped.append(False)  # until the check shows that the second attempt reached its stop
                     how = "its lock expires, and a second attempt overtakes it" if expired else "a second attempt comes"
                     title = f"An attempt is held up {place}\n   {how}, and is held up at its boundary {second + 1}."
                     yield title, partial(self._race, first, second, expired, title, stopped)
@@ -100,8 +100,8 @@ class Proof(Stage):
         return [place for place in places if may_be_held(place, in_transactions=self._in_transactions)]
 
     def _aside(self, work: Callable[[], T]) -> T:
-        """Do the work on a connection that no simulated crash cuts: a new connection would read the catalog of the database
-        again."""
+        """Do the work on a connection that no simulated crash closes, because a new connection would read the catalog of the
+        database again."""
         return self._threads.call(work) if self._in_transactions else work()
 
     def _compare_replay(self, answer: Answer, again: Answer) -> None:
@@ -118,8 +118,8 @@ class Proof(Stage):
             )
 
     def _run_undisturbed(self) -> Run:
-        """Run the request twice. Values that differ are random. The result of the first run is the expected result of all
-        other runs."""
+        """Run the request twice, and return the second run. Values that differ are random. The result of the first run is the
+        expected result of all other runs."""
         places_of_effects: list[str] = []
 
         def note_effects(run: Run, place: Place) -> None:
@@ -179,11 +179,11 @@ class Proof(Stage):
         if not by_completer:
             return self._checked(title, key, self._retried(key))
         if not self._keys().unfinished().exists():
-            return None  # Only the client knows of the request.
+            return None  # There is no key for the completer to run.
         left = self._complete()
         failure = self._checked(title, key, self._ask(key))
         if failure is None and left is not None:
-            return not_completed(title, left.stuck_reason or left.last_error)  # The full request of the client has finished it.
+            return not_completed(title, left.stuck_reason or left.last_error)  # Only the client's request has finished it.
         return failure
 
     def _race(self, first: int, second: int, expired: bool, title: str, stopped: list[bool]) -> Failure | None:
@@ -214,8 +214,8 @@ class Proof(Stage):
         return self._checked(title, key, last, stays=any((a.status, a.content) == (last.status, last.content) for a in answers))
 
     def _lock_expires(self, one: Attempt, first: int) -> bool:
-        """Let the first attempt reach its boundary, and let its lock expire before or at the boundary. Tell whether it had a
-        lock."""
+        """Let the first attempt reach its boundary, and let its lock expire before or at the boundary. Return whether the
+        attempt had a lock."""
         expired = self._age(conf.get().LOCK_TIMEOUT_SECONDS + 1)
         if first:
             one.go_on()
@@ -224,12 +224,13 @@ class Proof(Stage):
         return expired
 
     def _checked(self, title: str, key: str, answer: Answer, *, stays: bool = False) -> Failure | None:
-        """Compare the results. Send the request once more, unless it is known that the answer stays the same."""
+        """Compare the results, and return the failure, if any. Without differences, send the request once more, unless it is
+        known that the answer stays the same (``stays``)."""
         self.report.courses += 1
         differences = compare(self._expected, self._left(answer), self._random)
         if self._keys().filter(stuck_code=_HANDED_OVER).exists():
             self.report.handed_over += 1
-            # A person decides about this key, so results may be missing; there must be no additional ones.
+            # This key needs manual review, so results may be missing, but there must be no additional results.
             differences = [d for d in differences if d.expected == GONE and d.path[0] != "answer"]
         elif not differences and not stays:
             again = self._ask(key)
@@ -242,5 +243,5 @@ class Proof(Stage):
 
 
 def _one_connection() -> bool:
-    """Tell whether a database is SQLite in memory, which other connections do not see."""
+    """Return whether a database is SQLite in memory, which other connections cannot read."""
     return any(c.vendor == "sqlite" and c.is_in_memory_db() for c in connections.all())  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ class DoesNotSurvive(AssertionError):
 
 
 class CannotProve(AssertionError):
-    """The undisturbed request is not fit for comparison; the message names what to change."""
+    """The kit cannot compare the results of the request. The message names the required change."""
 
 
 @dataclass

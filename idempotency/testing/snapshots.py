@@ -1,4 +1,4 @@
-"""All rows of all tables: saved before the first run, restored before each further run, compared after it.
+"""All rows of all tables: saved before the first run, restored before each run, compared after each run.
 
 While the kit works, each table gets ids from a separate range. So the kit recognizes an id everywhere: in a foreign key, in
 the arguments of a job, in an answer.
@@ -19,7 +19,7 @@ _IDS_PER_TABLE = 1_000_000
 _MOST_RANGES = 1_000
 
 Values = dict[str, Any]
-#: Primary key to the values of the row.
+#: The values of each row, by primary key.
 Rows = dict[Any, Values]
 
 
@@ -32,12 +32,12 @@ class Table:
 
     @property
     def label(self) -> str:
-        """The name that people use: app and model."""
+        """The name of the model in messages and in ``ignore=``: app and model."""
         return self.model._meta.label
 
     @property
     def fields(self) -> "list[models.Field[Any, Any]]":
-        """The fields with a column of their own."""
+        """The fields with a column in this table, except generated columns."""
         return [field for field in self.model._meta.local_concrete_fields if not getattr(field, "generated", False)]
 
     @property
@@ -70,13 +70,13 @@ class Table:
                 cursor.executemany(f"INSERT INTO {table} ({self.columns}) VALUES ({places})", rows)  # noqa: S608  # nosec B608  # quoted names of the models' own
 
     def read(self) -> Rows:
-        """Return the rows as Python sees them."""
+        """Return the rows as Python values."""
         manager = self.model._base_manager.using(self.alias)
         return {row[self.model._meta.pk.attname]: row for row in manager.order_by("pk").values()}
 
 
 def _models() -> Iterator[type[models.Model]]:
-    """Yield the models of all installed apps that have a table of their own."""
+    """Yield the managed models of all installed apps that have their own table."""
     for model in apps.get_models(include_auto_created=True):
         if model._meta.managed and not model._meta.proxy and not model._meta.swapped:
             yield model
@@ -113,7 +113,7 @@ class Snapshot:
             for alias, schema, table in written
         }
         unseen = tables - {(table.alias, table.model._meta.db_table) for table in self.tables}
-        # The statements are not parsed exactly: UPDATE may stand before another word than a table.
+        # The statements are not parsed exactly: the word after UPDATE may not be a table.
         existing = {alias: connections[alias].introspection.table_names() for alias, _ in unseen}
         models = (model for model in apps.get_models(include_auto_created=True) if not model._meta.proxy)
         labels = {model._meta.db_table.replace('"', ""): model._meta.label for model in models}

@@ -30,7 +30,7 @@ T = TypeVar("T")
 Send = Callable[[str], Any]
 #: The number of times that a client sends the request again: at once, and then each time after the lock has expired.
 _CLIENT_TRIES = 4
-#: The number of completer runs. After this number of refused runs, only a retry of the client runs a key without any effect.
+#: The number of completer runs. After this number of refused runs, the completer no longer runs a key without any effect.
 _COMPLETER_RUNS = 5
 #: The codes of requests that the completer cannot run until the project is corrected.
 _NEEDS_CORRECTION = (StuckCode.USER_MISSING, StuckCode.VIEW_MISSING)
@@ -60,7 +60,7 @@ class Stage:
         self._derived: set[str] = set()
 
     def _fresh(self) -> str:
-        """Restore the initial rows and effects. Return a key that nobody has used."""
+        """Restore the initial rows and effects, and return a new key."""
         self._aside(self._snapshot.restore)
         if isinstance(self._effects, list):
             self._effects[:] = self._first_effects
@@ -72,8 +72,8 @@ class Stage:
         return str(uuid.uuid4())
 
     def _ask(self, key: str) -> Answer:
-        """Send the request. An exception of its view is the error behind a 500, whether or not the test client raises it
-        too."""
+        """Send the request, and return the answer. If the view raises an exception, the answer contains it as the error behind
+        a 500, whether or not the test client raises the exception too."""
         raised: list[BaseException | None] = []
         thread = threading.get_ident()
 
@@ -105,7 +105,7 @@ class Stage:
         return leaves(self._snapshot, rows, answer, effects_of(self._effects), ignored=self._ignore, state=self._state)
 
     def _note(self, run: Run) -> None:
-        """Record the keys that a run derived. Raises CannotProve if it wrote to a table that the kit neither compares nor
+        """Record the keys that a run derived. Raises CannotProve if the run wrote to a table that the kit neither compares nor
         restores."""
         self._derived |= run.derived
         unseen = self._snapshot.unseen(run.written, self._ignore) if self._state is None else []
@@ -118,12 +118,12 @@ class Stage:
             )
 
     def _aside(self, work: Callable[[], T]) -> T:
-        """Do work of the kit itself on all tables, between two runs of the request."""
+        """Do work of the kit on all tables, between two runs of the request, and return the result of the work."""
         return work()
 
     def _retried(self, key: str) -> Answer:
         """Send the request again, as a client without an answer does: at once, and then each time after the lock has
-        expired."""
+        expired. Return the last answer."""
         for _ in range(_CLIENT_TRIES):
             run = Run()
             with observed(run):
@@ -165,7 +165,7 @@ class Stage:
         return ProcessedMessage.objects.exclude(pk__in=known).exists()
 
     def _age(self, seconds: float) -> bool:
-        """Make each key older by ``seconds``, except keys that a run is writing to. Return whether any key was made older."""
+        """Make each unfinished key older by ``seconds``, except keys whose row is locked. Return whether any key changed."""
         with transaction.atomic():
             free = list(self._keys().unfinished().select_for_update(skip_locked=True).values_list("pk", flat=True))
             if free:

@@ -21,7 +21,7 @@ from idempotency.management.passes import (
 from idempotency.monitoring.heartbeats import COMPLETER, ENQUEUER, REAPER
 from idempotency.reaper import reap_once
 
-#: The option for the interval of each loop, its default, and the work.
+#: For each loop: the option for its interval, the default of the option, and the function that does one pass.
 _WORK: dict[str, tuple[str, float, Callable[..., Any]]] = {
     ENQUEUER: ("enqueue_interval", enqueue_jobs.Command.default_interval, enqueue_once),
     COMPLETER: ("complete_interval", complete_keys.Command.default_interval, complete_once),

@@ -32,7 +32,7 @@ class Command(PassCommand):
         )
 
     def run_pass(self, **options: Any) -> ReapPass:
-        """Do a pass; show its progress on a terminal."""
+        """Do one pass and return its counts. Show the progress on a terminal."""
         if options["dry_run"] or not self.stdout.isatty():
             return reap_once(**options)
         total = sum(astuple(reap_once(**options | {"dry_run": True})))

@@ -74,7 +74,7 @@ class Command(BaseCommand):
             self.stdout.write(f"staged_jobs: {waiting.depth} due, the oldest for {oldest}, {waiting.failed} failed")
 
     def _conclude(self, done: str, count: int, options: dict[str, Any]) -> None:
-        """Print the number of jobs. Raises CommandError if an id is not that of a failed job."""
+        """Print the number of jobs. Raises CommandError if an id is not that of a failed job, or if its job is running now."""
         self.stdout.write(f"staged_jobs: {count} {done}")
         if missing := len(set(options["ids"])) - count if not options["all"] else 0:
             raise CommandError(
