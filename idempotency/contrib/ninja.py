@@ -151,7 +151,7 @@ def check_authenticators(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     return [
         Info(
             f"The operation {view.path} has authenticators that need the client's credentials ({', '.join(names)}). The "
-            "completer skips these authenticators, and runs the request if its user is active.",
+            "completer then skips all authenticators of the operation, and runs the request if its user is active.",
             hint="Set IDEMPOTENCY['PREPARE_REQUEST'] to a function that raises KeyStuck for a user without the permission.",
             id="idempotency.I002",
         )
