@@ -1,1 +1,1 @@
-"""Reproducible measurements; ratios within one run count, for machines differ."""
+"""Reproducible measurements. Compare only ratios within one run, because machines differ."""

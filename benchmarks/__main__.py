@@ -1,8 +1,8 @@
-"""``python -m benchmarks [--quick] [--json FILE] [--only PART ...]``: measure all on servers of its own, print what was found;
-exit 1 when a target of ``benchmarks/targets.py`` is missed or was not measured.
+"""``python -m benchmarks [--quick] [--json FILE] [--only PART ...]``: measure all parts on temporary servers and print the
+figures; exit with 1 if a target of ``benchmarks/targets.py`` is missed or was not measured.
 
-Each part runs in a process of its own: one that fails says so in the results, and the others go on. What is compared was
-measured in the same run, in turns, for machines differ, and one differs from itself an hour ago.
+Each part runs in a separate process. If a part fails, the results contain its error, and the other parts still run. Figures
+that are compared are measured in the same run, in turns, because machines differ and the load of a machine changes.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from typing import Any
 from benchmarks.ground import stop_in_order
 from benchmarks.targets import TARGETS, missed
 
-#: The modules; ``measure(quick)`` of each returns its figures.
+#: The modules of the parts; ``measure(quick)`` of each module returns its figures.
 PARTS = ("systems", "jobs", "reaper", "sizes", "rows", "distance", "replication")
 PATIENCE_SECONDS = 900
 ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
-    """Measure, print, and exit with the verdict."""
+    """Measure, print the figures, and exit with 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Smaller tables, fewer rounds: to see that it works.")
     parser.add_argument("--json", type=Path, help="Where the figures go.")
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measured(parts: tuple[str, ...], quick: bool) -> dict[str, Any]:
-    """Return the figures of each part, and the machine beside them."""
+    """Return the figures of each part, and a description of the machine."""
     results: dict[str, Any] = {"quick": quick, "machine": machine(), "seconds": {}}
     for part in parts:
         start = time.monotonic()
@@ -60,7 +60,7 @@ def measured(parts: tuple[str, ...], quick: bool) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the properties and versions on which the figures depend."""
     versions = {name: metadata.version(name) for name in ("django", "psycopg", "redis", "gunicorn")}
     return {
         "cores": os.cpu_count(),
@@ -91,7 +91,7 @@ def _measured_apart(part: str, quick: bool) -> dict[str, Any]:
 
 
 def verdict(results: dict[str, Any]) -> int:
-    """Print each target with its figure, then the verdict; return the exit status."""
+    """Print each target with its figure, then the overall result; return the exit status."""
     for target in TARGETS:
         figure = target.measured(results)
         shown = "-" if figure is None else f"{figure:g}"

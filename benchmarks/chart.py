@@ -1,4 +1,4 @@
-"""Bars as SVG, in colours that can be read on white and on black: the page of the docs is seen on both."""
+"""Bar charts as SVG, in colours that are readable on white and on black, for the light and the dark theme of the docs."""
 
 from collections.abc import Sequence
 from html import escape
@@ -14,7 +14,7 @@ Group = tuple[str, Sequence[float | None]]
 def bars(title: str, series: Sequence[str], groups: Sequence[Group], *, line_at: float | None = None, digits: int = 2) -> str:
     """Return a chart with a group of bars for each label, one bar for each series that has a value there.
 
-    ``line_at`` draws a line there, for what all are compared with.
+    ``line_at`` is the value at which a vertical line marks the reference of the comparison.
     """
     longest = max(value for _, values in groups for value in values if value is not None)
     scale = (WIDTH - LABELS - VALUES) / longest

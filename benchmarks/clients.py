@@ -1,6 +1,7 @@
-"""Clients over a unix socket, a thread and a kept connection each.
+"""Clients over a unix socket, each with a thread and a persistent connection.
 
-They speak just enough HTTP to cost little: client and server share the cores, and what a client needs is measured with them.
+The clients implement only the necessary part of HTTP, because they share the cores with the server, and their processor time
+is part of each measurement.
 """
 
 import socket
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-#: That of ``benchmarks.views``, which cannot be imported without Django.
+#: The body of ``benchmarks.views``, a module that cannot be imported without Django.
 BODY = '{"amount": 2000, "currency": "usd"}'
 
 _REQUEST = (
@@ -23,7 +24,7 @@ _REQUEST = (
 
 @dataclass
 class Load:
-    """What clients met: how many answers of each status, how long each took in seconds, and how long all of it."""
+    """The results of clients: responses by status, the seconds of each request, and the seconds of the whole run."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     taken: list[float] = field(default_factory=list)
@@ -31,7 +32,7 @@ class Load:
 
     @property
     def answers(self) -> float:
-        """Return the answers with a 2xx a second."""
+        """Return the number of 2xx responses per second."""
         return sum(count for status, count in self.statuses.items() if 200 <= status < 300) / self.seconds
 
 
@@ -70,9 +71,9 @@ def _complete(received: bytes) -> bool:
 
 
 def run(path: Path, view: str, count: int, seconds: float, *, repeat: str = "") -> Load:
-    """Let ``count`` clients send for so long: each request with a key of its own, or all with the key ``repeat``.
+    """Let ``count`` clients send requests for ``seconds``: each with a new key, or all with the key ``repeat``.
 
-    With ``repeat="each"`` each client has one key that it repeats.
+    With ``repeat="each"`` each client repeats its own key.
     """
     loads = [Load() for _ in range(count)]
     start = threading.Barrier(count + 1)
@@ -99,7 +100,7 @@ def run(path: Path, view: str, count: int, seconds: float, *, repeat: str = "") 
     threads = [threading.Thread(target=work, args=(load,)) for load in loads]
     for thread in threads:
         thread.start()
-    with suppress(threading.BrokenBarrierError):  # The reason is among the failures.
+    with suppress(threading.BrokenBarrierError):  # ``failures`` has the reason.
         start.wait(30)
     begin = time.perf_counter()
     for thread in threads:

@@ -1,7 +1,7 @@
-"""One system in a process of its own, which does what it is told: measure a round, or run one kind of request so many times.
+"""One system in a separate process that executes commands: measure a round, or send a number of requests of one kind.
 
-A process each, because some have threads of their own, and one that is broken breaks nothing else. Each measures the bare view
-too, in the same rounds: the ratio is to that of its own process.
+Each system has a separate process, because some systems start threads, and a broken system must not affect the others. Each
+process also measures the bare view, in the same rounds. A ratio is relative to the bare view of the same process.
 """
 
 import multiprocessing
@@ -20,17 +20,17 @@ from benchmarks.ground import server_nanoseconds
 
 #: The modules in ``benchmarks.peers``.
 PEERS = ("idemkit", "django_idempotency_key", "djangorestframework_idempotency_key", "drf_idempotencykey", "dbos")
-#: A round, or a start with its migrations, takes seconds.
+#: The longest wait for an answer. A round, or a start with its migrations, takes seconds.
 PATIENCE_SECONDS = 120
 
 
 class Failed(Exception):
-    """It cannot run; the message is its own."""
+    """A system cannot run; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of request: the view, what makes the request, the status that it must be answered with."""
+    """One kind of request: the view, the function that creates the request, and the expected status."""
 
     view: Callable[[Any], Any]
     make: Callable[[], Any]
@@ -38,17 +38,17 @@ class Case:
 
 
 class Taken(NamedTuple):
-    """What the requests of one kind took in a round."""
+    """The times of the requests of one kind in a round."""
 
-    #: The time of each.
+    #: The time of each request.
     microseconds: list[float]
-    #: The processor time of one, in the process of the system and in those of PostgreSQL.
+    #: The processor time of one request, in the process of the system and in the processes of PostgreSQL.
     client_us: float
     server_us: float
 
 
 class Contestant:
-    """The process, as the one that started it sees it."""
+    """The process of a system, controlled from the process that started it."""
 
     def __init__(self, name: str) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -59,7 +59,7 @@ class Contestant:
         theirs.close()
 
     def ask(self, *command: Any) -> Any:
-        """Send a command and return the answer; raise Failed with what went wrong there."""
+        """Send a command and return the answer; raise Failed if the command fails, or the process does not answer."""
         try:
             self._pipe.send(command)
             if not self._pipe.poll(PATIENCE_SECONDS):
@@ -72,7 +72,7 @@ class Contestant:
         return answer
 
     def stop(self) -> None:
-        """Let it end; end it when it does not."""
+        """Ask the process to end; terminate it if it does not."""
         try:
             self.ask("stop")
         except Failed:
@@ -84,14 +84,14 @@ class Contestant:
 
 
 def load(name: str) -> ModuleType:
-    """Return the module of a system, ready to serve in this process; Django is."""
+    """Prepare a system in this process and return its module; Django must be set up."""
     module = import_module("benchmarks.ours" if name == "ours" else f"benchmarks.peers.{name}")
     getattr(module, "prepare", lambda: None)()
     return module
 
 
 def serve(name: str, pipe: Connection) -> None:
-    """Answer commands until told to stop."""
+    """Execute commands until the command ``stop``."""
     import logging
 
     import django
@@ -108,7 +108,7 @@ def serve(name: str, pipe: Connection) -> None:
                 if system is None:
                     system = load(name)
                 answer = COMMANDS[command](system, kept, *arguments)
-            except BaseException as error:  # Whatever it is, it goes into the table.
+            except BaseException as error:  # The table shows the error, whatever it is.
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"{type(error).__name__}: {error}"[:500]
                 pipe.send(("error", f"{text} ({where.filename.rpartition('site-packages/')[2]}:{where.lineno})"))
@@ -123,7 +123,7 @@ def serve(name: str, pipe: Connection) -> None:
 
 @contextmanager
 def cases(system: ModuleType) -> Iterator[dict[str, Case]]:
-    """Yield each kind of request that there is for the system, with keys of their own."""
+    """Yield each kind of request that the system supports, with new keys."""
     from benchmarks import views
 
     found = {"bare": Case(views.bare, views.request, 201)}
@@ -145,7 +145,7 @@ def cases(system: ModuleType) -> Iterator[dict[str, Case]]:
 
 
 def answered(view: Callable[[Any], Any], request: Any, status: int) -> float:
-    """Send the request; return the microseconds it took, or raise when the answer has another status."""
+    """Send the request and return its microseconds; raise RuntimeError if the response has another status."""
     start = time.perf_counter()
     response = view(request)
     taken = 1e6 * (time.perf_counter() - start)
@@ -162,7 +162,7 @@ def _versions(system: ModuleType, kept: ExitStack) -> dict[str, str]:
 
 
 def _round(system: ModuleType, kept: ExitStack, count: int) -> dict[str, Taken]:
-    """Send ``count`` requests of each kind, kind by kind; return what they took."""
+    """Send ``count`` requests of each kind, kind by kind; return their times."""
     with cases(system) as known:
         taken = {}
         for name, case in known.items():
@@ -181,7 +181,7 @@ def _kinds(system: ModuleType, kept: ExitStack) -> list[str]:
 
 
 def _get_set(system: ModuleType, kept: ExitStack, kind: str, count: int) -> None:
-    """Hold what is needed for requests of one kind, and send some, so that "go" counts nothing of a first time."""
+    """Prepare requests of one kind for "go". Send some requests before, so that "go" does no work of a first request."""
     kept.close()
     case = kept.enter_context(cases(system))[kind]
     for _ in range(20):

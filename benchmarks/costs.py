@@ -1,8 +1,8 @@
-"""What a request costs whatever the machine, as the servers saw it: for us and the peers with the same instrument.
+"""The machine-independent costs of a request, measured at the servers, with one method for this app and the peers.
 
 Statements are the lines of PostgreSQL's own log, each a round trip; commits, rows and HOT updates are the records of its
-write-ahead log, read with ``pg_waldump``; Redis counts its commands itself. So it does not matter through which driver, how
-many connections or which threads a system works.
+write-ahead log, read with ``pg_waldump``; Redis counts its commands itself. The method is
+therefore the same for all drivers, numbers of connections, and threads of a system.
 """
 
 import re
@@ -15,17 +15,17 @@ from typing import Any
 from benchmarks.contestant import Contestant, Failed
 from benchmarks.ground import Ground
 
-#: Requests of one kind that the average is taken of.
+#: The number of requests of one kind; the costs are averages over them.
 REQUESTS = 40
 _STATEMENT = re.compile(rb"LOG:  (?:statement|execute [^:]*): ", re.M)
 _RECORD = re.compile(r"^(\w+/\S+)\s+(\d+) ", re.M)
-#: Nothing that comes by itself may fall into the counts.
+#: Log all statements, and disable the background work that the counts would include.
 _SETTINGS = {"autovacuum": "off", "checkpoint_timeout": "1h", "bgwriter_lru_maxpages": "0", "log_statement": "all"}
 
 
 @dataclass(frozen=True)
 class Connections:
-    """What the meters are read through."""
+    """The connections through which the meters are read."""
 
     postgres: Any
     redis: Any
@@ -43,7 +43,7 @@ class Meters:
 def measure(servers: Ground, names: Sequence[str]) -> dict[str, Any]:
     """Return for each system and kind of request what one request costs, or its error.
 
-    One system runs at a time: the threads of another one would be counted with it.
+    Only one system runs at a time, because the counts would include the threads of another system.
     """
     import psycopg
     import redis
@@ -101,7 +101,7 @@ def _cost(system: Contestant, kind: str, servers: Ground, connections: Connectio
 
 
 def _read(servers: Ground, connections: Connections) -> Meters:
-    """Read the meters; what the reading itself does is after the log's end, or taken off."""
+    """Read the meters. ``_cost`` excludes the statements of the reading from the log, and subtracts its Redis command."""
     length = _log(servers).stat().st_size
     lsn = connections.postgres.execute("SELECT pg_current_wal_insert_lsn()").fetchone()[0]
     return Meters(length, lsn, int(connections.redis.info("stats")["total_commands_processed"]))
@@ -114,10 +114,10 @@ def _log(servers: Ground) -> Path:
 
 
 def _records(servers: Ground, start: str, end: str, connection: Any) -> dict[str, int]:
-    """Return how many records of each kind were written in between."""
+    """Return the number of WAL records of each kind between the positions ``start`` and ``end``."""
     if start == end:
         return {}
-    connection.execute("SELECT pg_logical_emit_message(true, 'bench', '')")  # Its commit flushes all before it.
+    connection.execute("SELECT pg_logical_emit_message(true, 'bench', '')")  # Its commit flushes all records.
     waldump = Path(servers.postgres.command[0]).parent / "pg_waldump"
     folder = servers.postgres.data / "pg_wal"
     done = subprocess.run(

@@ -1,6 +1,6 @@
-"""What a request costs whatever the machine: statements, commits, WAL, rows written, and how many updates were HOT.
+"""The machine-independent costs of a request: statements, commits, WAL, rows written, and HOT updates.
 
-What PostgreSQL counts for this process's own connection needs PostgreSQL 18.
+The WAL counters of a single connection need PostgreSQL 18.
 """
 
 import re
@@ -19,9 +19,9 @@ _ROWS = "SELECT sum(n_tup_ins + n_tup_upd + n_tup_del), sum(n_tup_upd), sum(n_tu
 
 @dataclass(frozen=True)
 class Counts:
-    """What one call cost."""
+    """The costs of one call."""
 
-    #: All messages that were sent, BEGIN and COMMIT and the work included, in their order: a round trip each.
+    #: All sent messages in order, including BEGIN, COMMIT and the work; each message is a round trip.
     statements: tuple[str, ...]
     wal_records: int
     wal_bytes: int
@@ -31,7 +31,7 @@ class Counts:
 
     @property
     def commits(self) -> int:
-        """Return the commits that wait for the disk: those of transactions, and statements outside of one."""
+        """Return the number of commits that wait for the disk: transactions, and statements outside a transaction."""
         depth = commits = 0
         for message in self.statements:
             if message.startswith("BEGIN"):
@@ -44,26 +44,26 @@ class Counts:
 
     @property
     def besides_the_work(self) -> list[str]:
-        """Return the statements that are neither the work nor the ends of a transaction, alone or together with one."""
+        """Return the messages with a statement that is neither the work nor only BEGIN, COMMIT or ROLLBACK."""
         return [
             text for text in self.statements if "bench_row" not in text and re.search("SELECT|INSERT|UPDATE|prepared", text)
         ]
 
 
 def count(call: Callable[[], object]) -> Counts:
-    """Return what ``call()`` cost on the default connection."""
-    # To read the tables' counts may tidy a page of the catalogue, which writes WAL: they are read outside of what is counted.
+    """Return the costs of ``call()`` on the default connection."""
+    # Reading the counters of the tables may prune a page of the catalogue, which writes WAL. Read them outside the WAL count.
     rows = _read(_ROWS)
     wal = _read(_WAL)
     with CaptureQueriesContext(connection) as captured:
         call()
     numbers = [*_growth(wal, _read(_WAL)), *_growth(rows, _read(_ROWS))]
-    # Django does not know the text of every statement that was bound in the server; it is one all the same.
+    # Django does not know the text of every statement that the server bound; such a statement counts too.
     return Counts(tuple(query["sql"] or "(prepared)" for query in sent(captured.captured_queries)), *numbers)
 
 
 def sent(queries: Iterable[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the queries without each COMMIT that Django has logged, but not sent: the message before it had one."""
+    """Return the queries without each COMMIT that Django logged but did not send: the message before contains it."""
     found: list[dict[str, str]] = []
     for query in queries:
         if query["sql"] != "COMMIT" or not found or not (found[-1]["sql"] or "").endswith("; COMMIT"):
@@ -79,7 +79,7 @@ def create_table() -> None:
 
 def _read(statement: str) -> list[int]:
     with connection.cursor() as cursor:
-        # The counts of this connection are handed in at the end of the statement.
+        # PostgreSQL publishes the counts of this connection at the end of this statement.
         cursor.execute(_FLUSH)
         cursor.execute(statement)
         return [int(number) for number in cursor.fetchone()]

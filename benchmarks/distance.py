@@ -1,9 +1,9 @@
-"""What does a request cost when the database is a network away? 1 ms of way there and back, and nothing else is slower.
+"""Measure requests with a network between the app and the database: each round trip takes 1 ms longer.
 
-``python -m benchmarks.distance [--quick] [--json FILE]`` starts a PostgreSQL of its own and puts a proxy before it that holds
-back what comes, 0.5 ms each way, however much it is. Each kind of request is made directly, through the proxy, and directly
-without prepared statements in turn. Prints a table of the medians, their ratio to the bare view at the same distance, and the
-round trips, which are the same on every machine: each statement is one, BEGIN and COMMIT too.
+``python -m benchmarks.distance [--quick] [--json FILE]`` starts a PostgreSQL, and a proxy that delays data by 0.5 ms in each
+direction, independent of its size. Each kind of request is sent in turn directly, through the proxy, and directly without
+prepared statements. The command prints a table of the medians, their ratio to the bare view at the same distance, and the
+round trips. The number of round trips is the same on every machine: each message to PostgreSQL, including BEGIN and COMMIT.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from benchmarks.proxy import proxy
 from rides_demo.processes.embedded import Postgres, postgres_url
 
 ROUNDS, QUICK_ROUNDS = 40, 10
-#: Requests of one kind in a round, each way.
+#: Requests of one kind in a round, for each way.
 IN_A_ROUND = 10
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Fewer rounds.")
     parser.add_argument("--json", type=Path, help="Where the figures go.")
@@ -43,14 +43,14 @@ def main() -> None:
 def measure(quick: bool) -> dict[str, Any]:
     """Return the round trip in microseconds, and for each kind of request its times, its ratio to the bare view, and its trips.
 
-    It starts processes and a server of its own: the caller needs no Django.
+    The function starts a process and a server, so the caller need not set up Django.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(measure_here, QUICK_ROUNDS if quick else ROUNDS).result()
 
 
 def measure_here(rounds: int) -> dict[str, Any]:
-    """Measure in this process, on a server in a temporary folder and a proxy beside it."""
+    """Measure in this process, with a server in a temporary folder and a proxy."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         os.environ |= {
             "DATABASE_URL": postgres_url(Path(folder) / "postgres"),
@@ -66,7 +66,7 @@ def measure_here(rounds: int) -> dict[str, Any]:
 
 
 def in_turn(far: Path, rounds: int) -> dict[str, Any]:
-    """Make each kind of request each way in turn; return the figures."""
+    """Send each kind of request each way in turn; return the figures."""
     from django.core.management import call_command
     from django.db import connections
     from django.test.utils import CaptureQueriesContext
@@ -75,7 +75,7 @@ def in_turn(far: Path, rounds: int) -> dict[str, Any]:
 
     call_command("migrate", verbosity=0)
     create_table()
-    # Three connections under the one alias that all the views use.
+    # Three connections under one alias, which all views use.
     ways = {
         "direct": connections["default"],
         **{way: connections.create_connection("default") for way in ("far", "unprepared")},
@@ -128,7 +128,7 @@ def in_turn(far: Path, rounds: int) -> dict[str, Any]:
 
 
 def cases() -> dict[str, tuple[Callable[[Any], Any], Callable[[], Any], int]]:
-    """Return each kind of request: the view, what makes the request, and the status that it must be answered with."""
+    """Return each kind of request: the view, the function that creates the request, and the expected status."""
     from django.db import connection
     from django.http import HttpResponse
 
@@ -164,7 +164,7 @@ def cases() -> dict[str, tuple[Callable[[Any], Any], Callable[[], Any], int]]:
 
 
 def print_table(found: dict[str, Any]) -> None:
-    """Print what was measured."""
+    """Print the figures."""
     print(f"a round trip takes {found['round_trip_us']} us more")
     for row in found["rows"]:
         spread = f"({row['q1_us']}-{row['q3_us']})"

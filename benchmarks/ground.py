@@ -1,4 +1,4 @@
-"""The ground that all are measured on: a PostgreSQL and a Redis of its own, in a temporary folder, stopped at the end."""
+"""The servers of the measurements: a PostgreSQL and a Redis in a temporary folder, stopped at the end."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ POSTMASTER = "BENCH_POSTMASTER"
 
 @dataclass(frozen=True)
 class Ground:
-    """The two servers; the environment names them to this process and to those that it starts."""
+    """The two servers. Their URLs are in the environment of this process and of its child processes."""
 
     folder: Path
     postgres: Postgres
@@ -29,7 +29,7 @@ class Ground:
 
 @contextmanager
 def ground() -> Iterator[Ground]:
-    """Start both, tell the environment, and stop them in the end."""
+    """Start both servers, set their URLs in the environment, and stop the servers at the end."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         os.environ |= {
@@ -39,7 +39,7 @@ def ground() -> Iterator[Ground]:
         }
         with Postgres(folder / "postgres", max_connections=120) as postgres, Redis(folder / "redis") as redis:
             with Client.from_url(redis.url) as connection:
-                # As most run it; with "always" each response that a peer keeps in Redis would wait for the disk.
+                # The usual setting. With "always", each response that a peer stores in Redis would wait for the disk.
                 connection.config_set("appendfsync", "everysec")
             os.environ[POSTMASTER] = str(postgres.pid)
             yield Ground(folder, postgres, redis)
@@ -47,7 +47,7 @@ def ground() -> Iterator[Ground]:
 
 @contextmanager
 def far_away(servers: Ground) -> Iterator[None]:
-    """Tell the environment of the same two servers behind proxies that delay each round trip."""
+    """Set the URLs in the environment to proxies of both servers, which delay each round trip; restore them at the end."""
     near = {name: os.environ[name] for name in _urls(servers.folder, servers.folder)}
     with (
         proxy(servers.folder, servers.postgres.sockets) as far,
@@ -61,7 +61,7 @@ def far_away(servers: Ground) -> Iterator[None]:
 
 
 def server_nanoseconds() -> dict[int, int]:
-    """Return the processor time of each process of PostgreSQL so far, by its id. It is empty where the system is not Linux."""
+    """Return the processor time of each PostgreSQL process by process id. The result is empty if the system is not Linux."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -76,12 +76,12 @@ def _urls(postgres: Path, redis: Path) -> dict[str, str]:
 
 
 def stop_in_order() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: servers are stopped, folders removed."""
+    """Let SIGTERM raise SystemExit, so that servers are stopped and folders removed, as after Ctrl-C."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def migrate() -> None:
-    """Make Django ready in this process, and the tables of all."""
+    """Set up Django in this process, and create the tables of the apps and of the work."""
     import logging
 
     import django

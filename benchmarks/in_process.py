@@ -1,7 +1,8 @@
 """One client in process: each system against the bare view of its own process, in interleaved rounds.
 
-A round goes from process to process; in each, from kind to kind of request. The ratio is taken in each round, of medians, so
-that a load which comes and goes meets both sides of it; what is reported is the median of these ratios, and their quartiles.
+A round visits one process after another; in each process, it sends one kind of request after another. The ratio of the medians
+is computed in each round, so that a temporary load affects both of them. The result is the median of these ratios, with their
+quartiles.
 """
 
 from collections.abc import Sequence
@@ -11,14 +12,14 @@ from typing import Any
 from benchmarks.contestant import Contestant, Failed, Taken
 
 ROUNDS, QUICK_ROUNDS = 60, 10
-#: At a distance, where a round takes longer and differs less.
+#: Rounds at a distance, where a round takes longer and rounds differ less.
 FAR_ROUNDS, QUICK_FAR_ROUNDS = 20, 3
 #: Requests of one kind in a round.
 IN_A_ROUND = 15
 
 
 def measure(names: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Return for each system its version and its kinds of request, or its error."""
+    """Return for each system its version and the figures of its kinds of request, or its error."""
     systems = {name: Contestant(name) for name in names}
     try:
         return _compete(systems, rounds)
@@ -52,7 +53,7 @@ def _compete(systems: dict[str, Contestant], rounds: int) -> dict[str, Any]:
 
 
 def beside(found: dict[str, Any]) -> dict[str, float]:
-    """Return what holds on any machine: our ratios over those of a peer in the same run, and DBOS's ride over ours."""
+    """Return the figures that depend least on the machine: our ratios over a peer's in the same run; DBOS's ride over ours."""
 
     def ratio(system: str, kind: str) -> float:
         return float(found[system]["cases"][kind]["ratio"])
@@ -67,7 +68,7 @@ def beside(found: dict[str, Any]) -> dict[str, float]:
 
 
 def summary(rounds: list[dict[str, Taken]]) -> dict[str, dict[str, float]]:
-    """Return for each kind of request its microseconds and its ratio to the bare view: medians, and quartiles; and the medians
+    """Return for each kind of request its microseconds and its ratio to the bare view (medians and quartiles), and the median
     of its processor time."""
     found = {}
     for kind in rounds[0]:

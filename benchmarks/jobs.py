@@ -1,9 +1,10 @@
-"""How fast do staged jobs reach their queue, against what the queue's own client does without us?
+"""Measure how fast staged jobs reach their queue, compared with the client library of the queue.
 
-``python -m benchmarks.jobs [--jobs N] [--rounds N]`` starts a PostgreSQL and a Redis of its own in a temporary folder. For RQ
-and for Celery it measures, in interleaved rounds: the client alone, which enqueues jobs that it has in memory (RQ's
-``enqueue_many``, Celery with a kept producer); one enqueuer; and two at once. Then the time from COMMIT until a job is in the
-queue, with the hand-over after COMMIT and with the enqueuer's loop. Prints a table; exits 1 when a target is missed.
+``python -m benchmarks.jobs [--jobs N] [--rounds N]`` starts a PostgreSQL and a Redis in a temporary folder. For RQ and for
+Celery it measures, in interleaved rounds: the client library, which enqueues jobs from memory (RQ's ``enqueue_many``, Celery
+with one producer); one enqueuer; and two concurrent enqueuers. For RQ it then measures the time from COMMIT until a job is in
+the queue, with the hand-over after COMMIT and with the enqueuer's loop. It prints a table, and exits with 1 if a target is
+missed.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from benchmarks.targets import OF_DIRECT_AT_LEAST, TWO_TO_ONE_AT_LEAST
 from rides_demo.processes.embedded import Postgres, Redis, postgres_url, redis_url
 from rides_demo.processes.process import Process
 
-#: One enqueuer over the client alone; two enqueuers over one.
+#: The ratios of one enqueuer to the client library, and of two enqueuers to one.
 TARGETS = {"of_direct": OF_DIRECT_AT_LEAST, "two_to_one": TWO_TO_ONE_AT_LEAST}
 JOBS, ROUNDS = 10_000, 5
 QUICK_JOBS, QUICK_ROUNDS = 2_000, 1
@@ -35,11 +36,11 @@ PROMPT_SAMPLES, LOOP_SAMPLES, QUICK_LOOP_SAMPLES = 200, 15, 5
 
 
 def job(**args: Any) -> None:
-    """Nothing: no worker runs."""
+    """Do nothing: no worker runs the job."""
 
 
 def set_up(queue: str, **changes: Any) -> Any:
-    """Make Django, and the app of Celery, ready in this process; return the app."""
+    """Set up Django and, for Celery, its app in this process; return the app, or None for RQ."""
     import django
     from django.conf import settings
 
@@ -58,12 +59,12 @@ def set_up(queue: str, **changes: Any) -> Any:
 
 
 def arguments(number: int) -> dict[str, Any]:
-    """Return what a job is called with."""
+    """Return the arguments of a job."""
     return {"ride_id": number, "amount_cents": 2000, "label": "receipt"}
 
 
 def direct(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
-    """Enqueue ``count`` jobs with the client alone: the same jobs as ours, with their ids and retries."""
+    """Enqueue ``count`` jobs with the client library: the same jobs as the enqueuer sends, with ids and retries."""
     app = set_up(queue)
     if queue == "rq":
         from django_rq.queues import get_queue
@@ -98,12 +99,12 @@ def direct(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
 
 
 def enqueuer(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
-    """Run one pass of the enqueuer; others may be at it."""
+    """Run one pass of the enqueuer; other processes may run a pass at the same time."""
     set_up(queue)
     from idempotency.enqueuer import enqueue_once
     from idempotency.models import StagedJob
 
-    with turn:  # Each moves a job of its own before.
+    with turn:  # To warm up, each process first sends one job.
         StagedJob.objects.create(job_name=NAME, job_args=arguments(0))
         enqueue_once()
     start.wait()
@@ -113,7 +114,7 @@ def enqueuer(queue: str, count: int, start: Any, times: Any, turn: Any) -> None:
 
 
 def rate(work: Any, queue: str, count: int, processes: int) -> float:
-    """Return the jobs a second that ``processes`` at once move out of ``count``."""
+    """Return the jobs per second if ``processes`` processes concurrently send ``count`` jobs."""
     import redis
     from django.conf import settings
     from django.db import connection
@@ -150,7 +151,7 @@ def rate(work: Any, queue: str, count: int, processes: int) -> float:
 
 
 def latency(samples: int) -> list[float]:
-    """Stage jobs one by one, while RQ's queue is watched; return the seconds from each COMMIT until its job was there."""
+    """Stage jobs one by one; return the seconds from each COMMIT until its job is in the queue of RQ."""
     import redis
     from django.conf import settings
     from django.db import transaction
@@ -167,17 +168,17 @@ def latency(samples: int) -> list[float]:
             if broker.blpop(["rq:queue:default"], timeout=20) is None:
                 raise RuntimeError("No job came within 20 s.")
             found.append(time.monotonic() - committed)
-            time.sleep(0.005 * (number % 7))  # Not in step with whatever polls.
+            time.sleep(0.005 * (number % 7))  # Vary the pause, so that the samples are not in step with a polling loop.
     return found
 
 
 def loop() -> Process:
-    """Return ``manage.py enqueue_jobs --loop`` as it is meant to be run."""
+    """Return the process ``manage.py enqueue_jobs --loop`` with its default options."""
     return Process("enqueue_jobs", [sys.executable, "manage.py", "enqueue_jobs", "--loop"], output=lambda line: None)
 
 
 def measure(quick: bool = False, *, jobs: int | None = None, rounds: int | None = None) -> dict[str, Any]:
-    """Return the figures: jobs a second of each way and their ratios, medians of the rounds; milliseconds of latency."""
+    """Return the figures: jobs per second of each way and their ratios (medians of the rounds); latencies in milliseconds."""
     jobs = jobs or (QUICK_JOBS if quick else JOBS)
     rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, _services(Path(folder)):
@@ -205,7 +206,7 @@ def measure(quick: bool = False, *, jobs: int | None = None, rounds: int | None 
         with override_settings(IDEMPOTENCY={**settings.IDEMPOTENCY, "HAND_OVER_AFTER_COMMIT": False}), loop():
             figures["latency_ms"]["loop"] = _percentiles(
                 latency(QUICK_LOOP_SAMPLES if quick else LOOP_SAMPLES)[1:]
-            )  # The first waits for the process.
+            )  # The first sample waits for the start of the process.
         connections.close_all()
     return figures
 
@@ -227,7 +228,7 @@ def _services(folder: Path) -> Iterator[None]:
 
     with Postgres(folder / "postgres", max_connections=20), Redis(folder / "redis") as broker:
         with redis.Redis.from_url(broker.url) as connection:
-            # As most run it. With "always" each single LPUSH of Celery waits for the disk: only that is measured.
+            # The usual setting. With "always", each LPUSH of Celery waits for the disk, which dominates the figures.
             connection.config_set("appendfsync", "everysec")
         yield
 
@@ -243,7 +244,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, and exit with the verdict."""
+    """Measure, print the figures, and exit with 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=JOBS, help="Jobs in each run (default: %(default)s).")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="Rounds; the medians count (default: %(default)s).")

@@ -1,4 +1,4 @@
-"""Our views, in the shape in which the peers are (``benchmarks.peers``)."""
+"""The views of this app, with the same names as in a module of a peer (``benchmarks.peers``)."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ VIEWS = {"plain": views.plain, "ride": views.ride}
 
 @contextmanager
 def _held(protect: Callable[[Any], views.View], key: str) -> Iterator[None]:
-    """Keep the key by a request that is under way in a thread of its own; it is answered 503, which nothing is kept of."""
+    """Hold the key with a request that runs in another thread. Its response is a 503, which is not stored."""
     entered, leave = threading.Event(), threading.Event()
 
     @protect

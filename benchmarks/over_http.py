@@ -1,7 +1,7 @@
 """Clients over HTTP: gunicorn with two workers of eight threads (gthread) on a unix socket, one system at a time.
 
-The bare view is served beside each system's views, and measured in turns with them: the ratio is that of the requests a second
-in the same round. Each request has a key of its own, unless the row says otherwise.
+Each server also serves the bare view, which is measured in turn with the views of the system. A ratio compares the responses
+per second of the same round. Each first request has a new key; each client replays its own key, unless noted otherwise.
 """
 
 import os
@@ -21,16 +21,16 @@ WORKERS, THREADS = 2, 8
 #: Rounds, and seconds of each kind of request in a round.
 ROUNDS, SECONDS = 5, 1.0
 QUICK_ROUNDS, QUICK_SECONDS = 2, 0.5
-#: A statement is prepared at its fifth use, and planned once and for all at its tenth, on each connection.
+#: The warm-up. On each connection, a statement is prepared at its fifth use, and its plan is fixed at its tenth use.
 WARM_UP_SECONDS, QUICK_WARM_UP_SECONDS = 1.0, 0.3
 COUNTS = (1, 4, 16)
-#: Replays of one key are compared between one client and so many.
+#: The two numbers of clients for which the replays of one key are compared.
 ONE_KEY_CLIENTS = (1, 8)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What clients send: to which view, and with which key (``clients.run``)."""
+    """The requests of the clients: the view, and ``repeat`` of ``clients.run``."""
 
     view: str
     repeat: str = ""
@@ -49,7 +49,7 @@ class Server(Process):
         super().__init__("gunicorn", command, environment=environment, output=servers.folder / f"gunicorn-{system}.log")
 
     def is_ready(self) -> bool:
-        """Whether the bare view answers."""
+        """Return whether the bare view returns 201."""
         try:
             client = clients.Client(self.socket)
         except OSError:
@@ -63,9 +63,9 @@ class Server(Process):
 
 
 def measure(servers: Ground, views: dict[str, list[str]], quick: bool) -> dict[str, Any]:
-    """Return for each system, number of clients and kind of request: answers a second, their ratio, and the statuses.
+    """Return for each system, number of clients and kind of request: 2xx responses a second, their ratio, and the statuses.
 
-    ``views`` are the names of each system's views; what it needs in the database is there.
+    ``views`` are the names of each system's views. The tables of the systems must exist.
     """
     found: dict[str, Any] = {"server": f"gunicorn, gthread, {WORKERS} workers of {THREADS} threads, unix socket"}
     for name, of_system in views.items():
@@ -85,7 +85,7 @@ def _system(name: str, views: list[str], servers: Ground, quick: bool) -> dict[s
     if name != "ours":
         rounds = (rounds + 1) // 2
     with Server(name, servers) as server:
-        for kind in sent.values():  # Every thread then has its connection, and what is prepared on it.
+        for kind in sent.values():  # Every thread then has a connection with prepared statements.
             clients.run(
                 server.socket, kind.view, COUNTS[-1], QUICK_WARM_UP_SECONDS if quick else WARM_UP_SECONDS, repeat=kind.repeat
             )
@@ -121,7 +121,7 @@ def _summary(loads: list[clients.Load], bare: list[clients.Load]) -> dict[str, A
 
 
 def _one_key(server: Server, rounds: int, seconds: float) -> dict[str, Any]:
-    """Let one client, and then several, repeat one finished request of the ride."""
+    """Measure the replays of one finished ride, with one client and then with several."""
     one, several = ONE_KEY_CLIENTS
     key = str(uuid4())
     pairs = []
@@ -136,9 +136,9 @@ def _one_key(server: Server, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def _repeated_phases(server: Server, servers: Ground, seconds: float) -> dict[str, Any]:
-    """Count the phases of the ride that were run twice, at 16 clients.
+    """Count the phases of the ride that ran twice, with 16 clients.
 
-    Each phase inserts one row. A number of the sequence that no row has is a phase that was rolled back and run again.
+    Each phase inserts one row. A number of the sequence without a row belongs to a phase that was rolled back and run again.
     """
     import psycopg
 

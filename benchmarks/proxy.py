@@ -1,4 +1,4 @@
-"""A proxy before a server that holds back what comes, each way, however much it is: a network, and nothing else is slower."""
+"""A proxy that delays all data by a fixed time in each direction, independent of its size: it simulates a network."""
 
 import queue
 import socket
@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
-#: One way; the way back is as long.
+#: The delay in each direction.
 ONE_WAY_SECONDS = 0.0005
-#: The sockets of the two servers.
+#: The names of the sockets of the two servers.
 POSTGRES, REDIS = ".s.PGSQL.5432", "redis.sock"
 START_SECONDS = 30
 CHUNK_BYTES = 65536
@@ -19,8 +19,8 @@ CHUNK_BYTES = 65536
 
 @contextmanager
 def proxy(folder: Path, to: Path, name: str = POSTGRES) -> Iterator[Path]:
-    """Put a proxy before the socket ``name`` in the folder ``to``, in a process of its own. Yield the folder of its socket,
-    which has the same name, and which nobody else can reach."""
+    """Run a proxy of the socket ``name`` in the folder ``to``, in a separate process. Yield the folder of the proxy's socket,
+    which has the same name. No other user can enter this folder."""
     sockets = folder / "far"
     sockets.mkdir(mode=0o700, exist_ok=True)
     process = get_context("spawn").Process(target=serve, args=(sockets / name, to / name), daemon=True)
@@ -38,7 +38,7 @@ def proxy(folder: Path, to: Path, name: str = POSTGRES) -> Iterator[Path]:
 
 
 def serve(here: Path, to: Path) -> None:
-    """Pass each connection on, both ways late."""
+    """Forward each connection, with the delay in both directions."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(here))
         listener.listen()
@@ -65,7 +65,7 @@ def _send(target: socket.socket, late: "queue.SimpleQueue[tuple[float, bytes]]")
     with suppress(OSError):
         while True:
             due, data = late.get()
-            # Each chunk has a time of its own: what comes while another one is on its way does not wait for that.
+            # Each chunk has its own due time, so a chunk that arrives during the delay of another one waits no longer.
             while (left := due - time.monotonic()) > 0:
                 time.sleep(left)
             if not data:

@@ -1,8 +1,8 @@
-"""How much slower is a claim while the reaper deletes a million keys?
+"""Measure how much slower a claim is while the reaper deletes a million keys.
 
-``python -m benchmarks.reaper [--keys N]`` starts a PostgreSQL of its own in a temporary folder, fills the table with finished
-keys past their retention, and measures claims in autocommit: first alone, then while ``manage.py reap_keys`` runs as a process
-beside them. Prints both and their ratio; exits 1 when the p99 is above ``REAPER_AT_MOST`` times the one before.
+``python -m benchmarks.reaper [--keys N]`` starts a PostgreSQL in a temporary folder, fills the table with finished keys past
+their retention, and measures claims in autocommit: first without the reaper, then while ``manage.py reap_keys`` runs in a
+process. It prints both and their ratio, and exits with 1 if the p99 is above ``REAPER_AT_MOST`` times the p99 before.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.targets import REAPER_AT_MOST
 from rides_demo.processes.embedded import Postgres, postgres_url
 
-#: Claims are paced, as requests are: a closed loop would only measure how two processes share the cores.
+#: Claims have a fixed rate, like requests. A closed loop would only measure how two processes share the cores.
 CLAIMS_A_SECOND = 200
 SECONDS_BEFORE = 15
 
@@ -37,7 +37,7 @@ FROM generate_series(1, %s) AS n
 
 
 def main() -> None:
-    """Measure, print, and exit with the verdict."""
+    """Measure, print the figures, and exit with 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keys", type=int, default=1_000_000, help="How many keys to reap (default: %(default)s).")
     found = measure(False, keys=parser.parse_args().keys)
@@ -78,7 +78,7 @@ def _measured(keys: int) -> dict[str, Any]:
     with connection.cursor() as cursor:
         cursor.execute(FILL, [keys])
         cursor.execute("VACUUM ANALYZE idempotency_idempotencykey")
-        cursor.execute("CHECKPOINT")  # The filling's own would fall into the measurement.
+        cursor.execute("CHECKPOINT")  # Otherwise it may run during the measurement.
     deadline = time.monotonic() + SECONDS_BEFORE
     before = claims(lambda: time.monotonic() < deadline)
     start = time.monotonic()
@@ -94,7 +94,7 @@ def _measured(keys: int) -> dict[str, Any]:
 
 
 def row(seconds: list[float]) -> dict[str, float]:
-    """Return what is said of some claims."""
+    """Return the number and the percentiles of claims that took ``seconds``."""
     return {
         "claims": len(seconds),
         "p50_ms": round(1e3 * at(seconds, 0.5), 2),
@@ -103,7 +103,7 @@ def row(seconds: list[float]) -> dict[str, float]:
 
 
 def claims(go_on: Callable[[], bool]) -> list[float]:
-    """Claim a new key at a fixed pace while ``go_on()``; return the seconds that each took."""
+    """Claim new keys at a fixed rate while ``go_on()`` is true; return the seconds of each claim."""
     from idempotency._store.claims import ClaimedRequest, claim_phased
 
     taken: list[float] = []

@@ -1,6 +1,6 @@
-"""What does it cost to confirm a replay (CONFIRM_REPLICATED)? A primary, and a synchronous standby beside it, both with fsync.
+"""Measure the cost of CONFIRM_REPLICATED, with a primary and a synchronous standby, both with fsync.
 
-``python -m benchmarks --only replication``. Each kind of request is made with and without the setting in turn.
+Run ``python -m benchmarks --only replication``. Each kind of request is sent without and with the setting in turn.
 """
 
 import logging
@@ -48,7 +48,7 @@ def measure_here(rounds: int) -> dict[str, Any]:
 
 
 def wait_for_standby(primary: Postgres) -> None:
-    """Let commits wait for the standby from now on."""
+    """Let commits wait for the standby, and wait until the standby is synchronous."""
     with psycopg.connect(primary.url, autocommit=True) as connection:
         connection.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
         connection.execute("SELECT pg_reload_conf()")
@@ -60,7 +60,7 @@ def wait_for_standby(primary: Postgres) -> None:
 
 
 def in_turn(rounds: int) -> list[dict[str, Any]]:
-    """Make each kind of request without and with the setting in turn; return the figures."""
+    """Send each kind of request without and with the setting in turn; return the figures."""
     from django.test import override_settings
 
     from benchmarks import views

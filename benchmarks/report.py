@@ -1,6 +1,6 @@
-"""``python -m benchmarks.report FILE``: keep the figures of a run, and write the page of the docs and its charts from them.
+"""``python -m benchmarks.report FILE``: store the figures of a run, and write the page of the docs and its charts from them.
 
-Nobody types a number into that page: a test writes it again from ``benchmarks/results.json`` and compares.
+Do not edit the page: a test generates it from ``benchmarks/results.json`` and compares.
 """
 
 import argparse
@@ -21,10 +21,10 @@ RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = Path("docs/explanation/performance.md")
 CHART, CHART_HTTP = Path("docs/images/performance.svg"), Path("docs/images/performance-http.svg")
 OURS = {"plain": "ours, plain view", "ride": "ours, the ride"}
-#: What a kind of request is called in a table.
+#: The name of each kind of request in the tables.
 KINDS = {"first": "first request", "replay": "replay", "conflict": "in progress", "mismatch": "another body"}
 
-#: How long a line of prose may be on the page.
+#: The maximum length of a line of prose on the page.
 LINE = 99
 
 INTRODUCTION = """\
@@ -60,7 +60,7 @@ METHOD = """\
 
 
 def main() -> None:
-    """Keep the results and write what is made of them."""
+    """Store the results, and write the page and the charts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=RESULTS, help="The JSON of a run (default: %(default)s).")
     results = json.loads(parser.parse_args().file.read_text())
@@ -123,20 +123,20 @@ def part(results: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; numbers stand to the right."""
+    """Return a Markdown table; all columns except the first are aligned to the right."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def prose(text: str, indent: str = "") -> str:
-    """Return a paragraph in lines of at most LINE columns, and in one piece what stands in backquotes."""
+    """Return a paragraph in lines of at most LINE columns, without line breaks inside backquotes."""
     joined = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), text)
     lines = textwrap.fill(joined, LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\0", " ") + "\n"
 
 
 def not_measured(figures: dict[str, Any]) -> str:
-    """Return what is said of a part that failed."""
+    """Return the text for a part that failed."""
     return f"Not measured: {figures['error']}.\n"
 
 
@@ -456,7 +456,7 @@ def _chart(figures: dict[str, Any]) -> str:
     groups = []
     for system, view, label in _systems(figures):
         cases = figures[system].get("cases", {})
-        if cases and (system, view) != ("dbos", "ride"):  # It would make all others a line.
+        if cases and (system, view) != ("dbos", "ride"):  # Its bar would shrink all others to lines.
             groups.append((label, [cases.get(f"{view} {kind}", {}).get("ratio") for kind in ("first", "replay", "conflict")]))
     return bars("Time over that of the bare view", ["first request", "replay", "in progress"], groups, line_at=1)
 

@@ -1,8 +1,8 @@
-"""What does a key's row cost with bodies of 0, 1 and 10 KB, from its claim to its deletion?
+"""Measure the cost of a key's row with bodies of 0, 1 and 10 KB, from its claim to its deletion.
 
-``python -m benchmarks --only rows``. A PostgreSQL in a temporary folder, with autovacuum off. Bodies are random, so they do not
-compress. VACUUM and a checkpoint precede the deletion, as they do for keys of yesterday: the first change of a page writes all
-of it to the WAL.
+Run ``python -m benchmarks --only rows``. The server is a PostgreSQL in a temporary folder; autovacuum of the table is off.
+Bodies are random, so they do not compress. VACUUM and a checkpoint precede the deletion, as they do for keys of yesterday.
+After a checkpoint, the first change of a page writes the whole page to the WAL.
 """
 
 import json
@@ -22,7 +22,7 @@ from rides_demo.processes.embedded import Postgres, postgres_url
 
 KILOBYTES = (0, 1, 10)
 REQUESTS, QUICK_REQUESTS = 3000, 300
-#: Of so many requests the WAL is counted; counting takes longer than the request.
+#: The number of requests whose WAL is counted. Counting takes longer than the request.
 COUNTED = 60
 
 EMPTY = "TRUNCATE idempotency_idempotencykey CASCADE"
@@ -31,7 +31,7 @@ FLUSH = "SELECT pg_stat_force_next_flush(), pg_stat_clear_snapshot()"
 STATE = """
 SELECT pg_total_relation_size('idempotency_idempotencykey'), pg_stat_get_dead_tuples('idempotency_idempotencykey'::regclass)
 """
-#: As many as in a batch of the reaper.
+#: The same number of rows as a batch of the reaper.
 DELETE = """
 DELETE FROM idempotency_idempotencykey WHERE id IN (SELECT id FROM idempotency_idempotencykey ORDER BY id LIMIT 1000)
 """
@@ -39,7 +39,7 @@ WAL = "SELECT pg_current_wal_insert_lsn() - %s::pg_lsn"
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Return for each kind of request and size of body what a key costs."""
+    """Return the costs of a key for each kind of request and size of body."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(measure_here, QUICK_REQUESTS if quick else REQUESTS).result()
 
@@ -78,7 +78,7 @@ def _cost(kind: str, kilobytes: int, requests: int) -> dict[str, Any]:
     with connection.cursor() as cursor:
         cursor.execute(EMPTY)
         cursor.execute(LEAVE_ALONE)
-        wal = [count(ask).wal_bytes for _ in range(2 * COUNTED)][COUNTED:]  # The first ones read the catalogue.
+        wal = [count(ask).wal_bytes for _ in range(2 * COUNTED)][COUNTED:]  # The first requests read the catalogue.
         cursor.execute(EMPTY)
         cursor.execute(FLUSH)
         cursor.execute(STATE)
@@ -110,5 +110,5 @@ def _cost(kind: str, kilobytes: int, requests: int) -> dict[str, Any]:
 
 
 def body_of(size: int) -> str:
-    """Return a JSON object with a text of this length, which does not compress."""
+    """Return a JSON object with a random text of ``size`` characters, which does not compress."""
     return json.dumps({"text": "".join(random.choices(string.ascii_letters + string.digits, k=size))})

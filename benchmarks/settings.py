@@ -1,10 +1,10 @@
-"""Settings of the benchmarks: those of the demo without its middleware, and with what the peers ask for."""
+"""Settings of the benchmarks: the settings of the demo without its middleware, plus the settings of the peers."""
 
 from rides_demo.settings import *  # noqa: F403
 from rides_demo.settings import DATABASES, INSTALLED_APPS, REDIS_URL
 
 INSTALLED_APPS = [*INSTALLED_APPS, "rest_framework", "rest_framework_idempotency_key", "drf_idempotencykey"]
-# A peer that is a middleware is put around its view, so that nobody pays for another one's.
+# The middleware of a peer wraps only the view of this peer, so that it costs the other systems nothing.
 MIDDLEWARE = []
 ROOT_URLCONF = "benchmarks.urls"
 
@@ -17,5 +17,5 @@ IDEMPOTENCY_KEY = {
 }
 #: djangorestframework-idempotency-key: seconds, without a default.
 IDEMPOTENCY_KEY_LOCK_TIMEOUT = 90
-# A connection is kept, and not asked before each request whether it is still there.
+# Connections are persistent, and are not checked before each request.
 DATABASES["default"] |= {"CONN_MAX_AGE": None, "CONN_HEALTH_CHECKS": False}

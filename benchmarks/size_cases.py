@@ -1,7 +1,8 @@
-"""What ``benchmarks.sizes`` measures at each size: claims, replays, the three processes, the admin, the doctor.
+"""The cases that ``benchmarks.sizes`` measures at each size: claims, replays, completer, reaper, admin, doctor.
 
-Imported after Django is set up. A case is how often it is measured in a round, and a function of the database and its number of
-keys that returns the seconds of one call, or of each key of a call. What has to be there before is made outside of the time.
+Import this module after Django is set up. A case is the number of its calls in a round, and a function. The function receives
+the alias of the database and its number of keys, and returns the seconds of one call, or of one key of a call. These seconds
+do not include the preparation.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ from idempotency.monitoring.doctor import diagnose
 from idempotency.phases import atomic_phase
 from idempotency.reaper import reap_once
 
-#: Abandoned keys that a measured pass of the completer finishes, and expired ones that one of the reaper deletes.
+#: Abandoned keys that a measured pass of the completer finishes, and expired keys that a pass of the reaper deletes.
 ABANDONED, EXPIRED = 10, 300
 SCOPES = 1000
 POINTS = ("started",)
@@ -39,7 +40,7 @@ ADMIN = "/admin/idempotency/idempotencykey/"
 
 Case = tuple[int, Callable[[str, int], float]]
 
-#: Rows n of a run of keys: finished or abandoned; their creation is spread evenly, in the order of their numbers.
+#: Insert the rows ``first`` to ``last`` of a run of keys, finished or abandoned. Creation times are evenly spaced.
 FILL = """
 INSERT INTO idempotency_idempotencykey (
     scope, idempotency_key, created_at, last_run_at, finished_at, attempts, completer_attempts, request_method, request_path,
@@ -58,19 +59,19 @@ FROM (SELECT n, now() - make_interval(hours => %(oldest_hours)s) * (1 - n::float
 
 
 def caller(request: HttpRequest) -> str:
-    """Return the scope that the request bears."""
+    """Return the scope, which is an attribute of the request."""
     scope: str = request.caller  # type: ignore[attr-defined]
     return scope
 
 
 def name_caller(request: HttpRequest, key: IdempotencyKey) -> None:
-    """Say whose request the completer runs."""
+    """Set the caller of a request that the completer runs."""
     request.auth = request.caller = key.scope.removeprefix("scope=")  # type: ignore[attr-defined]
 
 
 @idempotent(scope=caller)
 def plain(request: HttpRequest) -> HttpResponse:
-    """Do no work: what is measured is what the key costs."""
+    """Do no work, so that only the cost of the key is measured."""
     return JsonResponse({"id": 1}, status=201)
 
 
@@ -85,7 +86,7 @@ def phased(request: HttpRequest) -> HttpResponseBase:
     return response
 
 
-#: Where the completer finds the view of an abandoned key.
+#: The completer finds the view of an abandoned key here.
 urlpatterns = [path("bench/", phased)]
 
 
@@ -110,28 +111,28 @@ def cases() -> dict[str, Case]:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Return how long a call took."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def ask(key: str = "", scope: str = "") -> HttpRequest:
-    """Return a request with a key, a new one if none is named, of any of the scopes if none is named."""
+    """Return a request with ``key`` (default: a new key) of ``scope`` (default: a random scope)."""
     request = views.request(key)
     request.caller = scope or f"user:{random.randrange(SCOPES)}"  # type: ignore[attr-defined]
     return request
 
 
 def stored(keys: int) -> HttpRequest:
-    """Return the request of any of the keys that the table was filled with."""
+    """Return a request with a random key of the filled table."""
     number = random.randint(1, keys)
     text = hashlib.md5(f"fill{number}".encode(), usedforsecurity=False).hexdigest()
     return ask("-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:])), f"user:{number % SCOPES}")
 
 
 def answered(request: HttpRequest, view: views.View, *, replayed: bool = False) -> float:
-    """Return how long a request took. Raises RuntimeError for an answer of another kind."""
+    """Return the seconds of a request; raise RuntimeError if the response is no 201, or not ``replayed`` as expected."""
     start = time.perf_counter()
     response = view(request)
     taken = time.perf_counter() - start
@@ -145,14 +146,14 @@ def _captured(request: HttpRequest, scope: str, key: str, view: Any) -> ClaimedR
 
 
 def claim(alias: str, keys: int) -> float:
-    """Claim as a phased view does, without the view."""
+    """Return the seconds of a claim as in a phased view, without the view."""
     request = ask()
     described = _captured(request, caller(request), str(uuid4()), phased)
     return seconds(lambda: claims.claim_phased(described, POINTS, using=alias))
 
 
 def complete(alias: str, keys: int) -> float:
-    """Let the completer finish keys whose clients have gone away."""
+    """Let the completer finish abandoned keys; return the seconds of one key."""
     insert(alias, uuid4().hex, ABANDONED, finished=False, at_least_hours=1)
     found = []
     named = {**getattr(settings, "IDEMPOTENCY", {}), "PREPARE_REQUEST": f"{__name__}.name_caller"}
@@ -164,7 +165,7 @@ def complete(alias: str, keys: int) -> float:
 
 
 def reap(alias: str, keys: int) -> float:
-    """Let the reaper delete keys past their retention."""
+    """Let the reaper delete keys past their retention; return the seconds of one key."""
     insert(alias, uuid4().hex, EXPIRED, at_least_hours=100)
     found = []
     taken = seconds(lambda: found.append(reap_once()))
@@ -174,7 +175,7 @@ def reap(alias: str, keys: int) -> float:
 
 
 def page(query: str, name: str = "changelist_view") -> float:
-    """Return how long the list of keys takes, or another page of its admin, without the middleware."""
+    """Return the seconds of the admin's list of keys, or of another page of the admin, without the middleware."""
     request = RequestFactory().get(ADMIN + query)
     request.resolver_match = resolve(ADMIN)
     request.user = get_user_model()(pk=1, is_staff=True, is_superuser=True)
@@ -190,7 +191,7 @@ def page(query: str, name: str = "changelist_view") -> float:
 
 
 def insert(alias: str, run: str, last: int, *, first: int = 1, of: int = 0, **values: Any) -> None:
-    """Insert keys as the views here leave them: those from ``first`` to ``last`` of a run of ``of`` keys."""
+    """Insert the keys ``first`` to ``last`` of a run of ``of`` keys, as the views of this module store them."""
     described = _captured(ask(), "", "", plain)
     parameters = {
         "run": run,

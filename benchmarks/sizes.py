@@ -1,12 +1,13 @@
-"""Does a request cost more when there are many keys? The same work on tables of 10 thousand and of 1 million keys.
+"""Measure the same requests on tables of 10 thousand and of 1 million keys.
 
-``python -m benchmarks.sizes [--quick] [--scale] [--json FILE]`` starts a PostgreSQL of its own in a temporary folder. Each size
-has a database of its own on the same server, and each call is made on all of them in turn: whatever else the machine does
-meets all of them. ``--quick`` stops at 100 thousand, ``--scale`` goes on to 10 million, which takes some 15 GB of disk. Prints
-a table; exits 1 when a claim or a replay costs more than ``SIZE_AT_MOST`` times what it costs at 10 thousand keys.
+``python -m benchmarks.sizes [--quick] [--scale] [--json FILE]`` starts a PostgreSQL in a temporary folder. Each size has a
+separate database on the same server. Each call runs on all databases in turn, so that other load on the machine affects all of
+them. With ``--quick`` the larger table has 100 thousand keys. ``--scale`` adds a table of 10 million keys, which takes about
+15 GB of disk. The command prints a table, and exits with 1 if a claim or a replay takes more than ``SIZE_AT_MOST`` times its
+time at 10 thousand keys.
 
-New keys are random, as those of real clients, and replays ask for any of the stored keys: what the larger tables touch does not
-fit into the buffers of PostgreSQL (128 MB here).
+New keys are random, like those of real clients, and replays use random stored keys. The pages that the larger tables use do
+not fit into the buffers of PostgreSQL (128 MB here).
 """
 
 import argparse
@@ -30,7 +31,7 @@ from rides_demo.processes.embedded import Postgres, postgres_url
 
 SIZES, QUICK_SIZES, SCALE_SIZES = (10_000, 1_000_000), (10_000, 100_000), (10_000, 1_000_000, 10_000_000)
 ROUNDS, QUICK_ROUNDS = 30, 8
-#: What the target is for.
+#: The cases that have a target.
 WITH_TARGET = ("plain claim", "phased claim", "plain replay", "phased replay")
 FILL_AT_ONCE = 500_000
 
@@ -38,9 +39,9 @@ BYTES = """
 SELECT pg_table_size('idempotency_idempotencykey'), pg_indexes_size('idempotency_idempotencykey'),
     (SELECT round(avg(pg_column_size(k.*))) FROM (SELECT * FROM idempotency_idempotencykey LIMIT 10000) AS k)
 """
-#: Right after a checkpoint, the first change of a page writes all of it to the WAL: the more pages, the longer this goes on.
+#: After a checkpoint, the first change of each page writes the whole page to the WAL; a larger table has more such pages.
 CLAIMS_AFTER_CHECKPOINT = 300
-#: How many pages does it take to find a key? The one thing here that is the same on every machine.
+#: Counts the pages that are read to find a key: the only figure here that is the same on every machine.
 LOOK = """
 EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) SELECT request_fingerprint FROM idempotency_idempotencykey
 WHERE scope = 'scope=user:1' AND idempotency_key = md5('fill1')::uuid::text
@@ -48,7 +49,7 @@ WHERE scope = 'scope=user:1' AND idempotency_key = md5('fill1')::uuid::text
 
 
 class ToOneSize:
-    """A database router: everything goes to the database whose turn it is."""
+    """A database router that sends everything to the database of the current size."""
 
     alias: str | None = None
 
@@ -60,7 +61,7 @@ class ToOneSize:
 
 
 def main() -> None:
-    """Measure, print, and exit with the verdict."""
+    """Measure, print the figures, and exit with 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Smaller tables, fewer rounds.")
     parser.add_argument("--scale", action="store_true", help="10 million keys as well.")
@@ -79,7 +80,7 @@ def main() -> None:
 def measure(quick: bool, *, sizes: Sequence[int] | None = None, rounds: int | None = None) -> dict[str, Any]:
     """Return the tables, and for each case and size the median and the quartiles in microseconds and the ratio to the smallest.
 
-    It starts a process and a server of its own: the caller needs no Django.
+    The function starts a process and a server, so the caller need not set up Django.
     """
     sizes = sizes or (QUICK_SIZES if quick else SIZES)
     rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
@@ -107,7 +108,7 @@ def measure_here(sizes: Sequence[int], rounds: int) -> dict[str, Any]:
 
 
 def alternate(aliases: dict[int, str], rounds: int) -> list[dict[str, Any]]:
-    """Make each call on each of the databases in turn; return a row for each case and size."""
+    """Measure each case on each of the databases in turn; return a row for each case and size."""
     from benchmarks import size_cases
 
     taken: dict[tuple[str, int], list[float]] = {}
@@ -132,7 +133,7 @@ def alternate(aliases: dict[int, str], rounds: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def databases(sizes: Sequence[int]) -> Iterator[dict[int, str]]:
-    """Make an empty database for each size, under an alias; they are dropped when the block is left."""
+    """Create an empty database with an alias for each size; drop the databases at the end of the block."""
     from django.core.management import call_command
     from django.db import connection, connections
 
@@ -158,7 +159,7 @@ def databases(sizes: Sequence[int]) -> Iterator[dict[int, str]]:
 
 
 def fill(alias: str, keys: int) -> dict[str, Any]:
-    """Fill the table of a size with finished keys of the last 60 hours; return how large it is."""
+    """Fill the table of a size with finished keys of the last 60 hours; return its size and the costs of a lookup."""
     from django.db import connections
 
     from benchmarks import size_cases
@@ -194,7 +195,7 @@ def fill(alias: str, keys: int) -> dict[str, Any]:
 
 
 def print_table(found: dict[str, Any]) -> None:
-    """Print what was measured."""
+    """Print the figures."""
     for table in found["tables"]:
         megabytes = f"{table['table_bytes'] / 1e6:,.0f} MB and {table['index_bytes'] / 1e6:,.0f} MB of indexes"
         print(f"{table['keys']:>10,} keys: {megabytes}; a row {table['row_bytes']} bytes, with all {table['bytes_a_key']}")
@@ -206,7 +207,7 @@ def print_table(found: dict[str, Any]) -> None:
 
 
 def missed_targets(found: dict[str, Any]) -> list[str]:
-    """Return a line for each claim and replay that costs too much more in a larger table."""
+    """Return a line for each claim and replay that misses its target in a larger table."""
     return [
         f"{row['case']} at {row['keys']:,} keys: {row['ratio']}, target at most {SIZE_AT_MOST}"
         for row in found["rows"]

@@ -1,5 +1,5 @@
-"""Us and the peers on the same servers: one client in process, near and at a distance, what a request costs, and clients over
-HTTP."""
+"""This app and the peers on the same servers: one client in process, near and at a distance; the costs of a request; and
+clients over HTTP."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ NAMES = ("ours", *PEERS)
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Return the figures of each of the four."""
+    """Return the figures of the four measurements."""
     with ground() as servers:
         migrate()
         figures = in_process.measure(NAMES, in_process.QUICK_ROUNDS if quick else in_process.ROUNDS)

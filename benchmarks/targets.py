@@ -1,7 +1,7 @@
 """The targets of ``make bench``, in one place.
 
-A limit that cannot be met is changed here, with a comment that says what bounds it, the profile that shows it, and how near it
-came. Ratios are to the bare view of the same run.
+If a limit cannot be met, change it here, with a comment that states the cause, the profile that shows it, and the best figure.
+Ratios are relative to the bare view of the same run.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from typing import Any
 
 SIZE_AT_MOST = 1.25
 REAPER_AT_MOST = 2.0
-#: 0.9 was wanted. Of the client's own rate RQ came to 0.69 to 0.80, Celery to 0.77 to 0.86, in four runs: what is left above
-#: the client's work is reading the rows into model instances and deleting them; with Celery on Redis each row is updated
-#: instead, and kept until its job took effect.
+#: The original limit was 0.9. In four runs, RQ reached 0.69 to 0.80 of the rate of its client library, Celery 0.77 to 0.86.
+#: The enqueuer also reads the rows into model instances and deletes them. With Celery on Redis it updates each row instead,
+#: and keeps it until its job took effect.
 OF_DIRECT_AT_LEAST = 0.6
 TWO_TO_ONE_AT_LEAST = 1.4
 
@@ -20,15 +20,15 @@ TWO_TO_ONE_AT_LEAST = 1.4
 class Target:
     """A limit of one figure.
 
-    ``path`` leads to it through the results; a dict on the way chooses rows of a list by their values. Where it chooses
-    several, the worst counts.
+    ``path`` is the path of the figure in the results. A dict in the path selects rows of a list by their values. If it
+    selects several rows, the worst figure counts.
     """
 
     name: str
     path: tuple[str | dict[str, Any], ...]
     limit: float
     at_least: bool = False
-    #: The limit that was wanted, where it is not the one that holds.
+    #: The original limit, if ``limit`` differs from it.
     wanted: float | None = None
 
     def measured(self, results: dict[str, Any]) -> float | None:
@@ -43,7 +43,7 @@ class Target:
         return (min if self.at_least else max)(found, default=None)
 
     def met(self, results: dict[str, Any]) -> bool:
-        """Whether the figure was measured and is within its limit."""
+        """Return whether the figure was measured and is within its limit."""
         figure = self.measured(results)
         return figure is not None and (figure >= self.limit if self.at_least else figure <= self.limit)
 
@@ -77,9 +77,9 @@ def _serializable(what: str) -> tuple[str, ...]:
 
 
 TARGETS = (
-    # A statement costs more beside a COMMIT on one machine than on another, for everybody, and no ratio to the bare view holds
-    # on both. So these limits only catch what gets worse; what we claim stands below them, beside the best safe peer of the
-    # same run. What bounds a request near the database is processor time: it has the round trips of the bare view.
+    # The cost of a statement relative to a COMMIT differs between machines for all systems, so no ratio to the bare view is
+    # the same on all machines. These limits only detect a regression. The limits below, relative to the best safe peer of
+    # the same run, are the claims. Near the database, processor time is the bound: round trips are those of the bare view.
     Target("plain view, first request", _ratio("plain first"), 3.5, wanted=2.7),
     Target("plain view, replay", _ratio("plain replay"), 1.5, wanted=1.2),
     Target("phased view, replay", _ratio("ride replay"), 1.3, wanted=0.85),
@@ -87,7 +87,7 @@ TARGETS = (
     Target("phased view, conflict (409)", _ratio("ride conflict"), 1.4),
     Target("the ride", _ratio("ride first"), 9, wanted=6.6),
     # A replay is one or two statements on both sides, and more than half of it is processor time of Django and the driver.
-    # At a distance what was wanted is reached.
+    # At a distance, the original limits are met.
     Target("plain view, first request: time relative to idemkit", _beside("plain first over idemkit's"), 0.55, wanted=0.42),
     Target("plain view, replay: time relative to idemkit", _beside("plain replay over idemkit's"), 0.63, wanted=0.45),
     Target("phased view, replay: time relative to idemkit", _beside("ride replay over idemkit's"), 0.5, wanted=0.33),
@@ -100,12 +100,12 @@ TARGETS = (
         )
     ],
     Target("the ride: time of DBOS relative to ours", _beside("DBOS's ride over ours"), 6, at_least=True),
-    # The work among them. The claim of a plain view goes with BEGIN, the last statement of a transaction with COMMIT.
+    # Round trips include the work. A plain view sends its claim with BEGIN, and a transaction its last statement with COMMIT.
     Target("plain view, first request: round trips", _far("plain first", "round_trips"), 3),
     Target("plain view, replay: round trips", _far("plain replay", "round_trips"), 2),
     Target("phased view, replay: round trips", _far("phased replay", "round_trips"), 1),
     Target("the ride: round trips", _far("ride", "round_trips"), 10),
-    # At a distance of a millisecond.
+    # With 1 ms for each round trip.
     Target("plain view, first request: time at a distance", _far("plain first", "ratio"), 1.45),
     Target("plain view, replay: time at a distance", _far("plain replay", "ratio"), 0.85),
     Target("phased view, replay: time at a distance", _far("phased replay", "ratio"), 0.5),
@@ -115,8 +115,8 @@ TARGETS = (
     Target("plain view, first request: commits", _cost("plain first", "commits"), 1),
     Target("the ride: commits", _cost("ride first", "commits"), 4),
     Target("plain view: HOT share of key updates", _cost("plain first", "hot_share"), 1, at_least=True),
-    # All but the last: a finish takes the key out of the partial index on unfinished keys, by which the completer finds its
-    # work.
+    # All updates but the last: a finish removes the key from the partial index on unfinished keys, with which the completer
+    # finds its work.
     Target("the ride: HOT share of key updates", _cost("ride first", "hot_share"), 0.66, at_least=True),
     Target(
         "replays of one key a second: 8 clients relative to 1",
@@ -126,8 +126,8 @@ TARGETS = (
     ),
     Target("16 HTTP clients, plain view: conflicts (409)", _http("plain first", "conflicts"), 0),
     Target(
-        # 0.6 was wanted, 0.45 reached, by idemkit 0.27: clients, gunicorn and PostgreSQL share two cores, which are all busy.
-        # No lock is waited for.
+        # The original limit was 0.6. This app reaches 0.45, and idemkit 0.27: clients, gunicorn and PostgreSQL keep both
+        # shared cores busy. No request waits for a lock.
         "16 HTTP clients, plain view: responses a second relative to the bare view",
         _http("plain first", "of_bare"),
         0.4,
@@ -156,10 +156,10 @@ TARGETS = (
             Target(f"{name}: two enqueuers relative to one", ("jobs", queue, "two_to_one"), TWO_TO_ONE_AT_LEAST, at_least=True),
         )
     ],
-    # Before the columns of the request came first in the row, it was 7,700.
+    # Before the columns of the request were the first of the row, the figure was 7,700.
     Target("the ride with 1 KB of body: bytes of WAL", _row("ride, 1 KB", "wal_bytes"), 4600),
-    # A plain view updates its row once, in the transaction that inserts it. To write the answer into a table of its own would
-    # leave none; docs/explanation/scaling.md says why there is none.
+    # A plain view updates its row once, in the transaction that inserts it. A separate table of responses would avoid
+    # the update; docs/explanation/scaling.md says why there is no such table.
     Target("plain view: dead rows a request", _row("plain, 1 KB", "dead_rows"), 1, wanted=0),
     Target("p99 of a claim during deletion relative to before", ("reaper", "ratio"), REAPER_AT_MOST),
 )

@@ -13,7 +13,7 @@ from idempotency.phases import atomic_phase
 
 TABLE = "CREATE TABLE IF NOT EXISTS bench_row (id bigserial PRIMARY KEY, name text NOT NULL)"
 BODY = json.dumps({"amount": 2000, "currency": "usd"})
-#: Where the phases of a ride lead.
+#: The next recovery point of each phase of a ride, except the last phase.
 NEXT = {"started": "ride_created", "ride_created": "charge_created"}
 View = Callable[[HttpRequest], HttpResponseBase]
 
@@ -31,12 +31,12 @@ def work() -> int:
 
 
 def answer() -> JsonResponse:
-    """Do the work and say what was made."""
+    """Do the work, and return the id of the row."""
     return JsonResponse({"id": work()}, status=201)
 
 
 def charge() -> None:
-    """Stand for the call to another service: it costs the same, nothing, for everybody."""
+    """Stand in for a downstream call. It does nothing, so that it costs the same, nothing, in all systems."""
 
 
 def bare(request: HttpRequest) -> HttpResponse:
@@ -68,6 +68,6 @@ def ride(request: HttpRequest) -> HttpResponseBase:
 
 
 def request(key: str = "", body: str = BODY) -> HttpRequest:
-    """Return a POST with a key, a new one if none is named."""
+    """Return a POST with ``key``, or with a new key."""
     headers = {"Idempotency-Key": key or str(uuid4())}
     return RequestFactory().post("/bench/", body, content_type="application/json", headers=headers)

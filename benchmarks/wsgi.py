@@ -1,4 +1,4 @@
-"""What gunicorn serves: the bare view and the views of the system that ``BENCH_SYSTEM`` names."""
+"""The application of gunicorn: the bare view and the views of the system that ``BENCH_SYSTEM`` names."""
 
 import os
 

@@ -8,7 +8,7 @@ from rides_demo.models import AuditRecord, Receipt, Ride, User
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):
-    """Show rows without forms to change them: only the API and its jobs write them."""
+    """Show rows read-only: only the API and its jobs write them."""
 
     def has_add_permission(self, request, obj=None):
         return False

@@ -13,14 +13,14 @@ from rides_demo.responses import database_unavailable, error_response
 
 View = Callable[..., HttpResponse]
 
-#: The session key of the token of the rider who is signed in on the web page.
+#: The name under which the session stores the token of the rider who is signed in on the web page.
 SESSION_TOKEN = "rides_token"
 
 
 def token_required(view: View) -> View:
     """Set ``request.user`` to the rider of the token.
 
-    Return 401 if the token is missing or unknown.
+    Return 401 if the token is missing or unknown, and 503 if the database is unavailable.
 
     Apply it outside ``@idempotent``, so that replays stay authenticated. The view ignores cookies,
     so another site cannot make a browser send an authenticated request. CSRF protection is
@@ -51,8 +51,8 @@ def rider_of_session(request: HttpRequest) -> User | None:
 def prepare_request(request: HttpRequest, key: IdempotencyKey) -> None:
     """Authenticate a request of the completer as the user of the key.
 
-    ``IDEMPOTENCY["PREPARE_REQUEST"]`` names this function. The completer has no token. A client
-    cannot set an attribute of the request object.
+    ``IDEMPOTENCY["PREPARE_REQUEST"]`` names this function. The completer has no token, so
+    the function sets an attribute of the request object, which a client cannot set.
     """
     request.rider_of_key = request.user
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document of Rocket Rides. The document is written by hand, in ``openapi.json``."""
+"""The OpenAPI document of Rocket Rides: the file ``openapi.json``, which is written by hand."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""The web page: sign in as a demo user, book rides, follow the booking.
+"""The web page: sign in as a demo user, book rides, watch the state of a booking.
 
 The page is an ordinary client of the API. Its script sends the form with the user's token and the
 idempotency key of a hidden field, so a double click books one ride. Another route returns the state
-of the booking. The session authenticates it, and it books nothing.
+of the booking. The session authenticates this route, which only reads.
 """
 
 import uuid
@@ -34,7 +34,7 @@ SHOWN_RIDES = 50
 #: From the Ferry Building to the Golden Gate.
 EXAMPLE = dict(zip(RIDE_PARAMETERS, (37.7955, -122.3937, 37.8199, -122.4783), strict=True))
 LABELS = dict(zip(RIDE_PARAMETERS, ("From latitude", "From longitude", "To latitude", "To longitude"), strict=True))
-#: The recovery points of a booking, and what each one has committed.
+#: The recovery points of a booking, with the work that is committed at each of them.
 STEPS = {
     STARTED: "request recorded",
     "ride_created": "ride saved",
@@ -43,9 +43,9 @@ STEPS = {
 }
 
 
-#: How the page names the states of a key; the others are waiting.
+#: The names of key states on the page. The page shows every other state as "waiting".
 SHOWN_STATES = {"finished": "finished", "stuck": "stuck", "acknowledged": "stuck", "in flight": "running"}
-#: How long the page retries after the completer could have finished the booking.
+#: The page retries for this time after the earliest time at which the completer runs the booking.
 PATIENCE_SECONDS = 60
 
 
@@ -116,7 +116,7 @@ def _booking_json(key: IdempotencyKey) -> dict[str, object]:
 
 
 def _steps(key: IdempotencyKey, state: str) -> dict[str, str]:
-    """Return the state of each step. A step that the history does not hold, and that is behind the key, was skipped."""
+    """Return the state of each step. A step before the recovery point of the key was skipped if the history lacks it."""
     reached = {STARTED, key.recovery_point}
     reached |= {event["detail"] for event in key.history if event["event"] == "recovery point"}
     order = list(STEPS)

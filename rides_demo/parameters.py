@@ -78,7 +78,8 @@ def _parameters(request: HttpRequest) -> dict[str, Any]:
 def _body(request: HttpRequest) -> bytes:
     """Return the whole body.
 
-    A truncated body would store another fingerprint, and the complete retry would be refused.
+    With a truncated body, the key would store another fingerprint, and a retry with the complete
+    body would be refused.
     """
     header = request.META.get("CONTENT_LENGTH") or "0"
     length = int(header) if header.isdecimal() and len(header) < 10 else MAX_BODY_BYTES + 1

@@ -17,9 +17,9 @@ from rides_demo.models import RIDE_AMOUNT, RIDE_CURRENCY, Ride
 
 logger = logging.getLogger("rides_demo.payments")
 
-#: Stripe deletes a key after 24 hours. An unconfirmed charge is not repeated after this time.
+#: An unconfirmed charge is not repeated after 23 hours, because Stripe deletes a key after 24 hours.
 CHARGE_KEY_SECONDS = 23 * 3600
-#: The Retry-After header while Stripe cannot be reached.
+#: The Retry-After header of a response while Stripe cannot be reached.
 RETRY_AFTER_SECONDS = 1
 
 
@@ -34,7 +34,7 @@ class PaymentUnavailable(Exception):
 def stripe_client() -> stripe.StripeClient:
     """Return the Stripe client that the settings describe.
 
-    It does not retry, as the client of the service retries the whole request.
+    The client does not retry: the client of the service retries the whole request.
     """
     return _stripe_client(settings.STRIPE_API_KEY, settings.STRIPE_API_BASE, timeout_seconds())
 
@@ -65,11 +65,11 @@ def create_customer(email: str, source: str, downstream_key: str) -> str:
 def charge_ride(ride: Ride, downstream_key: str) -> str:
     """Charge $20.00 for ``ride``; return the id of the charge, the same id for the same key.
 
-    It calls Stripe, so no transaction may be open.
+    The function calls Stripe, so no transaction may be open.
 
     Raises PaymentDeclined.
     Raises PaymentUnavailable.
-    Raises KeyStuck if Stripe stored a failure and lists no charge.
+    Raises KeyStuck if Stripe stored a failure for the key and lists no charge for the ride.
     """
     try:
         charge = stripe_client().v1.charges.create(

@@ -120,8 +120,8 @@ IDEMPOTENCY = {
     for name in ("LOCK_TIMEOUT_SECONDS", "COMPLETER_MIN_AGE_SECONDS", "COMPLETER_IDLE_SECONDS")
     if os.environ.get(name)
 }
-# The only messages are webhooks, which call nobody. The transaction of a lost web worker ends as
-# soon as that of a booking.
+# The only messages are webhooks, and their processing calls no other service. The transaction of a
+# lost web worker ends after the lock timeout, as in a booking.
 IDEMPOTENCY["INBOX_IDLE_SECONDS"] = IDEMPOTENCY.get("LOCK_TIMEOUT_SECONDS", 90)
 # The completer does not know the token of the client.
 IDEMPOTENCY["PREPARE_REQUEST"] = "rides_demo.auth.prepare_request"

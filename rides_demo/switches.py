@@ -1,7 +1,7 @@
-"""The switches of the web page: the behaviour of the Stripe sandbox, and the death of a web worker.
+"""The switches of the web page: set the behaviour of the Stripe sandbox, and kill a web worker.
 
-They belong to the demo, and the service does not know them: ``urls`` gives ``shown`` to the page.
-The session authenticates the routes, and they book nothing.
+The switches belong to the demo, and the service does not import them: ``urls`` passes ``shown`` to
+the page. The session authenticates the routes, which book nothing.
 """
 
 import os
@@ -23,7 +23,7 @@ from rides_demo.models import Ride
 from rides_demo.processes import web_workers
 from rides_demo.sandbox import switch
 
-#: A slow Stripe responds within its timeout, with time to press a button before.
+#: A slow sandbox responds within the timeout of the call, but late enough to press a button first.
 SLOW_PART_OF_TIMEOUT = 0.75
 LOOPBACK = ("127.0.0.1", "::1")
 
@@ -31,7 +31,7 @@ running = web_workers.RunningRequests(settings.RUN_FOLDER / "running")
 
 
 def shown() -> dict[str, Any]:
-    """Return what the page shows of the switches."""
+    """Return the template variables of the switches."""
     return {
         "behaviours": switch.BEHAVIOURS.items(),
         "behaviour": switch.behaviour(),
@@ -68,7 +68,7 @@ def stripe(request: HttpRequest) -> HttpResponse:
 
 
 class KillAfterResponse(JsonResponse):
-    """A response that kills ``victim`` after it was sent, since the victim may be the process that sends it."""
+    """A response that kills ``victim`` after it is sent, because the victim may be the process that sends it."""
 
     victim: psutil.Process
 
@@ -79,7 +79,7 @@ class KillAfterResponse(JsonResponse):
 
 @require_POST
 def kill(request: HttpRequest) -> HttpResponse:
-    """Kill the web worker that runs the rider's booking with the posted ``key`` (SIGKILL); if none does, this worker.
+    """Send SIGKILL to the web worker that runs the rider's booking with the posted ``key``, or to this worker if none does.
 
     Return 404 unless ``make serve`` runs this worker and the request comes from this machine.
     """
@@ -96,7 +96,7 @@ def kill(request: HttpRequest) -> HttpResponse:
 
 
 def register_bookings(get_response: Callable[[HttpRequest], HttpResponse]) -> Callable[[HttpRequest], HttpResponse]:
-    """Register which worker runs which booking: a middleware of ``make serve``."""
+    """Return a middleware that registers the worker of each booking; only ``make serve`` uses it."""
     if not web_workers.siblings():
         raise MiddlewareNotUsed
 

@@ -74,8 +74,8 @@ def create_ride(request: HttpRequest) -> HttpResponse:
                         Ride.objects.filter(pk=ride.pk).update(stripe_charge_id=charge_id)
                         phase.set_recovery_point("charge_created")
             case "charge_created":
-                # This read is outside the phase. In a serializable transaction it would conflict
-                # with concurrent bookings.
+                # This read is outside the phase. In a serializable transaction, the read would
+                # conflict with concurrent bookings.
                 ride = Ride.objects.get(idempotency_key=key)
                 with atomic_phase(key) as phase:
                     stage_job("rides_demo.jobs.send_ride_receipt", {"ride_id": ride.pk})
@@ -147,7 +147,7 @@ def text_pilot(request: HttpRequest, ride_id: int) -> HttpResponse:
 @require_http_methods(["PUT"])
 @token_required
 def ride_by_ref(request: HttpRequest, client_ref: UUID) -> HttpResponse:
-    """Create a ride with an id of the client. The request is idempotent, so it needs no key."""
+    """Create a ride with an id that the client chose. The id makes the request idempotent, so it needs no key."""
     try:
         wanted = coordinates(request)
     except BadParameters as problem:

@@ -1,7 +1,7 @@
-"""The German texts of the app: which messages the code has, and which the catalogue has.
+"""The German texts of the app: the messages of the code and the messages of the catalogue.
 
-``python -m tests.catalogue`` adds new messages to ``django.po``, with an empty translation, removes those that the code has no
-more, and writes ``django.mo``. It needs no tool beside Python.
+``python -m tests.catalogue`` adds new messages to ``django.po`` with an empty translation, removes messages that the code no
+longer has, and writes ``django.mo``. It needs only Python.
 """
 # ruff: noqa: T201 - it prints what is not translated
 
@@ -17,11 +17,11 @@ from django.utils.translation.template import templatize
 
 APP = Path(__file__).parents[1] / "idempotency"
 PO = APP / "locale" / "de" / "LC_MESSAGES" / "django.po"
-#: Pages for the clients of the API, which are not for the people of the admin.
+#: Pages for the clients of the API, not for users of the admin.
 NOT_TRANSLATED = ("templates/idempotency/problem.html",)
-#: Messages that Django's admin has, and translates into each of its languages.
+#: Messages that Django's admin already has in each of its languages.
 OF_DJANGO = frozenset({" By %(filter_title)s ", "%(counter)s result", "Empty", "Filter", "Home", "Search", "name", "user"})
-#: The arguments of the functions that mark a message: its context, its text, its plural.
+#: The arguments of the functions that mark a message: context, text and plural of the message.
 _MARKS = {
     **dict.fromkeys(("_", "gettext", "gettext_lazy", "gettext_noop"), ("text",)),
     **dict.fromkeys(("ngettext", "ngettext_lazy"), ("text", "plural")),
@@ -33,7 +33,7 @@ _CALL = re.compile(rf"\b({'|'.join(_MARKS)})\(((?:{_LITERAL}(?:,\s*)?)+)(?:count
 
 
 class Message(NamedTuple):
-    """What a translation is looked up by; ``plural`` is empty if there is one form."""
+    """The key of a translation in the catalogue; ``plural`` is empty if there is only one form."""
 
     context: str = ""
     text: str = ""
@@ -41,7 +41,7 @@ class Message(NamedTuple):
 
 
 def used() -> dict[Message, list[str]]:
-    """Return the messages of the code and the templates, each with its files, without those of Django."""
+    """Return the messages of the code and the templates, each with its files, except the messages of Django."""
     found: dict[Message, list[str]] = {}
     for pattern, messages_of in (("*.py", _of_code), ("*.html", _of_template)):
         for path in sorted(APP.rglob(pattern)):
@@ -57,7 +57,7 @@ def _of_code(source: str) -> Iterator[Message]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _MARKS:
             names = _MARKS[node.func.id]
             values = [ast.literal_eval(value) for value in node.args[: len(names)] if isinstance(value, ast.Constant)]
-            if len(values) == len(names):  # Else it translates a message that is marked elsewhere.
+            if len(values) == len(names):  # Otherwise the message is marked elsewhere.
                 yield Message(**dict(zip(names, values, strict=True)))
 
 
@@ -68,7 +68,7 @@ def _of_template(source: str) -> Iterator[Message]:
 
 
 def read(text: str) -> dict[Message, list[str]]:
-    """Return the messages of a .po file with their translations, one for each form. The first one is the header."""
+    """Return the messages of a .po file with their translations, one for each form. The first entry is the header."""
     entries: dict[Message, list[str]] = {}
     for block in text.split("\n\n"):
         fields: dict[str, str] = {}
@@ -89,7 +89,7 @@ def read(text: str) -> dict[Message, list[str]]:
 
 
 def compiled(entries: dict[Message, list[str]]) -> bytes:
-    """Return the .mo file: a table of the messages in their order, a table of the translations, the texts."""
+    """Return the .mo file: a table of the sorted messages, a table of the translations, the texts."""
     texts = sorted((_key(message), "\0".join(forms).encode()) for message, forms in entries.items())
     begin = 7 * 4 + 2 * 8 * len(texts)
     tables, data = [], b""
@@ -125,7 +125,7 @@ def _quoted(text: str) -> str:
 
 
 def main() -> int:
-    """Write both files; return 1 if a message has no translation."""
+    """Write both files; return 1 if a message has no translation, 0 otherwise."""
     text = PO.read_text()
     header, known = text.split("\n\n")[0], read(text)
     files = used()

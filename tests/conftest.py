@@ -1,4 +1,4 @@
-"""The services of a test run: one PostgreSQL for all of it, a Redis for each process that asks for one."""
+"""The services of a test run: one PostgreSQL for the whole run, and a Redis for each process that needs one."""
 
 import os
 import random
@@ -23,9 +23,9 @@ POSTGRES = pytest.StashKey[Postgres]()
 UNMERGED = os.environ.get("RIDES_TEST_UNMERGED") == "1"
 PGBOUNCER = pytest.StashKey[pgbouncer.PgBouncer]()
 
-#: A seed that shuffles the tests: no test may depend on the one before it.
+#: A seed that shuffles the tests, because no test may depend on an earlier test.
 ORDER = os.environ.get("TEST_ORDER", "")
-#: What a test asks of a connection of its own, and a pooler keeps for itself.
+#: Tests that need control of their own connection, which a pooler does not give.
 NOT_BEHIND_A_POOLER = {
     "test_a_result_is_written_on_a_new_connection_when_the_old_one_broke": "a pooler chooses the connection to the server",
     "test_a_result_is_kept_when_the_database_comes_back": "a pooler keeps its connections to the server",
@@ -61,7 +61,7 @@ NOT_WITH_A_POOL = {
     "test_a_connection_cut_around_commit_leaves_one_effect": "the pool has connections to the old address",
     "test_a_garbled_reply_is_a_broken_connection": "the pool has connections to the old address",
 }
-#: Of the tests of the core, those of what MERGE_ROUND_TRIPS does.
+#: Tests of merged round trips, which do not apply if round trips are not merged.
 ONLY_MERGED = {
     "test_phased_view_costs_a_claim_and_its_replay_one_statement": "each statement is a round trip",
     "test_round_trips": "each statement is a round trip",
@@ -77,7 +77,7 @@ ONLY_MERGED = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start PostgreSQL where the settings say it is; the workers of pytest-xdist find it running."""
+    """Start PostgreSQL in the folder of the settings; the workers of pytest-xdist use the running server."""
     tables.install()
     if UNMERGED:
         from idempotency._store import round_trips
@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(tiers, "tiers")
     behind_pgbouncer = os.environ.get("RIDES_TEST_PGBOUNCER") == "1"
     if behind_pgbouncer:
-        # PgBouncer holds connections, with which no database can be dropped; the folder of the run goes anyway.
+        # A database cannot be dropped while PgBouncer has connections to it. The folder of the run is removed anyway.
         config.option.reuse_db = True
     if hasattr(config, "workerinput") or "RIDES_TEST_POSTGRES" not in os.environ or config.option.collectonly:
         return
@@ -115,7 +115,7 @@ def _remove_what_killed_runs_left() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop PostgreSQL and remove what the run left."""
+    """Stop the servers, and remove the folder of the run."""
     if PGBOUNCER in config.stash:
         config.stash[PGBOUNCER].stop()
     if POSTGRES in config.stash:
@@ -131,7 +131,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Shuffle the tests if a seed is given. Skip tests that need PostgreSQL on another database, and some behind a pooler."""
+    """Shuffle the tests if a seed is given. Skip tests of PostgreSQL on other databases, and some tests behind a pooler."""
     if ORDER:
         random.Random(ORDER).shuffle(items)
     if "postgresql" in settings.DATABASES["default"]["ENGINE"]:
@@ -156,7 +156,7 @@ def _skip_behind_poolers(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[Redis | None]:
-    """Run the Redis that ``RQ_QUEUES`` of the settings name; None when ``REDIS_URL`` names another one, which must be empty."""
+    """Run the Redis of ``RQ_QUEUES``; yield None if ``REDIS_URL`` names a server, whose database must be empty."""
     if os.environ.get("REDIS_URL"):
         with redis.Redis.from_url(settings.REDIS_URL) as connection:
             if connection.dbsize():
@@ -169,7 +169,7 @@ def redis_server() -> Iterator[Redis | None]:
 
 @pytest.fixture
 def broker(redis_server: Redis | None) -> Iterator["redis.Redis"]:
-    """Return a connection to the Redis of ``RQ_QUEUES``, emptied before the test."""
+    """Return a connection to the Redis of ``RQ_QUEUES``, which is emptied before the test."""
     with redis.Redis.from_url(settings.REDIS_URL) as connection:
         connection.flushdb()
         yield connection

@@ -1,7 +1,7 @@
-"""The parts of the reference that are made from the code: ``python -m tests.reference`` writes them into the pages.
+"""The generated parts of the reference: ``python -m tests.reference`` writes them into the pages.
 
-A page has a pair of comments around each such part, and what is around them is written by hand. The result is committed, so
-that the pages can be read where the code is read; ``tests/docs/test_reference.py`` holds them to the code.
+A page has a pair of comments around each generated part; the rest of the page is written by hand. The result is committed, so
+that the pages are readable in the repository. ``tests/docs/test_reference.py`` compares the pages with the code.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
-#: How long a line of prose may be there.
+#: The maximum length of a line of prose in the pages.
 LINE = 100
 
-#: The unit of a setting, by how its name ends; of those that have none, what kind of value it is.
+#: The unit of a setting by the end of its name, and the kind of value of a setting without a unit.
 UNITS = {
     "_SECONDS": "seconds",
     "_HOURS": "hours",
@@ -45,7 +45,7 @@ KINDS = {
     "ERROR_RENDERER": "callable or dotted path",
     "PREPARE_REQUEST": "callable or dotted path",
 }
-#: Fields whose name does not say all, and that say nothing else in the code.
+#: Notes for fields that need one, and have no help text in the code.
 NOTES = {
     "IdempotencyKey.user": (
         "The user who sent the request; null without a signed-in user. The database has no constraint for this column."
@@ -76,7 +76,7 @@ NOTES = {
     "ProcessedMessage.source": "The sender of the message, such as `stripe`; `staged-job` for a staged job.",
     "ProcessedMessage.message_id": "The id that the sender gave to the message.",
 }
-#: What Django gives every command.
+#: The options that Django adds to every command.
 COMMON_OPTIONS = {
     *("-h", "--help", "--version", "-v", "--verbosity", "--settings", "--pythonpath", "--traceback", "--no-color"),
     *("--force-color", "--skip-checks"),
@@ -84,7 +84,7 @@ COMMON_OPTIONS = {
 
 
 def settings_table() -> str:
-    """Each setting with its default, its unit and its meaning. Raises KeyError when the code says nothing of one."""
+    """Return each setting with its default, unit and meaning. Raises KeyError if a setting has no comment in the code."""
     from idempotency.conf import Settings
 
     comments = _comments(Settings)
@@ -96,19 +96,19 @@ def settings_table() -> str:
 
 
 def unit_of(field: Any) -> str:
-    """Return the unit of a setting, or what kind of value it is. Raises KeyError for one that nobody has thought of."""
-    if field.type is bool:  # Such a name may end like that of a number: COUNT_REQUESTS.
+    """Return the unit of a setting, or its kind of value. Raises KeyError if UNITS and KINDS have neither."""
+    if field.type is bool:  # The name may end like the name of a number: COUNT_REQUESTS.
         return KINDS[bool]
     return next((unit for end, unit in UNITS.items() if field.name.endswith(end)), None) or KINDS[field.name]
 
 
 def written(value: object) -> str:
-    """Return a default as a project would write it."""
+    """Return a default as Python source."""
     return repr(sorted(value)) if isinstance(value, frozenset) else repr(value)
 
 
 def models_tables() -> str:
-    """The fields of each model."""
+    """Return the fields of each model."""
     from idempotency import models
 
     made = (
@@ -169,7 +169,7 @@ def _rule(constraint: Any) -> str:
 
 
 def commands_tables() -> str:
-    """What ``--help`` says of each command, but for what Django gives to all."""
+    """Return the help of each command, without the options that Django adds to every command."""
     from django.core.management import load_command_class
 
     folder = Path(__file__).parents[1] / "idempotency" / "management" / "commands"
@@ -202,7 +202,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def errors_table() -> str:
-    """The exceptions, with what their docstrings say to who meets them."""
+    """Return the exceptions, each with the first paragraph of its docstring."""
     from idempotency import exceptions
 
     found = [
@@ -215,7 +215,7 @@ def errors_table() -> str:
 
 
 def metrics_table() -> str:
-    """Every metric, with its help text."""
+    """Return every metric with its help text."""
     from prometheus_client import Counter, Histogram
 
     from idempotency.contrib import prometheus
@@ -241,7 +241,7 @@ def _metric(name: str, labels: Iterable[str]) -> str:
     return f"`{name}" + (f"{{{', '.join(labels)}}}" if labels else "") + "`"
 
 
-#: The parts, by their name in the pages.
+#: The generated parts by their name in the pages.
 PARTS: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "models": models_tables,
@@ -254,7 +254,7 @@ _PART = re.compile(f"({BEGINNING}).*?({END})", re.S)
 
 
 def filled(page: str) -> str:
-    """Return a page with its parts made anew."""
+    """Return a page with its parts generated again."""
     return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n\n{part[3]}", page)
 
 
@@ -305,5 +305,5 @@ if __name__ == "__main__":
 
     os.environ |= {"DJANGO_SETTINGS_MODULE": "rides_demo.settings", "DATABASE_URL": "sqlite://:memory:"}
     django.setup()
-    call_command("migrate", verbosity=0)  # of a database in memory, which the metrics are asked of
+    call_command("migrate", verbosity=0)  # of a database in memory, which the metrics query
     main()

@@ -1,4 +1,4 @@
-"""What the peers' views are made of: the work of the bare view, and a middleware around one view."""
+"""Parts of the peers' views: the work of the bare view, and a middleware around one view."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +10,13 @@ from benchmarks import views
 
 
 def work() -> dict[str, int]:
-    """Do the work in a transaction of its own, as the bare view does."""
+    """Do the work in a separate transaction, like the bare view; return the JSON of the response."""
     with transaction.atomic():
         return {"id": views.work()}
 
 
 def behind(middleware: Callable[..., Any], view: views.View) -> views.View:
-    """Return ``view`` with one middleware around it, called as Django calls it."""
+    """Return ``view`` with one middleware around it, which is called as in Django."""
 
     def get_response(request: HttpRequest) -> HttpResponseBase:
         process_view = getattr(layer, "process_view", None)

@@ -42,14 +42,14 @@ def _view(request: HttpRequest) -> HttpResponse:
 
 
 def prepare() -> None:
-    """Launch it in this process."""
+    """Launch DBOS in this process."""
     config: DBOSConfig = {"name": "bench", "system_database_url": os.environ["DATABASE_URL"], "log_level": "ERROR"}
     DBOS(config=config)
     DBOS.launch()
 
 
 def close() -> None:
-    """Stop its threads."""
+    """Stop the threads of DBOS."""
     DBOS.destroy()
 
 

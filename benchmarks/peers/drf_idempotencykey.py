@@ -18,7 +18,7 @@ class _View(DrfIdempotencyKeyMixin, rest.View):
 
 
 def prepare() -> None:
-    """Create the user that its keys point at."""
+    """Create the user to which the keys refer."""
     rest.create_user()
 
 

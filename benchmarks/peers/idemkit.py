@@ -19,7 +19,7 @@ from benchmarks.peers import rest
 
 DISTRIBUTION = "idemkit"
 MISMATCH = 422
-#: What it answers while the first request is under way.
+#: The status of a duplicate while the first request runs.
 CONFLICT = 423
 BARE = rest.bare
 
@@ -37,7 +37,7 @@ class _View(_Idempotent, rest.View):
 
 
 def prepare() -> None:
-    """Create its table."""
+    """Create the table of idemkit."""
     asyncio.run(init_pg(os.environ["DATABASE_URL"]))
 
 

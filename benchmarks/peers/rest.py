@@ -1,4 +1,4 @@
-"""What the peers on Django REST Framework share: a caller that no query is needed for, and the bare view of the framework."""
+"""Common code of the peers on Django REST Framework: a user without a query, and the bare view in the framework."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ USER_ID = 1
 
 
 class OneUser(BaseAuthentication):
-    """Every request is one user's, whose row a peer may point at."""
+    """Authenticate every request as the same user; a peer may refer to the row of this user."""
 
     def authenticate(self, request: Request) -> tuple[Any, None]:
-        """Return the user without asking the database."""
+        """Return the user without a query."""
         return get_user_model()(pk=USER_ID), None
 
 
@@ -28,7 +28,7 @@ def create_user() -> None:
 
 
 class View(APIView):
-    """The bare view: JSON, and nothing that could be left out."""
+    """The bare view: only JSON, and no optional parts of the framework."""
 
     authentication_classes = [OneUser]
     permission_classes = []

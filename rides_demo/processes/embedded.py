@@ -28,7 +28,7 @@ import psycopg
 from rides_demo.processes.process import EmbeddedServerError, Process, ProcessError
 from rides_demo.processes.system_user import SYSTEM_USER, ensure_system_user, open_parents
 
-#: PostgreSQL writes about 60 MB when it creates its data folder.
+#: The minimum of free disk space. PostgreSQL writes about 60 MB when it creates its data folder.
 FREE_BYTES_NEEDED = 200 * 1024 * 1024
 #: The operating system's limit on the path of a unix socket.
 SOCKET_PATH_BYTES = 107
@@ -76,7 +76,7 @@ class _EmbeddedServer(Process):
         super().__init__(name, [], folder=self.data, output=self.data.parent / f"{self.data.name}.log")
 
     def prepare(self) -> None:
-        """Create the folders with access for the user of the server only."""
+        """Create the folders, which only the user of the server may enter; raise EmbeddedServerError if that fails."""
         try:
             for folder in {self.data, self.sockets}:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ class Postgres(_EmbeddedServer):
             raise EmbeddedServerError(self.explain(done.stderr))
 
     def is_ready(self) -> bool:
-        """Whether the server accepts connections, according to ``postmaster.pid``."""
+        """Return whether the server accepts connections, according to ``postmaster.pid``."""
         with suppress(OSError, IndexError):
             lines = (self.data / "postmaster.pid").read_text().splitlines()
             return lines[0] == str(self.pid) and lines[7].strip() == "ready"
@@ -239,7 +239,7 @@ class Redis(_EmbeddedServer):
         ]  # fmt: skip
 
     def is_ready(self) -> bool:
-        """Whether the server has loaded its data and answers PING."""
+        """Return whether the server has loaded its data and answers PING."""
         with suppress(OSError), socket.socket(socket.AF_UNIX) as client:
             client.settimeout(1)
             client.connect(str(self.socket))

@@ -110,10 +110,10 @@ class Process:
         return None if self._popen is None else self._popen.poll()
 
     def prepare(self) -> None:
-        """Prepare the start, for example create folders; called before each start."""
+        """Prepare a start, for example create folders; ``launch`` calls this method before each start."""
 
     def is_ready(self) -> bool:
-        """Whether the process is ready for work."""
+        """Return whether the process is ready for work."""
         return self.running
 
     def start(self, ready_seconds: float = 30) -> None:
@@ -162,7 +162,8 @@ class Process:
     def wait_ready(self, seconds: float) -> None:
         """Wait until the process is ready.
 
-        Raises ProcessError if the process ends, or is not ready after ``seconds``; it is then killed.
+        Raises ProcessError if the process ends.
+        Raises ProcessError if the process is not ready after ``seconds``; the process is then killed.
         """
         deadline = time.monotonic() + seconds
         while not self.is_ready():
@@ -179,7 +180,7 @@ class Process:
         return f"{self.name} ended with status {self.exit_status}.{where}"
 
     def stop(self) -> None:
-        """Stop the process with its stop signal; kill its whole group after ``stop_seconds``."""
+        """Send the stop signal, wait up to ``stop_seconds`` for the end, then kill the rest of the group."""
         if self.running:
             assert self._popen is not None
             self._popen.send_signal(self.stop_signal)
@@ -188,14 +189,14 @@ class Process:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process and its group, as a crash would; return after they have ended."""
+        """Send SIGKILL to the process and its group, as in a crash; return after the process has ended."""
         if self._popen is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
         self.forget()
 
     def forget(self) -> None:
-        """Clean up after a process that has ended, and kill what remains of its group."""
+        """Clean up after a process that has ended, and kill the rest of its group."""
         if self._popen is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ READY_SECONDS = 30
 
 
 class Standby(Postgres):
-    """A hot standby of the server with the sockets ``primary``; it follows that server until it is promoted."""
+    """A hot standby of the server whose socket folder is ``primary``; it replicates that server until it is promoted."""
 
     copy_options: tuple[str, ...] = ()
 
@@ -41,26 +41,27 @@ class Standby(Postgres):
             self.clear()
             raise EmbeddedServerError(f"The standby was not copied: {' '.join(done.stderr.split())}")
         for lock in self.data.glob(".s.PGSQL.*.lock"):
-            lock.unlink()  # The primary's: its socket is in its data folder.
+            lock.unlink()  # A copy: the primary's socket, with its lock file, is in the copied folder.
 
     def clear(self) -> None:
         """Empty the data folder, so that the next start copies the primary.
 
-        The folder itself stays. PostgreSQL detects the processes of a killed server by its identity.
+        The folder itself is kept, because PostgreSQL detects the processes of a killed server by the
+        inode of the folder.
         """
         for left in self.data.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def wait_ready(self, seconds: float) -> None:
-        """Wait until the standby answers queries. It creates no database."""
+        """Wait until the standby answers queries. Unlike the base class, create no database."""
         Process.wait_ready(self, seconds)
 
 
 class PostgresPair(Process):
-    """A primary and its synchronous standby; ``url`` always leads to the primary.
+    """A primary and its synchronous standby; ``url`` always connects to the current primary.
 
-    A start after SIGKILL has ended the primary promotes the standby, and makes a new standby of the
-    other node. A start after any other end restarts the same primary.
+    If SIGKILL ended the primary, the next start promotes the standby, and makes the other node the
+    new standby. After any other end, the next start restarts the same primary.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,14 +88,14 @@ class PostgresPair(Process):
     def start(self, ready_seconds: float = READY_SECONDS) -> None:
         """Start each node that does not run; return when commits wait for the standby.
 
-        Raises EmbeddedServerError if that fails; a second call continues.
+        Raises EmbeddedServerError if a step fails; another call then continues.
         """
         try:
             if self.primary.exit_status == -signal.SIGKILL:
                 self._fail_over()
             self.primary.start(ready_seconds)
             self._move_address()
-            # Before the standby copies the setting: a promoted standby then waits for its own standby.
+            # Set before the standby is copied: a promoted standby then has the setting, and waits for its own standby.
             self._ask("ALTER SYSTEM SET synchronous_standby_names = '*'")
             self._ask("ALTER SYSTEM SET wal_retrieve_retry_interval = '1s'")
             self.standby.start(ready_seconds)
@@ -104,7 +105,7 @@ class PostgresPair(Process):
             raise EmbeddedServerError(f"The PostgreSQL pair was not started: {' '.join(str(error).split())}") from None
 
     def stop(self) -> None:
-        """Stop the primary, which sends its last WAL, then the standby."""
+        """Stop the primary first, so that it sends its last WAL to the standby; then stop the standby."""
         self.primary.stop()
         self.standby.stop()
 
@@ -119,7 +120,7 @@ class PostgresPair(Process):
         self.standby.clear()
 
     def _move_address(self) -> None:
-        """Replace the link in one step, so that no connection meets a missing file."""
+        """Replace the link atomically, so that it exists for every connection."""
         new = self._address.with_name(f"{self._address.name}.new")
         with suppress(FileNotFoundError):
             new.unlink()

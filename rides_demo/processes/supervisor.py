@@ -1,11 +1,11 @@
 """The supervisor starts, restarts and stops the processes of Rocket Rides.
 
-The run folder contains the data, the logs, the e-mails and ``pids.json``, an object of name to
-process id that is rewritten after each change. The names are ``supervisor``, ``postgres``,
-``redis``, ``sandbox``, ``web``, ``enqueuer``, ``worker``, ``completer``, ``reaper``; a process that
-is not started is absent. The web workers are the children of ``web``.
+The run folder contains the data, the logs, the e-mails and ``pids.json``, an object that maps
+names to process ids and is rewritten after each change. The names are ``supervisor``, ``postgres``,
+``redis``, ``sandbox``, ``web``, ``enqueuer``, ``worker``, ``completer``, ``reaper``. A process that
+the supervisor does not start is absent. The web workers are the children of ``web``.
 
-No process survives the supervisor, not even after ``kill -9``: see
+All processes end with the supervisor, even if ``kill -9`` ends the supervisor: see
 ``rides_demo.processes.watchdog``.
 """
 
@@ -27,8 +27,8 @@ from rides_demo.processes.ports import free_port, port_is_free, sandbox_port
 from rides_demo.processes.process import Process, ProcessError
 from rides_demo.processes.replicated import PostgresPair
 
-#: The defaults of 90, 300 and 60 seconds, scaled down for a demo. A visitor or the simulator waits until a lock expires, and
-#: until the completer finishes a key.
+#: Shorter limits than the defaults of 90, 300 and 60 seconds, because a visitor or the simulator waits until a lock expires,
+#: and until the completer finishes a key.
 SHORT_LIMITS = {
     "LOCK_TIMEOUT_SECONDS": "10",
     "COMPLETER_MIN_AGE_SECONDS": "15",
@@ -38,8 +38,8 @@ SHORT_LIMITS = {
 BASE_FOLDER = Path(__file__).resolve().parents[2]
 #: The interval between two checks of the processes.
 WATCH_SECONDS = 0.1
-#: The shortest time between two restarts of a process; well below the two seconds that the tests
-#: allow.
+#: The shortest time between two restarts of a process. It is well below the two seconds that the
+#: tests allow.
 RESTART_SECONDS = 1.0
 WEB_THREADS = 8
 READY_SECONDS = 60
@@ -116,7 +116,7 @@ class Supervisor:
         self._await_web()
 
     def _start_services(self) -> None:
-        """Start each service that the environment does not name, and add its URL there."""
+        """Start each service that the environment does not name, and add its URL to the environment."""
         given = self.environment
         given |= {
             "PORT": str(self.port),

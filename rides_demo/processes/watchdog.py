@@ -2,8 +2,8 @@
 
 Its standard input is a pipe from the watched process. It reads lines: ``+PID SIGNAL`` adds a
 process group, ``-PID`` removes a group that has ended. End of input means that the watched process
-is dead: each remaining group gets its signal, and SIGKILL three seconds later. A pipe is portable,
-and unlike ``prctl`` it does not depend on the thread that started the child.
+is dead: each remaining group gets its signal, and SIGKILL three seconds later. A pipe is portable.
+Unlike ``prctl``, it does not depend on the thread that started the child.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""The web workers of ``make serve``: which of them runs a request, for the button that kills it.
+"""The web workers of ``make serve`` and the requests that they run, for the button that kills a worker.
 
-The names of the requests that run are files in a folder, which the workers share.
+Each running request is a file in a folder that the workers share.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ SUPERVISOR = "RIDES_SUPERVISOR_PID"
 def siblings() -> dict[int, psutil.Process]:
     """Return the workers of this web server, this process among them, by process id.
 
-    The result is empty unless this process is a worker, and the supervisor itself started its
-    master. Another process can therefore not be a victim.
+    The result is empty unless this process is a worker whose master was started by the supervisor
+    itself. The button can therefore kill no other process.
     """
     if not (supervisor := os.environ.get(SUPERVISOR)):
         return {}
@@ -34,7 +34,7 @@ def siblings() -> dict[int, psutil.Process]:
 
 
 class RunningRequests:
-    """The requests that run in the workers, in ``folder``."""
+    """The requests that run in the workers: one file in ``folder`` for each."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class RunningRequests:
             entry.unlink(missing_ok=True)
 
     def worker_of(self, *name: str) -> psutil.Process | None:
-        """Return the worker that runs the request ``name`` for the longest time, or None."""
+        """Return the worker that has run the request ``name`` for the longest time, or None."""
         workers = siblings()
         began = {}
         for entry in self.folder.glob(f"{_digest(name)}.*"):

@@ -1,9 +1,9 @@
 """The RQ worker of the demo: it requeues the jobs of a killed worker within seconds.
 
-Standard RQ requeues such a job after a lease of 90 seconds, at the next of its maintenance runs,
-which are ten minutes apart, because another worker may still run the job. The supervisor runs only
-one worker, and starts it after the previous one has ended. A job that runs twice takes effect once:
-its receipt is unique.
+Standard RQ waits for the end of a lease of 90 seconds, because another worker may still run the
+job. It then requeues the job at its next maintenance run; these runs are ten minutes apart. The
+supervisor runs only one worker, and starts it after the previous worker has ended. A job that runs
+twice takes effect once: its receipt is unique.
 """
 
 import math
@@ -17,7 +17,7 @@ from rq.scheduler import RQScheduler
 from rq.utils import now
 
 MAINTENANCE_SECONDS = 2
-#: RQ waits for a job for this time less 15 seconds, then checks whether maintenance is due.
+#: RQ waits for a job for this time minus 15 seconds, then checks whether maintenance is due.
 WORKER_TTL_SECONDS = MAINTENANCE_SECONDS + 15
 
 
@@ -44,7 +44,7 @@ class OnlyWorker(Worker):
     def clean_registries(self) -> None:
         """Requeue each job that is marked as started.
 
-        The only worker is between jobs, so none is running.
+        This worker is the only one, and it is between two jobs, so no job is running.
         """
         for queue in self.queues:
             # These jobs left the queue, but the worker died, or lost the reply of Redis, before it
@@ -57,6 +57,6 @@ class OnlyWorker(Worker):
         self.last_cleaned_at = now()
 
     def _start_scheduler(self, *args: Any, **options: Any) -> None:
-        """Start the scheduler with a fixed name, so that it owns the lock of a killed scheduler."""
+        """Start the scheduler with a fixed name, so that it takes over the lock of a killed scheduler."""
         self.scheduler = OnlyScheduler(self.queues, connection=self.connection, logging_level=self.log.level, name="rides-demo")
         self.scheduler.acquire_locks(auto_start=True)

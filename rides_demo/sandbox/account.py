@@ -19,7 +19,7 @@ SOURCES = ("tok_visa", "tok_chargeCustomerFail")
 
 
 class StripeError(Exception):
-    """An error response of Stripe; it is stored if the execution had ``begun``."""
+    """An error response of Stripe; the sandbox stores it if the execution had ``begun``."""
 
     def __init__(self, status: int, kind: str, message: str, *, code: str = "", param: str = "", begun: bool = False) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class Execution:
 
 
 class Account:
-    """Customers, charges, refunds and keys; each method runs under ``lock``."""
+    """Customers, charges, refunds and keys. Callers hold ``lock``; ``claim`` and ``release`` acquire it themselves."""
 
     def __init__(self, webhooks: WebhookSender) -> None:
         self.lock = threading.RLock()
@@ -131,7 +131,7 @@ class Account:
     def claim(self, api_key: str, key: str, path: str, params: Params) -> tuple[Execution, bool]:
         """Return the execution of the key, and whether this request must run it.
 
-        Raises StripeError if the key is in use, or belongs to another request.
+        Raises StripeError if another request uses the key now, or used it with other parameters.
         """
         fingerprint = hashlib.sha256(json.dumps([path, params], sort_keys=True).encode()).hexdigest()
         with self.lock:
@@ -149,7 +149,7 @@ class Account:
             return execution, False
 
     def release(self, api_key: str, execution: Execution) -> None:
-        """Remove an execution that did not begin, so that its key is new again."""
+        """Remove an execution without a stored response, so that its key is new again."""
         with self.lock:
             if not execution.status:
                 self.executions.pop((api_key, execution.key), None)

@@ -22,7 +22,7 @@ KINDS = {
 
 @dataclass
 class Fault:
-    """A fault in ``count`` requests (None: all) whose path begins with ``path``."""
+    """A fault of requests whose path begins with ``path``, at most ``count`` times (None: without limit)."""
 
     fault: str
     path: str = "/v1/charges"

@@ -39,11 +39,11 @@ class Cut(Exception):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection: it reads requests, applies faults, and sends JSON responses."""
+    """The handler of one connection: read requests, apply faults, send JSON responses."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60
-    #: Send head and body in one packet; two packets cost 40 ms for each response.
+    #: Send head and body in one packet: with two packets, each response takes 40 ms longer.
     wbufsize = -1
     server: "Sandbox"
     calls: ClassVar[Mapping[str, Callable[[Account, Params], Params]]] = {
@@ -93,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(length))
 
     def _refuse_other_origins(self) -> None:
-        """Refuse requests from web pages of other sites, and DNS rebinding."""
+        """Refuse requests from web pages of other sites, and requests with another host name (DNS rebinding)."""
         host = self.headers.get("Host", "")
         if urlsplit(f"//{host}").hostname not in ("127.0.0.1", "localhost") or self.headers.get("Origin") not in (
             None,
@@ -154,7 +154,7 @@ class Handler(BaseHTTPRequestHandler):
         return execution.status, execution.body, not first
 
     def _execute(self, execution: Execution, path: str, params: Params) -> None:
-        """Run the call and store its response, but not an error from before the execution began."""
+        """Run the call and store its response. Raise an error from before the execution began; it is not stored."""
         faults, account = self.server.faults, self.server.account
         if slow := faults.fires("slow", path):
             time.sleep(slow.seconds)
@@ -183,7 +183,7 @@ class Handler(BaseHTTPRequestHandler):
         return value
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing; ``/_state`` lists the requests."""
+        """Log nothing; ``/_state`` lists the keys of the requests."""
 
 
 def dumped(answer: object) -> bytes:
@@ -195,7 +195,7 @@ def unknown_path(method: str, path: str) -> StripeError:
 
 
 class Sandbox(ThreadingHTTPServer):
-    """The server on a loopback port (0: any free port); a context manager that runs a thread."""
+    """The server on a loopback port (0: any free port); a context manager that serves in a thread."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -210,7 +210,7 @@ class Sandbox(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore closed connections; any other error is a bug in the sandbox."""
+        """Ignore closed connections; print any other error, which is a bug in the sandbox."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 

@@ -1,7 +1,6 @@
-"""The behaviour of the Stripe sandbox, as the web page shows and sets it.
+"""The behaviour of the Stripe sandbox, which the web page shows and sets.
 
-There is no behaviour to set if the service uses the real Stripe, or another server than the
-sandbox.
+There is no behaviour if the service uses the real Stripe, or a server other than the sandbox.
 """
 
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ class NoSandbox(Exception):
 
 
 def behaviour() -> str | None:
-    """Return the name of the current behaviour, "" for other faults, None without a sandbox."""
+    """Return the name of the current behaviour, "" if no behaviour has these faults, None without a sandbox."""
     try:
         state = _ask("GET", "/_faults")
         in_force = [fault for fault in state["faults"] if fault["count"] != 0]

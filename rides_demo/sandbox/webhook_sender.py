@@ -16,7 +16,7 @@ from typing import Any
 
 
 class WebhookSender:
-    """Deliver each signed event, one in five twice; repeat after any status except 2xx."""
+    """Deliver each signed event, and one event in five twice. Repeat a delivery until a 2xx, at most ``ATTEMPTS`` times."""
 
     ATTEMPTS = 30
     LONGEST_PAUSE_SECONDS = 3.0
@@ -54,9 +54,9 @@ class WebhookSender:
             self._due.put((time.monotonic(), secrets.token_hex(4), 1, body))
 
     def counts(self) -> dict[str, int]:
-        """Count the events ``sent_twice``, and the deliveries ``taken``, ``refused``, ``given_up``.
+        """Return the number of events ``sent_twice``, and of deliveries ``taken``, ``refused``, ``given_up``.
 
-        Without a URL the result is empty.
+        The result is empty without a URL.
         """
         return dict(self._counts)
 
@@ -74,7 +74,7 @@ class WebhookSender:
             due, order, attempt, body = self._due.get()
             wait = due - time.monotonic()
             if wait > 0:
-                # This event is not due yet. Wait briefly, as a new event may be due earlier.
+                # This event is not due yet. Wait only briefly, because a new event may be due earlier.
                 self._due.put((due, order, attempt, body))
                 self._stopped.wait(min(wait, 0.1))
             elif self._post(body):

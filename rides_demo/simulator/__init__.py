@@ -1,1 +1,1 @@
-"""The simulator: clients book rides under faults, then the data is checked."""
+"""The simulator: clients book rides under faults, then the simulator checks the data."""

@@ -14,7 +14,7 @@ import httpx
 
 from idempotency.client import Retries, make_client
 
-#: The timeout of one attempt is shorter than the lock timeout of its key.
+#: The timeout of one attempt. It is shorter than the lock timeout of the key.
 TRY_SECONDS = 8.0
 #: The Date header of a server with a wrong clock differs from the local time by more than this.
 CLOCK_SECONDS = 1800
@@ -22,7 +22,7 @@ RETRIES = Retries(deadline_seconds=75, first_pause_seconds=0.4, longest_pause_se
 
 
 class CannotSimulate(Exception):
-    """The simulation needs something that is missing; the message names it."""
+    """A requirement of the simulation is missing; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class BookingClients:
         return outcome
 
     def _duplicates(self, booking: Booking) -> Outcome:
-        """Send the booking three times at once: one request runs, all three get the same bytes."""
+        """Send the booking three times at once: one request runs, and all three responses have the same bytes."""
         outcomes: list[Outcome] = []
         barrier = threading.Barrier(3)
 
@@ -181,7 +181,7 @@ class BookingClients:
         return Outcome(booking, tries=1)
 
     def _cut(self, booking: Booking, when: str) -> None:
-        """Send the booking or half of it, close the connection, and count it."""
+        """Send the request (without half of its body for ``cut-request``), close the connection, and count the fault."""
         body = _encoded(booking.body)
         lines = ["POST /rides HTTP/1.1", f"Host: {self.address.netloc}", f"Content-Length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in _headers(booking).items()]

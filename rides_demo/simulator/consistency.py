@@ -1,6 +1,6 @@
-"""The consistency check of a simulation: it compares client logs, database and Stripe.
+"""The consistency check of a simulation: compare client logs, database and Stripe.
 
-The check only reads; it repairs nothing.
+The check only reads and repairs nothing.
 """
 
 import time
@@ -49,7 +49,7 @@ class CheckResult:
     wrong_answers: int = 0
     #: Responses of clients that differ from the stored response.
     changed_answers: int = 0
-    #: Rides with another rider or other coordinates than requested.
+    #: Rides whose rider or coordinates differ from the request.
     changed_rides: int = 0
     #: Rides without exactly one audit record, and receipts of rides whose key has no stored 201.
     unaudited_rides: int = 0
@@ -58,7 +58,7 @@ class CheckResult:
     unexplained_stuck: int = 0
 
     stuck_keys: int = 0
-    #: Keys with more than one attempt, and keys that the completer resumed.
+    #: Keys with more than one run, and keys that the completer ran.
     resumed_keys: int = 0
     completer_keys: int = 0
     keys: int = 0
@@ -87,7 +87,7 @@ class CheckResult:
 class Checker:
     """Check the keys, rides and charges of one simulation: the keys that begin with ``prefix``.
 
-    ``webhooks`` means that Stripe sends an event for each charge, so each charged ride must become
+    If ``webhooks`` is true, Stripe sends an event for each charge, so each charged ride must become
     paid.
     """
 
@@ -152,7 +152,7 @@ class Checker:
     def check(self, booked: dict[str, int], wrong_answers: list[str]) -> CheckResult:
         """Compare database and Stripe.
 
-        ``booked`` maps a key to the ride of the 201 that a client saw.
+        ``booked`` maps a key to the ride in the 201 that a client received.
         """
         result = CheckResult(wrong_answers=len(wrong_answers), findings=list(wrong_answers))
         result.keys = self.keys.count()
@@ -180,7 +180,7 @@ class Checker:
         result.rides = self.rides.count()
         result.surplus_rides = result.rides - len(found)
         lost = [key for key, ride in booked.items() if found.get(key) != ride]
-        # A key that finished with 201 must have its ride even if no client saw the response.
+        # A key that finished with 201 must have its ride even if no client received the response.
         finished = self.keys.finished().filter(response_code=201, ride__isnull=True)
         lost += finished.values_list("idempotency_key", flat=True)
         result.lost_rides = len(set(lost))

@@ -23,8 +23,8 @@ from rides_demo.simulator.booking_clients import CannotSimulate
 KILL_WEB, KILL_SERVER, KILL_WORKER = "kill-web", "kill-server", "kill-worker"
 RESTART_POSTGRES, FAILOVER = "restart-postgres", "failover"
 #: The process that each fault ends. "kill-web" ends one worker of the web server, "kill-server"
-#: ends all of it. "failover" ends the primary with all its processes, as the loss of its host
-#: would; the supervisor's next start promotes the standby.
+#: ends all of it. "failover" ends the primary with all its processes, like the loss of its host;
+#: the supervisor's next start promotes the standby.
 VICTIMS = {
     KILL_WEB: "web",
     "kill-enqueuer": "enqueuer",
@@ -40,9 +40,9 @@ VICTIMS = {
 #: SIGKILL.
 SIGNALS = {RESTART_POSTGRES: signal.SIGQUIT}
 DEATH_SECONDS = 5.0
-#: Far more than the supervisor needs. After a failover it copies the database.
+#: Far more time than the supervisor needs, even after a failover, when it copies the database.
 RESTART_SECONDS = 30.0
-#: How long to wait until the worker runs a job. RQ runs each job in a child, the "work horse".
+#: The longest wait until the worker runs a job. RQ runs each job in a child, the "work horse".
 HORSE_SECONDS = 3.0
 POLL_SECONDS = 0.005
 
@@ -63,9 +63,10 @@ class Crashes:
             self._pid(VICTIMS[fault])
 
     def inject(self, fault: str) -> list[str]:
-        """End the process of ``fault``, wait until it is restarted, and return the observed faults.
+        """End the process of ``fault`` and return the observed faults.
 
-        If the process ends for another reason first, its successor is ended instead.
+        Except for ``kill-web``, wait until the process is restarted. If the process ends for another
+        reason first, end its successor instead.
         """
         return _soon(lambda: self._kill_one() if fault == KILL_WEB else self._kill(fault), RESTART_SECONDS)
 
@@ -83,14 +84,14 @@ class Crashes:
         process = self._running(name)
         horses = _soon(lambda: _horses(process), HORSE_SECONDS) if fault == KILL_WORKER else []
         backends = _children(process) if fault == FAILOVER else []
-        # End the worker first: a living worker would notice the death of its work horse and requeue
-        # the job. A living postmaster would replace its children.
+        # End the worker first: a running worker would detect the end of its work horse and requeue
+        # the job. A running postmaster would replace its children.
         died, *children_died = _end([process, *horses, *backends], SIGNALS.get(fault, signal.SIGKILL))
         self._await_successor(name, process.pid)
         return [fault] + ["kill-work-horse"] * sum(children_died[: len(horses)]) if died else []
 
     def _running(self, name: str) -> psutil.Process:
-        """Return the process; wait for it during a restart."""
+        """Return the process; during a restart, wait for the new process."""
 
         def process() -> psutil.Process | None:
             with suppress(psutil.NoSuchProcess):

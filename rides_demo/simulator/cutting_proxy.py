@@ -24,9 +24,9 @@ CHUNK_BYTES = 65536
 
 @dataclass(frozen=True)
 class Route:
-    """Addresses of a proxy: loopback ports or paths of unix sockets.
+    """One proxy: its two addresses, which are loopback ports or paths of unix sockets.
 
-    ``probability`` is per chunk of a reply.
+    ``probability`` is the probability of a cut for each chunk of a reply.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Proxies:
         finally:
             for pump in pumps:
                 pump.cancel()
-            # close() sends the data that is still buffered; a cut has aborted already.
+            # close() sends the data that is still buffered; after a cut, the connection is already closed.
             writer.close()
             far_writer.close()
 

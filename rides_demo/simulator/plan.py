@@ -20,7 +20,7 @@ CLIENT_FAULTS = {
 }
 KINDS = ("plain", *(kind for kinds in CLIENT_FAULTS.values() for kind in kinds))
 STRIPE_FAULTS, STRIPE_DOWN = "stripe-faults", "stripe-down"
-#: The number of times per run of each fault outside the clients.
+#: The number of occurrences per run of each fault outside the clients.
 EVENTS = {
     STRIPE_DOWN: 2,
     KILL_WEB: 6,
@@ -33,12 +33,12 @@ EVENTS = {
     "restart-redis": 2,
 }
 FAULTS = (*CLIENT_FAULTS, STRIPE_FAULTS, *EVENTS)
-#: A longer run ends more web workers.
+#: A longer run kills more web workers.
 KILLS_PER_BOOKING = 1 / 80
 
 #: The faults of "stripe-faults" and their rates. After a stored 500 the service finds the charge by
-#: its metadata. A stored 500 without a charge (``500_begun``) needs manual review, so it is only in
-#: a soak.
+#: its metadata. A stored 500 without a charge (``500_begun``) requires manual review, so only a soak
+#: has this fault.
 STRIPE_FAULT_RATES = [
     {"fault": "slow", "probability": 0.06, "seconds": 0.6},
     {"fault": "429", "probability": 0.04},
@@ -49,7 +49,7 @@ STRIPE_FAULT_RATES = [
 ]
 DOWN_FAULTS = [{"fault": "down", "path": "/"}]
 
-#: The number of times per ten minutes of each fault outside the clients in a soak.
+#: The number of occurrences per ten minutes of a soak, for each fault outside the clients.
 SOAK_EVENTS = {
     KILL_WEB: 75,
     "kill-enqueuer": 15,
@@ -82,7 +82,7 @@ class Plan:
     #: soak, of seconds.
     events: tuple[tuple[float, str], ...]
     stripe_faults: list[dict[str, object]]
-    #: The duration; None: until all bookings are made.
+    #: The duration; None means until all bookings are made.
     seconds: float | None = None
     #: The faults that must be observed; otherwise the soak fails.
     required: frozenset[str] = frozenset()

@@ -36,10 +36,10 @@ from rides_demo.simulator.suspensions import VANISH, Suspensions
 __all__ = ["EVENTS", "FAULTS", "KINDS", "SOAK_FAULTS", "STRIPE_DOWN", "STRIPE_FAULTS", "Plan", "Simulation"]
 
 DOWN_SECONDS = 2.0
-#: Long faults run in a second thread, in parallel to the short ones.
+#: Long faults run in a second thread, in parallel with the short ones.
 LONG_FAULTS = (STRIPE_DOWN, VANISH)
-#: The clients of a soak pause while more receipts than this are missing, as one worker may be
-#: slower.
+#: The clients of a soak pause while more receipts than this are missing, because the only worker
+#: may be slower than the clients.
 LONGEST_BACKLOG = 200
 BACKLOG_LOOK_SECONDS = 2.0
 
@@ -64,9 +64,8 @@ class Simulation:
     def run(self, concurrency: int, progress: Callable[[int], None], backlog: Callable[[], int] = int) -> None:
         """Run all bookings with ``concurrency`` parallel clients.
 
-        Call ``progress`` with the number done.
-
-        In a soak, ``backlog`` returns the number of missing receipts.
+        After each booking, call ``progress`` with the number of finished bookings. In a soak,
+        ``backlog`` must return the number of missing receipts.
         """
         self.clients.check_service()
         self.crashes.check(self.plan.crashes)
@@ -89,8 +88,8 @@ class Simulation:
             events = [control.submit(self._run_events, lane) for lane in lanes]
             clients = [pool.submit(self._client, progress) for _ in range(concurrency)]
             try:
-                # The first error ends the run: without a client or the faults the rest proves
-                # nothing.
+                # The first error ends the run, because a run without a client or without its
+                # faults is no valid test.
                 wait([*events, *clients], return_when=FIRST_EXCEPTION)
             finally:
                 self._end()
@@ -161,7 +160,7 @@ class Simulation:
         """Inject the faults that ``mine`` selects, each at its time."""
         for position, fault in self.plan.events:
             if mine(fault) and self._await(position):
-                # The pause moves the fault from the start of a request into the middle.
+                # Without the pause, each fault would hit the start of a request.
                 time.sleep(self._pauses.uniform(0, 0.1))
                 for struck in self._inject(fault):
                     self.tally.count(f"fault {struck}")

@@ -24,7 +24,7 @@ def observed_faults(simulation: Simulation) -> dict[str, int]:
 
 
 def unobserved_faults(simulation: Simulation) -> list[str]:
-    """Return the required faults that were not observed, so that nothing was proved about them."""
+    """Return the required faults that were not observed: the run did not test them."""
     found = tuple(observed_faults(simulation))
     return sorted(fault for fault in simulation.plan.required if not any(name.startswith(fault) for name in found))
 

@@ -1,8 +1,8 @@
 """Suspensions: a web worker stops for longer than the lock timeout, then resumes.
 
-This simulates a host that loses its network. The connections of the worker stay open but silent, so
-its transactions keep their locks until PostgreSQL ends them. After the lock timeout other runs
-claim the keys of the suspended requests. A worker within a transaction is preferred;
+This simulates a host that loses its network. The connections of the worker stay open without
+traffic, so its transactions keep their locks until PostgreSQL ends them. After the lock timeout,
+other runs claim the keys of the suspended requests. A worker within a transaction is preferred;
 ``pg_stat_activity`` lists the transactions.
 """
 
@@ -20,10 +20,10 @@ VANISH = "vanish-web"
 #: The worker was suspended within a transaction; the transaction was still open after the lock
 #: timeout.
 IN_TRANSACTION, STILL_OPEN = "vanish-web in a transaction", "vanish-web, transaction not ended in time"
-#: Attempts in total, and attempts that resume a worker without a transaction at once. Another fault
-#: may kill the worker.
+#: The number of attempts, because another fault may kill the worker. The first ``CHOOSY_TRIES`` of
+#: them immediately resume a worker that has no open transaction.
 TRIES, CHOOSY_TRIES = 12, 6
-#: A session that is idle in a transaction for this long belongs to the suspended worker.
+#: A session that has been idle in a transaction for this time belongs to the suspended worker.
 SILENT_SECONDS = 0.5
 CERTAIN_SECONDS = 1.0
 #: The suspension exceeds the lock timeout by this time.
@@ -36,7 +36,7 @@ class Suspensions:
     """Suspend web workers of one run."""
 
     def __init__(self, crashes: Crashes, stopped: Callable[[float], bool]) -> None:
-        """``stopped`` waits the given seconds; it returns True at once if the simulation ends."""
+        """``stopped`` waits for the given seconds; if the simulation ends, it returns True immediately."""
         self._crashes, self._stopped = crashes, stopped
         #: The last statement of each transaction that was still open after the lock timeout.
         self.still_open: list[str] = []
@@ -82,7 +82,7 @@ class Suspensions:
 
 
 def _sessions_in_transactions(silent_seconds: float) -> dict[Session, str]:
-    """Return the last statement of each transaction that is idle for ``silent_seconds``."""
+    """Return the last statement of each transaction that has been idle for ``silent_seconds``."""
     try:
         with connection.cursor() as cursor:
             cursor.execute(

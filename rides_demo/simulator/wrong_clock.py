@@ -2,8 +2,8 @@
 
 The other workers have the right time, so the service stays available. For example, the wrong worker
 refuses the signature of a webhook as too old, and another worker accepts the next delivery. The
-worker that holds the lock file has the wrong clock; after its death the next new worker takes the
-lock.
+worker that holds the lock file has the wrong clock. After the end of this worker, the next new
+worker takes the lock.
 
 The clock is changed in Python before the app is imported: ``time.time``, ``time.time_ns``,
 ``datetime.now``, ``utcnow`` and ``today``. PostgreSQL and C code that calls the kernel keep the
@@ -23,7 +23,7 @@ HOUR_SECONDS = 3600
 
 
 def post_fork(server: Any, worker: Any) -> None:
-    """Change the clock of this worker unless another one holds the lock. Gunicorn calls this."""
+    """Change the clock of this worker, unless another worker holds the lock. Gunicorn calls this function."""
     lock = (Path(os.environ["RIDES_RUN_FOLDER"]) / "wrong-clock.lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,8 +46,8 @@ def move_clock(seconds: int) -> None:
     def utcnow(cls: type[datetime.datetime]) -> datetime.datetime:
         return cls.fromtimestamp(time.time(), datetime.UTC).replace(tzinfo=None)
 
-    # Python cannot set attributes of this type. A subclass would differ from the type that the
-    # database driver returns.
+    # Python code cannot set attributes of ``datetime``, and a subclass would differ from the type that
+    # the database driver returns. Change the dictionary of the type instead.
     attributes = gc.get_referents(datetime.datetime.__dict__)[0]
     attributes.update(now=classmethod(now), utcnow=classmethod(utcnow))
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))

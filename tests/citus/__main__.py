@@ -1,7 +1,7 @@
 """Run the core and the tests of this folder on Citus: ``make citus``.
 
-``CITUS_URL`` names a database on the coordinator of a cluster, in which Citus and two workers are set up; its schemas are
-dropped. Otherwise a cluster is built from the source tree ``CITUS_SOURCE``.
+``CITUS_URL`` names a database on the coordinator of a cluster, in which Citus and two workers are set up; the schemas
+of the tests are dropped. Otherwise a cluster is built from the source tree ``CITUS_SOURCE``.
 """
 
 import os
@@ -39,7 +39,7 @@ def _tests(url: str, core: list[str], arguments: list[str]) -> int:
 
 
 def main(core: list[str], arguments: list[str]) -> int:
-    """Return the exit status."""
+    """Run the tests on a cluster; return the exit status."""
     if url := os.environ.get("CITUS_URL"):
         return _tests(url, core, arguments)
     if not (source := os.environ.get("CITUS_SOURCE")):

@@ -1,4 +1,4 @@
-"""django-tenants on Citus: requests by host, and the three passes over all tenants."""
+"""django-tenants on Citus: requests by host, and the passes of the three processes over all tenants."""
 
 import os
 import subprocess

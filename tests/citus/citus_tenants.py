@@ -1,4 +1,4 @@
-"""Two tenants on two workers: each key has one effect and one answer, whatever happens to the workers."""
+"""Two tenants on two workers: each key has one effect and one response, even if sessions end or a tenant moves."""
 
 import uuid
 from collections import Counter
@@ -46,13 +46,13 @@ def schema(name: str) -> AbstractContextManager[None]:
 
 
 class TenantMiddleware:
-    """Use the schema of the tenant that the host names, as django-tenants does."""
+    """Use the schema of the tenant that the host names, like django-tenants."""
 
     def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
         self.get_response = get_response
 
     def __call__(self, request: HttpRequest) -> Any:
-        """Answer in the schema of the tenant."""
+        """Handle the request in the schema of the tenant."""
         with schema(request.get_host().partition(".")[0].replace("-", "_")):
             return self.get_response(request)
 
@@ -75,7 +75,7 @@ def _hosts(settings: Settings) -> None:
 
 
 def coordinator(statement: str) -> list[Any]:
-    """Return what a statement returns in a session of its own."""
+    """Run a statement in a separate session and return its rows."""
     with psycopg.connect(_url(), autocommit=True) as session:
         cursor = session.execute(statement)
         return cursor.fetchall() if cursor.description else []
@@ -99,7 +99,7 @@ def everybody(request: HttpRequest) -> str:
 
 
 def work(request: HttpRequest) -> JsonResponse:
-    """Write an entry with the name of the key, and answer with a random value."""
+    """Create an entry with the name of the key, and return a random value."""
     Entry.objects.create(name=request.headers["Idempotency-Key"])
     return JsonResponse({"value": uuid.uuid4().hex}, status=201)
 
@@ -156,7 +156,7 @@ WORKERS = "SELECT nodename, nodeport FROM pg_dist_node WHERE noderole = 'primary
 
 @pytest.mark.parametrize("event", [lambda: None, kill, move], ids=["calm", "kills", "moves"])
 def test_storm(event: Callable[[], None], serve: Serve) -> None:
-    """Four clients send each key of both tenants until they have an answer, while the event happens again and again."""
+    """Four clients send each key of both tenants until they get a 201, while the event happens repeatedly."""
     views = {"plain": plain, "strict": partial(plain, isolation="serializable"), "phased": phased}
     serve(**{name: kind(work, scope=everybody) for name, kind in views.items()})
     keys = {f"{name}-{uuid.uuid4().hex}": f"/{name}/" for name in views for _ in range(8)}

@@ -38,11 +38,11 @@ DATABASE = "idempotency"
 
 
 class NotToBeHad(Exception):
-    """There is no Citus here, and the reason."""
+    """Citus is not available; the message gives the reason."""
 
 
 def install(source: Path, target: Path) -> Path:
-    """Build Citus, unless that was done before, and install it with a copy of the server; return the folder of the binaries."""
+    """Build Citus if needed, and install it into a copy of the server; return the folder of the binaries."""
     binaries = target / SERVER.relative_to("/") / "bin"
     if (target / "installed").exists():
         return binaries
@@ -108,7 +108,7 @@ def started(binaries: Path, folder: Path) -> Iterator[str]:
 
 
 def _owner() -> dict[str, object]:
-    """Return how a server is started: PostgreSQL does not run as root."""
+    """Return the arguments that set the user of a server, because PostgreSQL does not run as root."""
     if os.geteuid() != 0:
         return {}
     ensure_system_user()
@@ -116,7 +116,7 @@ def _owner() -> dict[str, object]:
 
 
 def _joined(ports: list[int]) -> str:
-    """Make the database on each node, and let the coordinator know the workers."""
+    """Create the database on each node, and add the workers to the coordinator; return the coordinator's URL."""
     for port in ports:
         with psycopg.connect(f"postgresql://postgres@127.0.0.1:{port}/postgres", autocommit=True) as node:
             node.execute(f"CREATE DATABASE {DATABASE}")
@@ -131,9 +131,9 @@ def _joined(ports: list[int]) -> str:
 
 
 def prepare(url: str, *schemas: str) -> None:
-    """Make schemas anew, each a shard, and let sessions of the database use the first one."""
+    """Create new schemas, each of them a shard, and make the first the default of the database's sessions."""
     with psycopg.connect(url, autocommit=True) as coordinator:
-        # What the project with django-tenants has left would be found in public.
+        # Otherwise sessions would use tables in public that the project with django-tenants left.
         coordinator.execute("DROP TABLE IF EXISTS public.django_migrations, public.customers_domain, public.customers_customer")
         coordinator.execute("SET citus.enable_schema_based_sharding TO on")
         for schema in schemas:

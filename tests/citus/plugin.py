@@ -1,4 +1,4 @@
-"""Leaves out what the tests of the core ask of one server, and says why; ``tests.kit.tiers`` allows no other skip."""
+"""Skip tests of the core that need a single server, with the reason; ``tests.kit.tiers`` allows no other skip."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.kit import tiers
 
-#: The name of a test or of its module, and what keeps it from Citus.
+#: The name of a test or of its module, and the reason why it cannot run on Citus.
 NOT_ON_CITUS = {
     "test_a_replay_writes_nothing_and_takes_no_transaction_id": "the coordinator takes advisory locks of its own",
     "test_a_constraint_that_only_the_database_knows_keeps_its_key": "distributed tables have no triggers",
@@ -29,7 +29,7 @@ def _databases(item: pytest.Item) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests with two databases, and those of NOT_ON_CITUS."""
+    """Skip tests with two databases, and the tests in NOT_ON_CITUS."""
     for item in items:
         reason = NOT_ON_CITUS.get(getattr(item, "originalname", item.name)) or NOT_ON_CITUS.get(item.path.name)
         if "shard_b" in _databases(item):

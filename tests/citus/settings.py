@@ -4,5 +4,5 @@ from tests.settings import *  # noqa: F403
 from tests.settings import DATABASES
 
 DATABASES["default"]["TEST"] = {"NAME": DATABASES["default"]["NAME"]}
-# One database. Tests with two are left out by tests.citus.plugin.
+# The cluster has one database. tests.citus.plugin skips tests with two.
 DATABASES["shard_b"]["TEST"] = {"MIRROR": "default"}

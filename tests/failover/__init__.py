@@ -1,1 +1,1 @@
-"""Failover of PostgreSQL under traffic: two nodes, clients that retry, a provider with its own books. ``make failover``."""
+"""Failover of PostgreSQL under traffic (``make failover``): two nodes, clients that retry, a provider with its records."""

@@ -1,4 +1,4 @@
-"""``make failover``: each event in each kind of replication, some rounds of it; a table, and one line with the verdict."""
+"""``make failover``: run some rounds of each event in each kind of replication; print a table, and the result in one line."""
 
 # ruff: noqa: T201 - it prints its progress
 
@@ -25,7 +25,7 @@ LIMIT_SECONDS = 15 * 60
 
 
 class Run:
-    """The rounds of all events in all configurations that are asked for."""
+    """The rounds of the chosen events in the chosen configurations."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -33,7 +33,7 @@ class Run:
         self.cells: list[Cell] = []
 
     def play(self, configuration: Configuration) -> None:
-        """Play all events in a configuration, on nodes of its own."""
+        """Run the chosen events in a configuration, on new nodes."""
         chosen = re.compile(self._options.events).search
         events = [event for event in EVENTS if configuration in event.played_in and chosen(event.name)]
         folder = self._options.folder / configuration.folder
@@ -61,7 +61,7 @@ class Run:
 
 
 def main() -> int:
-    """Return the number of broken promises."""
+    """Run all rounds; return the number of failures."""
     options = _options()
     options.folder.mkdir(parents=True, exist_ok=True)
     _set_up_django(options.folder)

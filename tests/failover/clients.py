@@ -1,4 +1,4 @@
-"""Clients that retry each key until it is acknowledged, and what they saw."""
+"""Clients that retry each key until it is acknowledged, and record the responses."""
 
 import http.client
 import threading
@@ -12,19 +12,19 @@ from typing import Self
 
 PATHS = ("/plain/", "/phased/")
 CLIENTS = 8
-#: A client gives up an attempt after this time, and makes the next one after this pause: sooner than Retry-After says.
+#: The timeout of an attempt, and the pause before the next attempt. The pause is shorter than Retry-After.
 TIMEOUT_SECONDS, PAUSE_SECONDS = 3.0, 0.1
-#: The longest time to the answer to a key once the service is back. The lock timeout of a key is longer: 90 s.
+#: The longest time to the response for a key after the service is back. It is shorter than the lock timeout, 90 s.
 PATIENCE_SECONDS = 20.0
-#: The longest time to the answer to a retry of an acknowledged request, after all clients have ended.
+#: The longest time to the response to a retry of an acknowledged request, after all clients have ended.
 AGAIN_SECONDS = 5.0
-#: The key is in use, or the database is away: retry.
+#: The results after which a client retries: the key is in use, or the database is unavailable.
 AGAIN = (409, 503, None)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one attempt; the status is None if there was none."""
+    """The response to one attempt; the status is None without a response."""
 
     status: int | None
     body: bytes = b""
@@ -40,7 +40,7 @@ class Acknowledged:
 
 
 def post(port: int, path: str, key: str) -> Answer:
-    """Make one attempt."""
+    """Send one attempt and return its response."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
     try:
         connection.request("POST", path, b"{}", {"Idempotency-Key": key, "Content-Type": "application/json"})
@@ -76,11 +76,11 @@ class Clients:
         self.stop()
 
     def begin_nothing_new(self) -> None:
-        """Let each client end after its present key."""
+        """Let each client end after its current key."""
         self._stop.set()
 
     def stop(self) -> None:
-        """Wait until each client has ended; it gives its key up after PATIENCE_SECONDS."""
+        """Wait until each client has ended; a client gives up its key after PATIENCE_SECONDS."""
         self._stop.set()
         self._deadline = min(self._deadline, time.monotonic() + PATIENCE_SECONDS)
         for thread in self._threads:
@@ -88,15 +88,15 @@ class Clients:
 
     @property
     def server_errors(self) -> int:
-        """The number of answers with a 5xx other than 503."""
+        """The number of 5xx responses other than 503."""
         return sum(count for status, count in self.statuses.items() if status and status >= 500 and status != 503)
 
     def first_answer(self, since: float) -> float | None:
-        """Return when the first 201 arrived whose attempt began after ``since``."""
+        """Return the time of the first 201 whose attempt began at ``since`` or later, or None."""
         return min((ended for began, ended in self._times if began >= since), default=None)
 
     def answers_again(self) -> dict[str, Answer]:
-        """Retry each acknowledged request; return the final answers by key."""
+        """Retry each acknowledged request; return the final responses by key."""
 
         def send(key: str) -> Answer:
             deadline = time.monotonic() + AGAIN_SECONDS

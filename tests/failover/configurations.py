@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Configuration:
-    """A kind of replication; ``lag_seconds`` is the time that data is on its way to the standby, and an answer back."""
+    """A kind of replication; ``lag_seconds`` is the delay of data to the standby, and of its reply."""
 
     name: str
     folder: str

@@ -1,4 +1,4 @@
-"""The events of the lab: what happens to the nodes, and in which configurations nothing may be lost by it."""
+"""The events of the lab: changes of the nodes, and the configurations in which an event must lose nothing."""
 
 import os
 import signal
@@ -11,26 +11,26 @@ from tests.failover.lab import Lab
 from tests.failover.pair import ask, vanish
 from tests.kit.waiting import eventually
 
-#: How long clients meet a state of the nodes before the next step of an event.
+#: The time for which clients send requests in a state of the nodes before the next step of an event.
 WATCH_SECONDS = 1.5
-#: Sessions that wait for a standby that is away, before the waits are ended.
+#: The number of sessions that must wait for an unavailable standby before an event continues.
 WAITING = 6
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event. Nothing may be lost in the configurations ``kept_in``; in the others of ``played_in`` the loss must show."""
+    """An event. Nothing may be lost in the configurations ``kept_in``; in the others of ``played_in`` a loss must occur."""
 
     name: str
     happen: Callable[[Lab], None]
     kept_in: tuple[Configuration, ...]
     played_in: tuple[Configuration, ...] = CONFIGURATIONS
-    #: The service knows both nodes (``target_session_attrs=read-write``), instead of an address that is moved.
+    #: Whether the service connects to both nodes (``target_session_attrs=read-write``) instead of an address that moves.
     both_hosts: bool = False
 
 
 def watch(seconds: float) -> None:
-    """Let the traffic go on; no state is waited for."""
+    """Let the traffic continue for a time, without waiting for a state."""
     threading.Event().wait(seconds)
 
 
@@ -41,14 +41,14 @@ def _kill(lab: Lab) -> None:
 
 
 def _stop(lab: Lab) -> None:
-    """A fast shutdown: the primary ends sessions, and ends itself once the standby has all."""
+    """Stop the primary with a fast shutdown: it ends its sessions, and ends itself after the standby has all WAL."""
     lab.pair.primary.stop()
     lab.pair.promote()
     lab.move_address()
 
 
 def _promote_beside_the_primary(lab: Lab) -> None:
-    """Nobody stops the old primary: it takes writes until the address has moved."""
+    """Promote the standby without stopping the old primary, which accepts writes until the address has moved."""
     lab.pair.promote()
     watch(0.3)
     lab.move_address()
@@ -56,7 +56,7 @@ def _promote_beside_the_primary(lab: Lab) -> None:
 
 
 def _cancel_waits(lab: Lab) -> None:
-    """The standby is away, commits wait for it, and somebody cancels them. Then the primary is lost."""
+    """Make the standby unavailable, cancel the commits that wait for it, then lose the primary."""
     _take_the_standby_away(lab)
     for _ in range(10):
         for pid in lab.pair.waiting():
@@ -66,7 +66,7 @@ def _cancel_waits(lab: Lab) -> None:
 
 
 def _restart_alone(lab: Lab) -> None:
-    """The standby is away, commits wait for it, and the primary is restarted: after recovery they are visible."""
+    """Make the standby unavailable, and restart the primary while commits wait: they are visible after recovery."""
     _take_the_standby_away(lab)
     lab.pair.primary.crash()
     lab.pair.primary.start()
@@ -75,7 +75,7 @@ def _restart_alone(lab: Lab) -> None:
 
 
 def _crash_alone(lab: Lab) -> None:
-    """As above, but one session is killed, as the kernel does without memory: PostgreSQL restarts all and recovers."""
+    """Like ``_restart_alone``, but kill one session, as the kernel does without memory: PostgreSQL restarts and recovers."""
     _take_the_standby_away(lab)
     os.kill(lab.pair.waiting()[0], signal.SIGKILL)
     watch(2 * WATCH_SECONDS)
@@ -83,7 +83,7 @@ def _crash_alone(lab: Lab) -> None:
 
 
 def _show_the_standby(lab: Lab) -> None:
-    """The address leads to the standby for a while. Sessions there are not closed when it leads to the primary again."""
+    """Point the address to the standby for some time, then back to the primary. Sessions on the standby stay open."""
     lab.address.target = lab.pair.standby.sockets
     lab.address.cut()
     watch(WATCH_SECONDS)

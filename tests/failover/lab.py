@@ -1,4 +1,4 @@
-"""The lab: a pair of nodes, the service and its loops before it, and the provider behind it."""
+"""The lab: a pair of nodes, the service with its loops, and the provider that the service calls."""
 
 import os
 import sys
@@ -20,18 +20,18 @@ from tests.kit.faulty_service import FaultyService, serving
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = "tests.failover.settings"
-#: More threads than clients: a request whose client has given up may still wait for its COMMIT.
+#: More threads than clients, because a request may still wait for its COMMIT after its client gave up.
 WEB_THREADS = 32
 LOOP_OPTIONS = ["--enqueue-interval", "0.5", "--complete-interval", "0.5", "--reap-interval", "0.5"]
 
 
 class Provider(FaultyService):
-    """A provider that does its work once for each downstream key; ``done`` is its book."""
+    """A provider that does its work once for each downstream key, and records it in ``done``."""
 
     request_queue_size = 128
 
     def effects(self, kind: str) -> Counter[str]:
-        """Return how often something was done for each client key; ``kind`` is "charge" or "receipt"."""
+        """Return the number of effects for each client key; ``kind`` is "charge" or "receipt"."""
         texts = (done.decode().partition(": ")[2].split() for done in list(self.done.values()))
         return Counter(client_key for of, client_key in texts if of == kind)
 
@@ -49,12 +49,12 @@ class Web(Process):
         super().__init__("gunicorn", command, environment=environment, folder=ROOT, output=log)
 
     def is_ready(self) -> bool:
-        """Whether it answers, be it that the key is missing."""
+        """Return whether the service answers a request without a key with 400."""
         return post(self.port, "/plain/", "").status == 400
 
 
 class Lab:
-    """All of it in one configuration; a context manager. The nodes outlive rounds, and so does the book of the provider."""
+    """The lab in one configuration; a context manager. The nodes and the records of the provider are kept between rounds."""
 
     def __init__(self, folder: Path, configuration: Configuration) -> None:
         self._folder, self.configuration = folder, configuration
@@ -80,7 +80,7 @@ class Lab:
         self._stack.close()
 
     def serve(self, *, both_hosts: bool) -> None:
-        """Run the service and the loops on the address that moves, or on the addresses of both nodes."""
+        """Run the service and the loops with the address that moves, or with the addresses of both nodes."""
         nodes = ",".join(str(socket_folder(folder)) for folder in self.pair.folders)
         host = nodes if both_hosts else str(self.address.folder)
         if host == self._host:
@@ -109,7 +109,7 @@ class Lab:
             self._processes.pop().kill()
 
     def move_address(self) -> None:
-        """Let the address lead to the primary, and close the connections to the other node."""
+        """Point the address to the primary, and close all connections through it."""
         self.address.target = self.pair.primary.sockets
         self.address.cut()
 

@@ -1,4 +1,4 @@
-"""Two PostgreSQL nodes: a primary, and a hot standby that follows it through a link that can be slow, held or cut."""
+"""Two PostgreSQL nodes: a primary, and a hot standby that replicates it through a link that can be slow, held or cut."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -12,12 +12,12 @@ from tests.failover.relay import Relay
 from tests.kit.servers import HastyPostgres, Standby
 from tests.kit.waiting import eventually
 
-#: What is the same on all nodes. A killed server would leave memory of the other kind behind.
+#: Parameters of all nodes. A killed server would not free dynamic shared memory of another type.
 PARAMETERS = {"dynamic_shared_memory_type": "mmap", "wal_retrieve_retry_interval": "1s"}
 
 
 def ask(server: Postgres, statement: str) -> list[tuple[Any, ...]]:
-    """Run a statement on a server, outside of a transaction; return its rows."""
+    """Run a statement on a server, outside a transaction; return its rows."""
     with psycopg.connect(
         host=str(server.sockets), user="postgres", dbname="rides", autocommit=True, connect_timeout=5
     ) as connection:
@@ -26,7 +26,7 @@ def ask(server: Postgres, statement: str) -> list[tuple[Any, ...]]:
 
 
 def vanish(server: Postgres) -> None:
-    """Kill all processes of a server at the same moment, as the loss of its host would."""
+    """Kill all processes of a server at the same time, like the loss of its host."""
     family: list[psutil.Process] = []
     if server.running:
         postmaster = psutil.Process(server.pid)
@@ -63,7 +63,7 @@ class Pair:
         self.link.__exit__()
 
     def lose_primary(self) -> None:
-        """Lose the host of the primary; what was on its way to the standby is lost with it."""
+        """Simulate the loss of the primary's host; data in transit to the standby is lost too."""
         self.link.lose()
         vanish(self.primary)
 
@@ -73,7 +73,7 @@ class Pair:
         self.primary, self.standby = self.standby, self.primary
 
     def rebuild(self) -> None:
-        """Make a standby of the other node, from a new copy of the primary, and let commits wait for it if they should."""
+        """Make the other node a standby, from a new copy of the primary. If ``synchronous``, let commits wait for it."""
         vanish(self.standby)
         self.link.restore(self.primary.sockets)
         standby = Standby(self.standby.data, self._link_folder)

@@ -19,8 +19,8 @@ ANSWER_SECONDS = 10
 class Relay:
     """Forward each connection to the socket in the folder ``target``; a context manager that serves in a thread.
 
-    ``target``, ``delay_seconds`` (one way), ``held`` and ``refusing`` may be set at any time. A held relay keeps all data, and
-    a refusing one closes each new connection at once.
+    ``target``, ``delay_seconds`` (one way), ``held`` and ``refusing`` may be set at any time. A held relay buffers all data,
+    and a refusing relay closes each new connection immediately.
     """
 
     def __init__(self, folder: Path, target: Path, *, owner: int | None = None) -> None:
@@ -38,7 +38,7 @@ class Relay:
         self._thread.start()
         if not self._ready.wait(ANSWER_SECONDS):
             raise OSError(f"Nobody listens on {self.folder / SOCKET}.")
-        (self.folder / SOCKET).chmod(0o777)  # The permission of the folder is the one that counts.
+        (self.folder / SOCKET).chmod(0o777)  # The permissions of the folder restrict the access.
         if self._owner is not None:
             os.chown(self.folder, self._owner, -1)
         return self
@@ -50,16 +50,16 @@ class Relay:
         self._thread.join()
 
     def cut(self) -> None:
-        """Close all connections; data that was on its way is lost."""
+        """Close all connections; data in transit is lost."""
         self._wait_for(self._cut())
 
     def lose(self) -> None:
-        """Cut, and refuse new connections."""
+        """Close all connections, and refuse new connections."""
         self.refusing = True
         self.cut()
 
     def restore(self, target: Path) -> None:
-        """Forward to ``target`` from now on, without a delay."""
+        """Close all connections, then forward new connections to ``target`` without a delay."""
         self.cut()
         self.target, self.delay_seconds, self.held, self.refusing = target, 0.0, False, False
 

@@ -1,4 +1,4 @@
-"""The results of a run: what is printed, what fails it, and the table of the docs.
+"""The results of a run: the printed table, the failures, and the table of the docs.
 
 ``python -m tests.failover.results`` writes the table of the last run into docs/explanation/scaling.md.
 """
@@ -17,14 +17,14 @@ HEAD = (
     *("event", "replication", "acknowledged", "lost", "doubled", "changed"),
     *("5xx other than 503", "first answer, s", "loops back, s"),
 )  # fmt: skip
-#: How a column is made of those of the rounds.
+#: The columns that are sums over the rounds, and the columns that are the longest times.
 SUMS = ("acknowledged", "lost", "doubled", "changed", "server_errors")
 LONGEST = ("first_answer_seconds", "loops_seconds")
 
 
 @dataclass
 class Cell:
-    """An event in a configuration: its rounds (``rounds.Round`` as dicts), and whether nothing may be lost in it."""
+    """An event in a configuration: its rounds (``rounds.Round`` as dicts), and whether the event must lose nothing."""
 
     event: str
     configuration: str
@@ -37,7 +37,7 @@ class Cell:
         return sums + [f"{max(each[name] for each in self.rounds):.1f}" for name in LONGEST]
 
     def failures(self) -> list[str]:
-        """Return a line for each broken promise; a loss that does not show is one too, since it proves nothing."""
+        """Return a line for each failure. An expected loss that did not occur is a failure too: the run proves nothing."""
         lines = [fault for each in self.rounds for fault in each["faults"]]
         broken = {name: sum(each[name] for each in self.rounds) for name in ("lost", "doubled", "changed")}
         if self.kept:
@@ -55,7 +55,7 @@ def table(cells: list[Cell]) -> str:
 
 
 def write(cells: list[Cell], folder: Path) -> None:
-    """Write what a run found."""
+    """Write the results of a run to a file."""
     (folder / FILE).write_text(json.dumps([asdict(cell) for cell in cells], indent=1))
 
 

@@ -1,4 +1,4 @@
-"""One round: traffic, an event, the way back, and the comparison of the books of clients, database and provider."""
+"""One round: traffic, an event, the recovery, and the comparison of the records of clients, database and provider."""
 
 import random
 import time
@@ -18,18 +18,18 @@ from tests.kit.threads import background
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
-#: What the scope of ``service.everybody`` is stored as.
+#: The stored form of the scope of ``service.everybody``.
 SCOPE = "scope=everybody"
-#: How long the traffic goes on after the event.
+#: The time for which the traffic continues after the event.
 AFTERWARDS_SECONDS = 0.5
-#: The longest time until each loop works again, and the time after which nobody waits for it any more.
+#: The longest allowed time until each loop works again, and the time after which the round stops waiting.
 LOOPS_SECONDS, LOOPS_LIMIT_SECONDS = 15.0, 45.0
 LOOK_SECONDS = 0.1
 
 
 @dataclass
 class Round:
-    """What came of one round. ``faults`` are broken promises that no configuration excuses."""
+    """The results of one round. ``faults`` are failures in every configuration."""
 
     acknowledged: int
     lost: int
@@ -47,7 +47,7 @@ class Round:
 
 
 def play(lab: Lab, event: Event, drawn: random.Random) -> Round:
-    """Play an event under traffic. On return the pair is whole again, and nothing is in flight."""
+    """Run an event under traffic. On return both nodes replicate again, and no key is in flight."""
     before = lab.pair.primary
     with Clients(lab.web.port) as clients:
         watch(drawn.uniform(0.8, 1.6))
@@ -65,7 +65,7 @@ def play(lab: Lab, event: Event, drawn: random.Random) -> Round:
 
 
 def _stage_work(lab: Lab) -> str:
-    """Give each loop a piece of work; return its name."""
+    """Create work for each loop; return the name of the work."""
     name = f"probe-{uuid.uuid4().hex}"
     times = {"created_at": ago(hours=1), "last_run_at": ago(minutes=30)}
     with lab.database():
@@ -76,7 +76,7 @@ def _stage_work(lab: Lab) -> str:
 
 
 def _done_at(lab: Lab, name: str) -> dict[str, float]:
-    """Return when each loop had done its piece of work."""
+    """Return the time at which each loop had done its work, infinity if it did not."""
     done: dict[str, float] = {}
     ends = time.monotonic() + LOOPS_LIMIT_SECONDS
     with lab.database():
@@ -88,7 +88,7 @@ def _done_at(lab: Lab, name: str) -> dict[str, float]:
 
 
 def _work_left(name: str) -> set[str]:
-    """Return the loops whose piece of work is still there."""
+    """Return the loops whose work is not done."""
     left = {
         ENQUEUER: StagedJob.objects.filter(job_args={"client_key": name}),
         COMPLETER: IdempotencyKey.objects.unfinished().filter(idempotency_key=name),
@@ -98,7 +98,7 @@ def _work_left(name: str) -> set[str]:
 
 
 def _compared(lab: Lab, clients: Clients, over: float, loops: dict[str, float]) -> Round:
-    """Compare what clients know with the database, and with their next answers; then count effects."""
+    """Compare the acknowledged requests with the database, and with the responses to retries; count the effects."""
     first = clients.first_answer(over)
     with lab.database():
         kept = {*_entries()} & {*IdempotencyKey.objects.finished().values_list("idempotency_key", flat=True)}

@@ -18,12 +18,12 @@ JOB = "tests.failover.service.hand_over"
 
 
 def everybody(request: HttpRequest) -> str:
-    """Return the one scope of all clients."""
+    """Return the common scope of all clients."""
     return "everybody"
 
 
 def call_provider(downstream_key: str, text: str) -> str:
-    """Let the provider do something once for this key; return its answer, which is the same for each retry."""
+    """Let the provider do its work once for this key; return its response, which is the same for each retry."""
     request = urllib.request.Request(
         os.environ["FAILOVER_PROVIDER"], text.encode(), {"Idempotency-Key": downstream_key}, method="POST"
     )
@@ -33,14 +33,14 @@ def call_provider(downstream_key: str, text: str) -> str:
 
 @idempotent(scope=everybody)
 def plain(request: HttpRequest) -> HttpResponseBase:
-    """Write one row. A second run would give another response."""
+    """Create one row. A second run would return another response."""
     Entry.objects.create(name=request.idempotency_key.idempotency_key)
     return JsonResponse({"run": uuid.uuid4().hex}, status=201)
 
 
 @idempotent(recovery_points=["ordered"], scope=everybody)
 def phased(request: HttpRequest) -> HttpResponseBase:
-    """Write one row, let the provider charge, and stage a job."""
+    """Create one row, let the provider charge, and stage a job."""
     key = request.idempotency_key
     client_key = key.idempotency_key
     for recovery_point in key.phases():

@@ -1,4 +1,4 @@
-"""The lab itself: what fails a run, the table of the docs, and a short run with real nodes."""
+"""Tests of the lab: the failures of a run, the table of the docs, and a short run with real nodes."""
 
 import re
 import subprocess

@@ -1,1 +1,1 @@
-"""What the tests share: emptied tables, threads, gates, waiting, views behind URLs."""
+"""Tools that the tests share: emptied tables, threads, gates, waiting, views behind URLs."""

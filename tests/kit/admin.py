@@ -1,4 +1,4 @@
-"""Persons of the admin, and what its lists show them."""
+"""Users of the admin, and the rows that its lists show them."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ KEYS = "/admin/idempotency/idempotencykey/"
 
 
 def person(*permissions: str) -> Client:
-    """Return a client signed in as staff with these permissions; a superuser without any."""
+    """Return a client that is signed in as staff with these permissions, or as a superuser if none are given."""
     user = UserFactory(is_staff=True, is_superuser=not permissions)
     user.user_permissions.add(*Permission.objects.filter(codename__in=permissions))
     client = Client()

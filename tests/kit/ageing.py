@@ -1,4 +1,4 @@
-"""Let time have passed for keys, without waiting for it."""
+"""Make keys older without waiting."""
 
 from datetime import datetime, timedelta
 from typing import Any
@@ -14,35 +14,35 @@ from tests.factories import IdempotencyKeyFactory
 
 
 def ago(**span: float) -> datetime:
-    """Return the moment that lies ``timedelta(**span)`` back."""
+    """Return the time ``timedelta(**span)`` ago."""
     return timezone.now() - timedelta(**span)
 
 
 def make_older(seconds: float, *fields: str) -> None:
-    """Let so much time have passed for each key since what ``fields`` say."""
+    """Move ``fields`` of each key ``seconds`` into the past."""
     if not is_citus(connection):
         IdempotencyKey.objects.update(**{field: F(field) - timedelta(seconds=seconds) for field in fields})
         return
-    # Citus takes no column in the new time.
+    # Citus accepts no column in the expression of the new time.
     for pk, *times in IdempotencyKey.objects.values_list("pk", *fields):
         older = {name: at and at - timedelta(seconds=seconds) for name, at in zip(fields, times, strict=True)}
         IdempotencyKey.objects.filter(pk=pk).update(**older)
 
 
 def expire_lock(seconds: float = 91) -> None:
-    """Let the lock of each key be so old; without an argument one second older than its timeout."""
+    """Make the lock of each key ``seconds`` old; the default is one second more than its timeout."""
     IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=seconds))
 
 
 def abandon(times: int = 1, *, using: str = "default") -> None:
-    """Let each unfinished key be 301 seconds old and idle for 61; or a second past limits that are so many times as long."""
+    """Make the age and the idle time of each unfinished key one second longer than ``times`` times 300 and 60 seconds."""
     old, idle = (Now() - timedelta(seconds=times * limit + 1) for limit in (300, 60))
     unfinished = IdempotencyKey.objects.using(using).filter(finished_at=None)
     unfinished.update(created_at=old, last_run_at=idle, next_run_at=None)
 
 
 def past_the_retention(*, using: str = "default") -> None:
-    """Let each key be 74 hours old, and its last run or its end 73; keys are kept for 72."""
+    """Make each key 74 hours old, and its last run and its end 73 hours; the retention is 72 hours."""
     keys, end = IdempotencyKey.objects.using(using), Now() - timedelta(hours=73)
     keys.update(created_at=Now() - timedelta(hours=74), last_run_at=end)
     keys.finished().update(finished_at=end)
@@ -53,11 +53,11 @@ def _expired() -> dict[str, datetime]:
 
 
 def expired_key(**values: Any) -> IdempotencyKey:
-    """Return a finished key that is past its retention."""
+    """Create and return a finished key that is past its retention."""
     key: IdempotencyKey = IdempotencyKeyFactory(finished=True, **{**_expired(), **values})
     return key
 
 
 def expired_keys(count: int) -> list[IdempotencyKey]:
-    """Return so many finished keys past their retention."""
+    """Create and return ``count`` finished keys past their retention."""
     return IdempotencyKey.objects.bulk_create(IdempotencyKeyFactory.build_batch(count, finished=True, **_expired()))

@@ -1,4 +1,4 @@
-"""Requests to Django's ASGI handler, as a server sends them."""
+"""Requests to Django's ASGI handler, like those of a server."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.kit.threads import WAIT_SECONDS
 
 
 async def begin(path: str, key: str, body: bytes) -> ApplicationCommunicator:
-    """Send one request to Django's ASGI handler, as a server would."""
+    """Send one request to Django's ASGI handler, like a server."""
     sent = {"host": "testserver", "idempotency-key": key, "content-type": "application/json", "content-length": str(len(body))}
     headers = [(name.encode(), value.encode()) for name, value in sent.items()]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "http_version": "1.1"}
@@ -23,7 +23,7 @@ async def begin(path: str, key: str, body: bytes) -> ApplicationCommunicator:
 
 
 async def ask(path: str, key: str, body: bytes = b"{}") -> tuple[int, dict[str, str], bytes]:
-    """Send one request and return status, headers and body of its answer."""
+    """Send one request and return status, headers and body of its response."""
     application = await begin(path, key, body)
     start = await application.receive_output(WAIT_SECONDS)
     content = await application.receive_output(WAIT_SECONDS)
@@ -32,7 +32,7 @@ async def ask(path: str, key: str, body: bytes = b"{}") -> tuple[int, dict[str, 
 
 
 def run(scenario: Callable[[], Any]) -> None:
-    """Run a scenario on an event loop of its own, and close the connection that its own queries have opened."""
+    """Run a scenario on a new event loop, and close the connections that its queries opened."""
 
     async def whole() -> None:
         try:

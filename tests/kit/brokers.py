@@ -22,7 +22,7 @@ from tests.kit.commands import start
 from tests.kit.database import held_transaction, lock_table
 from tests.kit.waiting import eventually
 
-#: Each pass over a line that is held back lasts so long; one over a good line lasts as long as Redis syncs its disk.
+#: The duration of a pass over a line that is held back. A pass over an open line takes as long as Redis syncs its disk.
 IMPATIENCE_SECONDS = 2
 
 _WORKER = """
@@ -32,7 +32,7 @@ from idempotency import inbox; inbox.WAIT_SECONDS = 1
 
 
 class SlowLine:
-    """A TCP line to the Redis of the tests whose answers can be held back."""
+    """A TCP proxy of the Redis of the tests, which can hold back the replies of Redis."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -69,13 +69,13 @@ class Broker:
 
     backend: str
     worker: str
-    #: The values of a staged job that is refused, and a word of the reason.
+    #: The values of a staged job that the backend refuses, and a part of the error message.
     poison: tuple[dict[str, Any], str]
 
     def __init__(self, redis: Any) -> None:
         self.redis = redis
 
-    #: Whether a job stays staged until it took effect.
+    #: Whether a job remains staged until it took effect.
     follows_up = True
 
     def waiting(self) -> int:
@@ -83,21 +83,21 @@ class Broker:
         raise NotImplementedError
 
     def lose(self) -> None:
-        """Lose the messages, as when a worker dies in the instant in which it takes them."""
+        """Lose the messages, as if a worker died while it took them."""
         raise NotImplementedError
 
     def idle(self) -> bool:
-        """Whether no message waits and none is being worked on."""
+        """Return whether no message waits, and no worker processes one."""
         raise NotImplementedError
 
     @contextmanager
     def through(self, url: str) -> Iterator[None]:
-        """Let the enqueuer reach Redis at ``url`` alone, with timeouts of ``IMPATIENCE_SECONDS``."""
+        """Let the enqueuer connect to Redis only at ``url``, with timeouts of ``IMPATIENCE_SECONDS``."""
         raise NotImplementedError
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Keep a worker running in the block: one that dies is replaced, as a process manager does."""
+        """Keep a worker running in the block. A worker that dies is replaced, as by a process manager."""
         ended = threading.Event()
 
         def supervise() -> None:
@@ -117,7 +117,7 @@ class Broker:
             supervisor.join()
 
     def work(self, until: Callable[[], Any]) -> None:
-        """Let workers and the enqueuer run until ``until`` is true and nothing is left to do, at most two minutes."""
+        """Run a worker and the enqueuer until ``until`` is true and no work is left, at most two minutes."""
 
         def done() -> bool:
             enqueuer.enqueue_once()
@@ -205,7 +205,7 @@ class Tasks(Broker):
 
     @contextmanager
     def through(self, url: str) -> Iterator[None]:
-        """Nothing goes through Redis; that the tasks' table does not answer is the work of ``tasks_table_locked``."""
+        """Only set the timeout: these tasks do not use Redis. ``tasks_table_locked`` blocks their table."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(enqueuer, "BROKER_TIMEOUT_SECONDS", IMPATIENCE_SECONDS)
             yield
@@ -213,7 +213,7 @@ class Tasks(Broker):
 
 @contextmanager
 def tasks_table_locked() -> Iterator[None]:
-    """Keep everybody else from the table of Django Tasks."""
+    """Lock the table of Django Tasks against all other sessions during the block."""
     with held_transaction(lambda: lock_table(DBTaskResult._meta.db_table)):
         yield
 

@@ -7,7 +7,7 @@ from idempotency.contrib.celery import OnceTask
 
 
 def broker_url(redis_url: str) -> str:
-    """Return the URL of a Redis as Celery writes it."""
+    """Return the URL of a Redis in the form that Celery expects."""
     return redis_url.replace("unix://", "redis+socket://")
 
 
@@ -17,7 +17,7 @@ app.conf.update(worker_hijack_root_logger=False, broker_connection_retry_on_star
 
 @app.on_after_finalize.connect
 def register_tasks(sender: Celery, **kwargs: object) -> None:
-    """Make tasks of the functions that RQ and Django Tasks run as they are; their names are the same."""
+    """Register as tasks the functions that RQ and Django Tasks run directly, under the same names."""
     from tests.kit import jobs
 
     for function in ("", "_after_a_failure", "_after_a_failure_in_a_coroutine", "_after_a_kill", "_after_a_lost_connection"):

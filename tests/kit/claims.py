@@ -1,4 +1,4 @@
-"""Claims below HTTP."""
+"""Claims without HTTP."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ POINTS = ("started", "paid")
 
 
 def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:one") -> ClaimedRequest:
-    """Return a request as the HTTP side describes it."""
+    """Return the description of a request that the HTTP layer would pass."""
     return ClaimedRequest(
         scope=scope,
         idempotency_key=key,
@@ -28,28 +28,28 @@ def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:o
 
 
 def claim(described: ClaimedRequest | None = None) -> claims.Claim:
-    """Claim as a phased view does."""
+    """Claim a key like a phased view."""
     return claims.claim_phased(described or request(), POINTS, using="default")
 
 
 def claim_plain(described: ClaimedRequest | None = None) -> claims.Claim:
-    """Claim as a plain view does."""
+    """Claim a key like a plain view."""
     described = described or request()
     return claims.claim_plain(described, using="default", first=claims.first_of_plain(described, using="default"))
 
 
 def claim_as_completer(key: IdempotencyKey, *, delay: float = 60, early: bool = False) -> IdempotencyKey | None:
-    """Claim as the completer does."""
+    """Claim a key like the completer."""
     return claims.claim_by_id(key.pk, delay_seconds=delay, using="default", early=early)
 
 
 def finish(key: IdempotencyKey) -> None:
-    """Store an empty answer."""
+    """Store an empty 200 response."""
     fence.finish(key, 200, {}, b"", using="default")
 
 
 def hand_back_and_meet_another_run(hand_back: Any, pk: int, *args: Any, **kwargs: Any) -> bool:
-    """Hand a key back, and let somebody else claim it at this moment."""
+    """Hand a key back, and claim it for another run before the function returns."""
     done: bool = hand_back(pk, *args, **kwargs)
     assert claims.claim_by_id(pk, delay_seconds=0, using="default")
     return done

@@ -1,4 +1,4 @@
-"""Run ``manage.py`` commands in processes of their own, on the database and the Redis of the test."""
+"""Run ``manage.py`` commands in separate processes, on the database and the Redis of the test."""
 
 import io
 import os
@@ -14,12 +14,12 @@ from django.conf import settings
 from django.core.management import execute_from_command_line
 from django.db import connection
 
-#: What a loop logs when a pass fails, and when one has succeeded again.
+#: The log texts of a loop for a failed pass, and for the first success after it.
 FAILING, RECOVERED = "pass failed", "recovered"
 
 
 def database_url() -> str:
-    """Return the URL of the test database, which has another name than the one in the settings."""
+    """Return the URL of the test database, whose name differs from the name in the settings."""
     parts = connection.settings_dict
     if connection.vendor == "sqlite":
         return f"sqlite:///{parts['NAME']}"
@@ -31,7 +31,7 @@ def database_url() -> str:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment of a child process that works on the test's database and Redis."""
+    """Return the environment of a child process that uses the test's database and Redis."""
     own = {"DATABASE_URL": database_url(), "REDIS_URL": settings.REDIS_URL, "DJANGO_SETTINGS_MODULE": "tests.settings"}
     return {**os.environ, **own, "PYTHONUNBUFFERED": "1", **changes}
 
@@ -40,7 +40,7 @@ def environment(**changes: str) -> dict[str, str]:
 def start(
     *arguments: str, python: str | None = None, stdout: int = subprocess.PIPE, **changes: str
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Start a management command, or the code ``python``; read its output with ``communicate()``. It ends with the block."""
+    """Start a management command, or the code ``python``; ``communicate()`` returns its output. The block's end kills it."""
     command = [sys.executable, "-c", python] if python else [sys.executable, "-m", "django", *arguments]
     options: dict[str, Any] = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment(**changes), cwd=settings.BASE_DIR, **options) as process:
@@ -58,7 +58,7 @@ def run(*arguments: str, **changes: str) -> "subprocess.CompletedProcess[str]":
 
 
 def run_here(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run a management command in this process, as a shell would: its exit status, output and errors."""
+    """Run a management command in this process; return its exit status, output and errors, as from a child process."""
     output, errors, status = io.StringIO(), io.StringIO(), 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
     with redirect_stdout(output), redirect_stderr(errors):

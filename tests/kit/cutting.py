@@ -14,9 +14,10 @@ CHUNK_BYTES = 65536
 
 
 class Cut:
-    """Where the next message that contains ``word`` is cut, once.
+    """One cut of the connection, at the next message that contains ``word``.
 
-    ``before``: it is not forwarded. Otherwise it is, and ``reply_bytes`` of the reply are passed on; as zeros if ``garbled``.
+    If ``before``, the message is not forwarded. Otherwise the message and ``reply_bytes`` bytes of the reply are forwarded; if
+    ``garbled``, the bytes of the reply are zeros.
     """
 
     def __init__(self, *, before: bool = False, reply_bytes: int = 0, garbled: bool = False, word: bytes = b"COMMIT") -> None:
@@ -27,7 +28,7 @@ class Cut:
 
 
 class CuttingProxy:
-    """Forwards connections to the sockets in ``far``; listens in ``near``."""
+    """A proxy that listens in the folder ``near`` and forwards connections to the socket in ``far``."""
 
     def __init__(self, near: Path, far: Path) -> None:
         self.cut: Cut | None = None
@@ -38,7 +39,7 @@ class CuttingProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._listening.close()
 
     def _accept(self) -> None:
@@ -50,7 +51,7 @@ class CuttingProxy:
                 threading.Thread(target=self._serve, args=(near, far), daemon=True).start()
 
     def _serve(self, near: socket.socket, far: socket.socket) -> None:
-        """Forward what the client sends, until the cut."""
+        """Forward the data of the client until the cut."""
         struck: list[Cut] = []
         answering = threading.Thread(target=self._answer, args=(far, near, struck), daemon=True)
         answering.start()
@@ -85,7 +86,7 @@ def _end(*ends: socket.socket) -> None:
 
 @contextmanager
 def cutting_proxy(folder: Path) -> Iterator[CuttingProxy]:
-    """Let the connection of this thread go through a proxy while the block runs."""
+    """Route the connection of this thread through a proxy during the block."""
     options: dict[str, Any] = connection.settings_dict["OPTIONS"]
     host = options["host"]
     proxy = CuttingProxy(folder, Path(host))

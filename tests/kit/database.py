@@ -1,4 +1,4 @@
-"""What the sessions of the test's database do: their statements, their isolation, their waiting for each other."""
+"""The sessions of the test's database: their statements, isolation and locks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,13 +11,13 @@ from tests.kit.threads import Gate, background
 
 
 def statements() -> CaptureQueriesContext:
-    """Return a context that notes the statements on the default database."""
+    """Return a context that records the statements on the default database."""
     return CaptureQueriesContext(connection)
 
 
 @contextmanager
 def session_setting(name: str, value: str) -> Iterator[None]:
-    """Set a setting of this thread's session; reset it at the end, since a pool lends the connection to others."""
+    """Set a setting of this thread's session; reset it at the end, because a pool reuses the connection."""
     with connection.cursor() as cursor:
         cursor.execute(f"SET {name} TO {value}")
     try:
@@ -28,12 +28,12 @@ def session_setting(name: str, value: str) -> Iterator[None]:
 
 
 def default_isolation(level: str) -> AbstractContextManager[None]:
-    """Let transactions of this thread have ``level`` by default."""
+    """Set the default isolation level of this thread's transactions."""
     return session_setting("default_transaction_isolation", f"'{level}'")
 
 
 def waits_for_a_lock() -> bool:
-    """Return whether a session waits for a lock that another one holds; on Citus, on a worker."""
+    """Return whether a session waits for a lock of another session (on Citus, on a worker)."""
     waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*) FROM citus_lock_waits" if is_citus(connection) else waits)
@@ -42,7 +42,7 @@ def waits_for_a_lock() -> bool:
 
 @contextmanager
 def held_transaction(first: Callable[[], object]) -> Iterator[None]:
-    """Do ``first`` in a transaction of another session, which commits at the end of the block."""
+    """Call ``first`` in a transaction of another session, which commits at the end of the block."""
     gate = Gate()
 
     def hold() -> None:
@@ -59,6 +59,6 @@ def held_transaction(first: Callable[[], object]) -> Iterator[None]:
 
 
 def lock_table(name: str) -> None:
-    """Keep every other session from a table until the open transaction ends."""
+    """Lock a table against all other sessions until the open transaction ends."""
     with connection.cursor() as cursor:
         cursor.execute(f"LOCK TABLE {connection.ops.quote_name(name)} IN ACCESS EXCLUSIVE MODE")

@@ -1,4 +1,4 @@
-"""Programs that Debian has as packages: found, or installed where that can be done."""
+"""Programs that are Debian packages: find them, or install them if possible."""
 
 import os
 import shutil
@@ -8,11 +8,11 @@ INSTALL_SECONDS = 300
 
 
 class NotToBeHad(Exception):
-    """The message says what is missing, and why it could not be installed."""
+    """A program is not available; the message names it, and says why it could not be installed."""
 
 
 def program(package: str, *names: str) -> str:
-    """Return the path of the first of ``names`` that there is, installed first as root of a Debian. Raises NotToBeHad."""
+    """Return the path of the first existing program of ``names``; root on Debian installs it if needed. Raises NotToBeHad."""
     if found := _found(names):
         return found
     if os.geteuid() != 0 or not shutil.which("apt-get"):
@@ -30,7 +30,7 @@ def _found(names: tuple[str, ...]) -> str | None:
 
 
 def run(command: list[str], failure: str) -> None:
-    """Run a command that fetches something. Raises NotToBeHad with ``failure`` and the reason."""
+    """Run a command that installs something. Raises NotToBeHad with ``failure`` and the reason."""
     try:
         subprocess.run(
             command,

@@ -1,7 +1,7 @@
 """Run a command with a PostgreSQL of Debian as its database: ``python -m tests.kit.debian_postgres 15 COMMAND ...``.
 
-The embedded PostgreSQL of the tests is the newest; the oldest that is supported comes from a package of Debian, where it is
-installed. Its data is new, and goes with it.
+The embedded PostgreSQL of the tests has the newest version. The oldest supported version comes from a Debian package, which
+must be installed. The data folder is temporary.
 """
 
 import os
@@ -15,14 +15,14 @@ from rides_demo.processes.system_user import SYSTEM_USER, ensure_system_user, op
 
 
 class DebianPostgres(Postgres):
-    """A PostgreSQL of the binaries in ``binaries``, with its data in ``folder``."""
+    """A PostgreSQL from the folder ``binaries``, with its data in ``folder``."""
 
     def __init__(self, binaries: Path, folder: Path) -> None:
         super().__init__(folder, max_connections=200)
         self.binaries = binaries
 
     def prepare(self) -> None:
-        """Initialise the data folder. The locale provider of the embedded one is not known before PostgreSQL 17."""
+        """Initialise the data folder. The locale provider of the embedded PostgreSQL does not exist before version 17."""
         if os.geteuid() == 0:
             self.user = SYSTEM_USER
             ensure_system_user()
@@ -44,7 +44,7 @@ class DebianPostgres(Postgres):
 
 
 def main(version: str, *command: str) -> int:
-    """Return the exit status of ``command``."""
+    """Run ``command`` and return its exit status."""
     binaries = Path(f"/usr/lib/postgresql/{version}/bin")
     with (
         tempfile.TemporaryDirectory(prefix="rides-debian-") as folder,

@@ -1,4 +1,4 @@
-"""The code blocks of the how-to guides, executed as they stand there."""
+"""The code blocks of the how-to guides, executed without changes."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ GUIDES = Path(__file__).parents[2] / "docs" / "how-to"
 
 
 def file_of(guide: str, path: str, version: int = -1) -> str:
-    """Return a file that a guide lets its reader write, as it is at the end or after an earlier step."""
+    """Return the content of a file that a guide tells the reader to write, at the end or after an earlier step."""
     return versions((GUIDES / guide).read_text(), path)[version]
 
 
@@ -28,12 +28,12 @@ def blocks(guide: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (GUIDES / guide).read_text(), re.M | re.S)
 
 
-#: Files of a guide that the tests in process replace by their own.
+#: Files of a guide that in-process tests replace with their own.
 _REPLACED = ("settings.py", "models.py", "bank.py", "tests.py")
 
 
 def _code(guide: str) -> list[str]:
-    """Return the Python blocks of a guide, without those of the files in _REPLACED."""
+    """Return the Python blocks of a guide, except those of the files in _REPLACED."""
     page = (GUIDES / guide).read_text()
     found = re.finditer(r"^```python\n(.*?)^```", page, re.M | re.S)
     files = ((lead(page, block.start()), block[1]) for block in found)
@@ -45,7 +45,7 @@ def _fails(**arguments: Any) -> None:
 
 
 def shop_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
-    """Return a function that makes the modules of the shop that the pages import, with these models and functions."""
+    """Return a function that creates the modules of the shop that the guides import, with the given contents."""
 
     def make(**modules: dict[str, Any]) -> SimpleNamespace:
         made = {name: ModuleType(f"shop.{name}") for name in ("models", "bank", "jobs", "views", *modules)}
@@ -65,14 +65,14 @@ def shop_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespa
 
 
 def serve_page(settings: Settings, guide: str) -> ModuleType:
-    """Execute the Python blocks of a guide, one after the other in one module, and serve their URLs."""
+    """Execute the Python blocks of a guide in order in one module, and serve their URLs."""
     return serve_code(settings, *_code(guide))
 
 
 def serve_code(settings: Settings, *codes: str) -> ModuleType:
-    """Execute codes of the shop, one after the other in one module, and serve their URLs."""
+    """Execute pieces of code of the shop in order in one module, and serve their URLs."""
     module = ModuleType("example")
-    sys.modules["shop.views"] = module  # shop_modules() takes it away again
+    sys.modules["shop.views"] = module  # the monkeypatch of shop_modules() removes it
     settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "JOB_MODULES": ["shop", "example", "tests"]}
     for code in codes:
         exec(compile(code, "example.py", "exec"), vars(module))

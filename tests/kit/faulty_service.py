@@ -1,4 +1,4 @@
-"""A server over real sockets that fails as a network and a broken server do, and does its work once per key."""
+"""A server on real sockets that simulates failures of networks and servers, and does its work once per key."""
 
 import json
 import threading
@@ -9,29 +9,29 @@ from typing import Any
 
 PROBLEM = {"Content-Type": "application/problem+json"}
 
-#: What the connection does instead of carrying an answer.
+#: The failures of a connection that replace a complete response.
 CUT_BEFORE, CUT_AFTER, CUT_IN_BODY, SILENCE = "cut before", "cut after", "cut in the body", "silence"
 
 Step = str | tuple[int, dict[str, str], bytes]
 
 
 def problem(status: int, retryable: bool, **headers: str) -> Step:
-    """Return an answer of this library's kind."""
+    """Return a problem+json response, like those of this library."""
     return status, PROBLEM | headers, json.dumps({"code": "a_code", "retryable": retryable}).encode()
 
 
 class FaultyService(ThreadingHTTPServer):
-    """Plays its script, a step for each request, then does the work: once per key, with the same answer to each retry."""
+    """Executes one step of its script per request, then does the work once per key; each retry gets the same response."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        # Its port is its own from now on; it is a server from ``server_activate`` on.
+        # The port is bound now. The server accepts connections only after ``server_activate``.
         super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=False)
         self.server_bind()
         self.url = f"http://127.0.0.1:{self.server_address[1]}/"
         self.script: list[Step] = []
-        #: Method, headers and body of what came.
+        #: Method, headers and body of each received request.
         self.heard: list[tuple[str, Any, bytes]] = []
         self.done: dict[str, bytes] = {}
         self.over = threading.Event()
@@ -79,12 +79,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = cut
 
     def log_message(self, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager
 def serving(service: FaultyService | None = None) -> Iterator[FaultyService]:
-    """Serve while the block runs."""
+    """Serve requests during the block."""
     with service or FaultyService() as server:
         server.server_activate()
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Jobs and backends that the tests of the enqueuer name by their dotted path."""
+"""Jobs and backends that the tests of the enqueuer refer to by dotted path."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from rides_demo.models import AuditRecord
 
 
 def record(user: int, label: str = "ran") -> None:
-    """Leave a row, so that runs can be counted: nothing keeps a second one out."""
+    """Insert a row, so that tests can count the runs; no constraint prevents a second row."""
     AuditRecord.objects.create(action=label, data={}, origin_ip="127.0.0.1", resource_type="job", resource_id=0, user_id=user)
 
 
@@ -27,17 +27,17 @@ def anything(**args: Any) -> None:
 
 
 def poison(**args: Any) -> None:
-    """Do nothing: the backends of this module refuse it by its name."""
+    """Do nothing: backends of this module refuse this job by its name."""
 
 
 def record_and_fail(user: int) -> None:
-    """Leave a row in a transaction that does not commit."""
+    """Insert a row, then raise, so that the transaction does not commit."""
     record(user)
     raise RuntimeError("on purpose")
 
 
 def record_after_a_failure(user: int, mark: str) -> None:
-    """Raise the first time, when there is no file ``mark`` yet."""
+    """Insert a row. Raise in the first run, in which the file ``mark`` does not exist yet."""
     record(user)
     if not Path(mark).exists():
         Path(mark).touch()
@@ -45,22 +45,22 @@ def record_after_a_failure(user: int, mark: str) -> None:
 
 
 async def record_after_a_failure_in_a_coroutine(user: int, mark: str) -> None:
-    """Raise the first time, as ``record_after_a_failure`` does."""
+    """Raise in the first run, like ``record_after_a_failure``."""
     await sync_to_async(record_after_a_failure)(user, mark)
 
 
 def yielding(user: int) -> Iterator[None]:
-    """Do nothing: a call of a generator function runs no line of it."""
+    """Do nothing: a call of a generator function does not run its body."""
     yield record(user)
 
 
 async def yielding_in_a_coroutine(user: int) -> AsyncIterator[None]:
-    """Do nothing, as ``yielding`` does."""
+    """Do nothing, like ``yielding``."""
     yield record(user)
 
 
 def record_after_a_kill(user: int, mark: str) -> None:
-    """Kill the process that runs it the first time, when there is no file ``mark`` yet."""
+    """Insert a row. Kill this process in the first run, in which the file ``mark`` does not exist yet."""
     record(user)
     if not Path(mark).exists():
         Path(mark).touch()
@@ -68,7 +68,7 @@ def record_after_a_kill(user: int, mark: str) -> None:
 
 
 def record_after_a_lost_connection(user: int, mark: str) -> None:
-    """Lose the connection to the database the first time, as when it restarts, when there is no file ``mark`` yet."""
+    """Insert a row. Lose the database connection in the first run, in which the file ``mark`` does not exist yet."""
     record(user)
     if not Path(mark).exists():
         Path(mark).touch()
@@ -77,29 +77,29 @@ def record_after_a_lost_connection(user: int, mark: str) -> None:
 
 
 def take(job: StagedJob) -> None:
-    """Take a staged job, as a queue of the project's own would, unless it is named ``poison``."""
+    """Accept a staged job, like a project's own queue; raise ValueError if the job is named ``poison``."""
     if job.job_name.endswith("poison"):
         raise ValueError("it cannot be serialised")
     record(*job.job_args)
 
 
 def nobody_takes(job: StagedJob) -> None:
-    """Take no job, as a queue that is down."""
+    """Accept no job, like a queue that is down."""
     raise BrokerUnavailable("nobody is there")
 
 
 async def take_in_a_coroutine(job: StagedJob) -> None:
-    """Take a staged job as ``take`` does."""
+    """Accept a staged job, like ``take``."""
     await sync_to_async(take)(job)
 
 
 def take_yielding(job: StagedJob) -> Iterator[None]:
-    """Take nothing: a call of a generator function runs no line of it."""
+    """Accept nothing: a call of a generator function does not run its body."""
     yield take(job)
 
 
 class CoroutineBackend:
-    """A queue of the project's own that takes jobs in a coroutine."""
+    """A project's own queue that accepts jobs in a coroutine."""
 
     async def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
         """Take each job, as ``take`` does."""
@@ -109,7 +109,7 @@ class CoroutineBackend:
 
 
 class ForgetfulBackend:
-    """A queue of the project's own that does not say which jobs it refused."""
+    """A project's own queue that does not return which jobs it refused."""
 
     said: Any = None
 
@@ -121,43 +121,43 @@ class ForgetfulBackend:
 
 
 class MistakenBackend(ForgetfulBackend):
-    """A queue of the project's own that names what it refused by something else than ids."""
+    """A project's own queue that returns refused jobs under keys that are not their ids."""
 
     said: ClassVar = {"017f22e2": ValueError("refused")}
 
 
 class UnbuiltBackend:
-    """A broker whose backend connects when it is built, and cannot."""
+    """A backend whose constructor connects to its broker, and fails."""
 
     def __init__(self) -> None:
         raise ConnectionRefusedError("nobody listens there")
 
 
 class PickyBackend(RQBackend):
-    """A broker that takes no batch in which a job is named ``poison``."""
+    """A backend that refuses each batch in which a job is named ``poison``."""
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
-        """Refuse the whole batch, as a serializer does."""
+        """Refuse the whole batch, like a serializer."""
         if any(job.job_name.endswith("poison") for job in jobs):
-            raise ValueError("it cannot be serialised\0\udc80")  # No database takes either.
+            raise ValueError("it cannot be serialised\0\udc80")  # No database stores either character.
         return super().hand_over(queue, jobs)
 
 
 class SlowBackend(RQBackend):
-    """A broker that takes its time, longer than the database lets a transaction idle."""
+    """A backend that takes longer than the idle limit of transactions in the database."""
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
-        """Hand over, and answer late."""
+        """Hand over, and return late."""
         results = super().hand_over(queue, jobs)
         threading.Event().wait(1.5)
         return results
 
 
 class StallingBackend(RQBackend):
-    """A broker that takes the jobs and then never lets the enqueuer go on."""
+    """A backend that hands over the jobs and never returns."""
 
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
-        """Hand over, and wait to be killed."""
+        """Hand over, and wait until the process is killed."""
         super().hand_over(queue, jobs)
         signal.pause()
         return {}

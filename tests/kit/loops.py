@@ -1,4 +1,4 @@
-"""A loop of the commands in a thread of the test."""
+"""The loop of a management command in a thread of the test."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from tests.kit.threads import background
 
 @contextmanager
 def looping(work: Callable[..., Any], *, say: Callable[[Any], None] = lambda counts: None) -> Iterator[list[int]]:
-    """Run the passes ``work`` one after another while the block runs, as ``this_loop``; yield a list with an item for each."""
+    """Run passes of ``work`` in the loop ``this_loop`` during the block; yield a list that gets one item per pass."""
     passes: list[int] = []
     done = threading.Event()
 
@@ -32,6 +32,6 @@ def looping(work: Callable[..., Any], *, say: Callable[[Any], None] = lambda cou
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, bool]]:
-    """Return level and beginning of each line of the log so far, and whether it has a traceback."""
+    """Return for each line of the log its level, its beginning, and whether it has a traceback."""
     records = [record for record in caplog.records if record.name == "idempotency"]
     return [(record.levelname, record.message.partition(",")[0], bool(record.exc_info)) for record in records]

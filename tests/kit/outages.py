@@ -1,4 +1,4 @@
-"""A database that cannot be reached, or takes no writes."""
+"""A database that cannot be reached, or accepts no writes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from django.db import connection
 
 
 def make_read_only(on: bool) -> None:
-    """Let new sessions of the database be read-only, or not; this thread gets a new one."""
+    """Make new sessions of the database read-only, or writable again; close the session of this thread."""
     name = connection.settings_dict["NAME"]
     with connection.cursor() as cursor:
         cursor.execute("SET default_transaction_read_only = off")
@@ -16,7 +16,7 @@ def make_read_only(on: bool) -> None:
 
 
 def allow_connections(allowed: bool) -> None:
-    """Let the database take connections, or end those it has and take no more."""
+    """Allow connections to the database, or end all connections and allow no more."""
     name = connection.settings_dict["NAME"]
     with connection._nodb_cursor() as cursor:
         cursor.execute(f'ALTER DATABASE "{name}" WITH ALLOW_CONNECTIONS {allowed}')
@@ -26,7 +26,7 @@ def allow_connections(allowed: bool) -> None:
 
 @contextmanager
 def writable_at_the_end() -> Iterator[None]:
-    """Leave the database as it was, whatever the block did to it."""
+    """Allow connections and writes again at the end of the block."""
     try:
         yield
     finally:

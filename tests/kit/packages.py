@@ -1,4 +1,4 @@
-"""The sdist and the wheel of the app, built once a run."""
+"""The sdist and the wheel of the app, built once per test run."""
 
 import os
 import shutil
@@ -14,14 +14,14 @@ BUILT = pytest.StashKey[Path]()
 
 @pytest.fixture(scope="session")
 def built(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the sdist and of the wheel built from it: once a run, for whichever tests ask for it."""
+    """Return the folder of the sdist, and of the wheel built from it. The first test that needs it builds both."""
     if BUILT not in pytestconfig.stash:
         pytestconfig.stash[BUILT] = build(tmp_path_factory)
     return pytestconfig.stash[BUILT]
 
 
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build both of the files that git knows, away from all else that lies in this folder."""
+    """Build both in a copy of the files that git does not ignore."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines():
         if (ROOT / name).is_file():

@@ -1,16 +1,16 @@
-"""Numbers of the documentation, found whatever the sentence around them is."""
+"""Find numbers in the documentation, whatever the sentence around them is."""
 
 import re
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
 WORDS = {0.5: "half an?", 1: "an?|one|once a", 2: "two|twice", 3: "three", 5: "five", 10: "ten"}
-#: How a unit is written, and how many seconds it has.
+#: The notations of each unit, and its length in seconds.
 TIMES = {r"s\b|seconds?\b": 1, r"min\b|minutes?\b": 60, r"h\b|hours?\b": 3600, r"days?\b": 86400}
 
 
 def prose(page: str) -> str:
-    """Return the text of a page below ``docs`` with its lines as one."""
+    """Return the text of a page below ``docs`` as one line."""
     return " ".join((DOCS / page).read_text().split())
 
 

@@ -11,7 +11,7 @@ from rides_demo.processes.process import Process, ProcessError
 from rides_demo.processes.system_user import SYSTEM_USER, ensure_system_user, open_parents
 from tests.kit import debian
 
-#: Client and server connections have little to do with each other: so few servers make transactions change them all the time.
+#: The pool has few server connections, so that the transactions of a client often change the server connection.
 CONFIGURATION = """
 [databases]
 * = host={postgres} port=5432 user=postgres
@@ -32,7 +32,7 @@ logfile =
 
 class PgBouncer(Process):
     """A PgBouncer with its socket in ``folder``, in front of the PostgreSQL whose socket is in ``postgres``. ``more`` are
-    lines of its configuration that count more than ours."""
+    lines that override the configuration."""
 
     def __init__(self, program: str, folder: Path, postgres: Path, more: str = "") -> None:
         self.configuration = folder / "pgbouncer.ini"
@@ -41,7 +41,7 @@ class PgBouncer(Process):
         self.url = postgres_url(folder)
 
     def prepare(self) -> None:
-        """Write the configuration; PgBouncer too refuses to run as root."""
+        """Write the configuration. As root, choose another user, because PgBouncer refuses to run as root."""
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
@@ -55,7 +55,7 @@ class PgBouncer(Process):
                 os.chown(path, owner, -1)
 
     def is_ready(self) -> bool:
-        """Whether it takes connections."""
+        """Return whether PgBouncer accepts connections."""
         with suppress(OSError), socket.socket(socket.AF_UNIX) as client:
             client.connect(str(self.sockets / ".s.PGSQL.5432"))
             return True
@@ -63,7 +63,7 @@ class PgBouncer(Process):
 
 
 def start(folder: Path, postgres: Path) -> PgBouncer:
-    """Start a PgBouncer and return it. Raises NotToBeHad if there is none, ProcessError when it does not start."""
+    """Start a PgBouncer and return it. Raises NotToBeHad if it is not installed, ProcessError if it does not start."""
     bouncer = PgBouncer(debian.program("pgbouncer", "pgbouncer"), folder, postgres)
     try:
         bouncer.start()

@@ -1,4 +1,4 @@
-"""The steps of a page of the docs, and a project in an empty folder in which a test carries them out as they are printed."""
+"""The steps of a page of the docs, and a project in an empty folder in which a test executes these steps."""
 
 import os
 import re
@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[2]
 #: Variables of the tests that a reader does not have.
 OURS = ("DJANGO_", "DATABASE_URL", "REDIS_URL", "RIDES_", "PG", "PYTHON", "COV", "VIRTUAL_ENV", "PYTEST")
 LEAD = re.compile(r"(Write|Write over|Add to the end of|Change) `([\w./-]+)`:$")
-#: ... or the mark of a block that is no part of the project.
+#: The mark of a block that is not part of the project.
 SHOWN = re.compile(r"\(shown only\):$")
-#: The tests run in an environment that has everything.
+#: Commands that are not executed, because the environment of the tests has all packages.
 INSTALLS = ("python3 -m venv", "pip install")
-#: It ends what the page has started in the background.
+#: The command that ends the background processes of a page.
 STOP = "kill $(jobs -p)"
-#: A reader who has started a process looks again until it has done its work.
+#: While a background process runs, a command is repeated for this time until its output is as expected.
 PATIENCE_SECONDS = 60
 SECONDS = re.compile(r"\b\d+\.\d+s\b")
 
@@ -37,7 +37,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Change:
-    """A file that the reader changes: for each place the old lines and the new ones."""
+    """A file that the reader changes: the old and the new lines of each place."""
 
     path: str
     hunks: list[tuple[str, str]]
@@ -53,7 +53,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Look:
-    """What the reader sees in the admin."""
+    """Lines that the admin shows to the reader."""
 
     lines: list[str]
 
@@ -67,13 +67,13 @@ def before(page: str, start: int) -> str:
 
 
 def lead(page: str, start: int) -> re.Match[str] | None:
-    """Return the sentence before a block, which says where the block belongs."""
+    """Return the sentence before a block that names the file of the block, or None."""
     return LEAD.search(before(page, start))
 
 
 def steps(page: str) -> Iterator[Step]:
-    """Yield the steps of a page, in its order. A block is a file that the sentence before it names, a console, what the admin
-    shows (``text``), or marked as shown only."""
+    """Yield the steps of a page in order. A block is a file that the sentence before it names, a console, lines of the admin
+    (``text``), or marked as shown only."""
     for found in re.finditer(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S):
         language, block = found[1], found[2]
         if language == "console":
@@ -101,7 +101,7 @@ def versions(page: str, path: str) -> list[str]:
 
 
 def changed(content: str, places: list[tuple[str, str]]) -> str:
-    """Return a content with the old lines of each place replaced by the new ones."""
+    """Return ``content`` with the old lines of each place replaced by the new lines."""
     for old, new in places:
         assert content.count(old) == 1, f"there are {content.count(old)} times:\n{old}"
         content = content.replace(old, new)
@@ -109,7 +109,7 @@ def changed(content: str, places: list[tuple[str, str]]) -> str:
 
 
 def hunks(diff: str) -> list[tuple[str, str]]:
-    """Return the old and the new lines of each place, which ``@@`` divides."""
+    """Return the old and the new lines of each place; ``@@`` separates the places."""
     return [
         tuple("".join(f"{line[1:]}\n" for line in place.splitlines() if not line.startswith(other)) for other in "+-")
         for place in re.split(r"^@@.*\n", diff, flags=re.M)
@@ -117,16 +117,16 @@ def hunks(diff: str) -> list[tuple[str, str]]:
 
 
 def changed_lines(page: str) -> int:
-    """Return how many lines the diffs of a page, or of a part of one, add and remove, as ``git diff --stat`` counts."""
+    """Return the number of lines that the diffs of a page, or of a part of it, add and remove, as in ``git diff --stat``."""
     diffs = re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.S)
     return sum(line.startswith(("+", "-")) for diff in diffs for line in diff.splitlines())
 
 
 class Project:
-    """A folder that is empty at first, in which a reader has Django and the app of the checkout.
+    """A folder, empty at first, in which a reader can use Django and the app of the checkout.
 
-    ``here``: what the pages write, and what it is on this machine, such as an address.
-    ``environment``: variables of the reader.
+    ``here`` maps texts of the pages to their replacements on this machine, such as an address.
+    ``environment`` has environment variables of the reader.
     """
 
     def __init__(self, folder: Path, here: dict[str, str] | None = None, **environment: str) -> None:
@@ -138,9 +138,9 @@ class Project:
         self.running: list[subprocess.Popen[str]] = []
 
     def follow(self, page: str, *leave_out: str) -> None:
-        """Carry out the steps of a page, or of a part of one. A command that fails, or prints something else, fails.
+        """Execute the steps of a page, or of a part of it. Raise AssertionError if a command fails or has another output.
 
-        ``leave_out`` are parts of commands that are not entered, besides those that install.
+        Commands that contain a text of ``leave_out``, or install packages, are not executed.
         """
         for written, here in self.here.items():
             assert written in page, f"the page no longer says {written}"
@@ -164,12 +164,12 @@ class Project:
         file.write_text((file.read_text() if step.at_the_end else "") + step.content)
 
     def change(self, path: str, places: list[tuple[str, str]]) -> None:
-        """Replace the old lines of each place by the new ones."""
+        """Replace the old lines of each place with the new lines."""
         file = self.folder / path
         file.write_text(changed(file.read_text(), places))
 
     def enter(self, line: str, output: list[str]) -> None:
-        """Enter a command, in the background if it ends with ``&``, and compare its output."""
+        """Run a command and compare its output; if it ends with ``&``, start it in the background."""
         if line.endswith(" &"):
             self.running.append(self._start(line.removesuffix(" &")))
         elif line == STOP:
@@ -181,13 +181,13 @@ class Project:
             assert printed == (0, expected), f"$ {line}\n" + "\n".join(printed[1])
 
     def run(self, line: str) -> str:
-        """Run a command of the shell to its end, and return its output, errors included."""
+        """Run a shell command to its end, and return its output, including errors."""
         status, printed = self._printed(line)
         assert status == 0, f"$ {line}\n" + "\n".join(printed)
         return "\n".join(printed)
 
     def stop(self) -> None:
-        """End what was started in the background."""
+        """End the background processes."""
         while self.running:
             process = self.running.pop()
             for number in (signal.SIGTERM, signal.SIGKILL):
@@ -207,7 +207,7 @@ class Project:
         )
 
     def _printed(self, line: str) -> tuple[int, list[str]]:
-        """Return the exit status of a command, and its output, errors included."""
+        """Return the exit status of a command, and its output, including errors."""
         process = self._start(line)
         try:
             printed, _ = process.communicate(timeout=120)

@@ -1,4 +1,4 @@
-"""A language in which each text has Cyrillic letters alone: what a page shows in Latin letters is data, or was left out."""
+"""A language with only Cyrillic letters: a text in Latin letters on a page is data, or is not translatable."""
 
 import re
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from tests.catalogue import Message
 LANGUAGE = "xx"
 _CYRILLIC = "абвгдежзиклмнопрстуфхцчшэя"
 _DISGUISE = str.maketrans(ascii_letters, _CYRILLIC + _CYRILLIC.upper())
-#: Placeholders, tags and entities of a message, which stay as they are.
+#: Placeholders, tags and entities of a message, which are not changed.
 _KEPT = re.compile(r"(%\(\w+\)[sd]|%[sd]|\{\w+\}|<[^>]+>|&\w+;)")
-#: The attributes that a person reads or hears. Those that begin with ``data-`` are the texts of the scripts.
+#: The attributes that are shown or read aloud. The attributes that begin with ``data-`` are the texts of the scripts.
 _ATTRIBUTES = re.compile(r"title|alt|placeholder|aria-label|data-(done|failed|pause|paused|resume|signed-out|unreachable)")
 _SILENT = ("script", "style")
 _VOID = ("area", "base", "br", "col", "hr", "img", "input", "link", "meta", "path", "rect", "line")
@@ -29,7 +29,7 @@ _VOID = ("area", "base", "br", "col", "hr", "img", "input", "link", "meta", "pat
 
 @contextmanager
 def pseudo_language(folder: Path, settings: Any) -> Iterator[None]:
-    """Speak the language: it has the messages of our catalogue, and those that Django has in German."""
+    """Activate the language during the block. It has the messages of our catalogue, and of Django's German catalogue."""
     place = folder / LANGUAGE / "LC_MESSAGES"
     place.mkdir(parents=True, exist_ok=True)
     (place / "django.mo").write_bytes(_compiled())
@@ -39,7 +39,7 @@ def pseudo_language(folder: Path, settings: Any) -> Iterator[None]:
 
 
 def disguised(text: str) -> str:
-    """Return a text as the language has it."""
+    """Return a text in the language."""
     return "".join(part if number % 2 else part.translate(_DISGUISE) for number, part in enumerate(_KEPT.split(text)))
 
 
@@ -53,7 +53,7 @@ def _compiled() -> bytes:
 
 
 def _of_django() -> Iterator[Message]:
-    """Yield the messages of Django. The text for one stands for the plural too, which a compiled catalogue has not."""
+    """Yield the messages of Django. The singular is also used as plural, because a compiled catalogue lacks the plural."""
     for path in Path(django.__file__).parent.rglob("locale/de/LC_MESSAGES/django.mo"):
         with path.open("rb") as file:
             known: dict[Any, str] = GNUTranslations(file)._catalog  # type: ignore[attr-defined]
@@ -90,12 +90,12 @@ class _Reader(HTMLParser):
 
 
 def texts_of(page: str) -> list[str]:
-    """Return what a person reads or hears of a page: its texts and some attributes, without the list of apps at the side."""
+    """Return the texts of a page that are shown or read aloud, with some attributes, without the sidebar's list of apps."""
     reader = _Reader()
     reader.feed(page)
     return [" ".join(text.split()) for text in reader.texts if text.strip()]
 
 
 def latin_words(page: str) -> dict[str, str]:
-    """Return the words in Latin letters that a page shows, each with the text that has it."""
+    """Return the words in Latin letters that a page shows, each with a text that contains it."""
     return {word: text for text in texts_of(page) for word in re.findall(r"[A-Za-z][\w.@'-]*", text)}

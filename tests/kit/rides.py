@@ -1,4 +1,4 @@
-"""What the tests of Rocket Rides share: a Stripe sandbox over HTTP, riders with cards in it, and a client of the API."""
+"""Fixtures of Rocket Rides: a Stripe sandbox over HTTP, riders with cards in it, and a client of the API."""
 
 import json
 import threading
@@ -32,7 +32,7 @@ class Phone:
         return User.objects.with_token(self.token)
 
     def send(self, method: str, path: str, body: Any = None, *, key: str | None = None, **headers: str) -> HttpResponse:
-        """Send ``body`` (bytes as they are, anything else as JSON) and return the answer."""
+        """Send ``body`` (bytes unchanged, other values as JSON) and return the response."""
         given = {"Authorization": f"Bearer {self.token}"} | {name.replace("_", "-"): value for name, value in headers.items()}
         if key is not None:
             given["Idempotency-Key"] = key
@@ -41,13 +41,13 @@ class Phone:
         return self.client.generic(method, path, data, content_type=content_type, headers=given)
 
     def book(self, body: Any = RIDE, *, key: str | None = None, **headers: str) -> HttpResponse:
-        """Book a ride; without ``key`` under one of its own."""
+        """Book a ride with ``key``, or with a new key."""
         return self.send("POST", "/rides", body, key=key or str(uuid.uuid4()), **headers)
 
 
 @pytest.fixture
 def sandbox(settings: Any) -> Iterator[Sandbox]:
-    """Run a Stripe sandbox that the settings lead to."""
+    """Run a Stripe sandbox, and set its URL in the settings."""
     with Sandbox() as server:
         settings.STRIPE_API_BASE = server.url
         yield server
@@ -55,7 +55,7 @@ def sandbox(settings: Any) -> Iterator[Sandbox]:
 
 @pytest.fixture
 def slowness(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Let what is slow in a sandbox of this process last until the event is set."""
+    """Let each slow response of a sandbox in this process wait until the event is set."""
     over = threading.Event()
     monkeypatch.setattr("rides_demo.sandbox.server.time", SimpleNamespace(sleep=lambda seconds: over.wait(60)))
     yield over

@@ -1,4 +1,4 @@
-"""A PostgreSQL for tests that do not crash it."""
+"""PostgreSQL servers for tests that do not crash the machine."""
 
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,16 @@ from rides_demo.processes.embedded import Postgres
 
 
 class HastyPostgres(Postgres):
-    """A PostgreSQL that loses data when the machine crashes. Full pages are still written: some tests count WAL."""
+    """A PostgreSQL without fsync. It still writes full pages, because some tests count WAL."""
 
     def prepare(self) -> None:
-        """Switch fsync off, and checkpoints by time: after one, each page is written to the WAL in full once."""
+        """Disable fsync and timed checkpoints: after a checkpoint, the first change of a page writes the full page to WAL."""
         super().prepare()
         self.command += ["-c", "fsync=off", "-c", "checkpoint_timeout=1d", "-c", "max_wal_size=4GB"]
 
 
 class Standby(HastyPostgres, replicated.Standby):
-    """A hot standby of another server on this machine, which it follows until it is promoted."""
+    """A hot standby of another server on this machine; it replicates that server until it is promoted."""
 
     copy_options = ("--no-sync",)
 
@@ -27,7 +27,7 @@ class Standby(HastyPostgres, replicated.Standby):
         super().__init__(folder, primary, max_connections=200)
 
     def execute(self, statement: str) -> Any:
-        """Return the first column of the row that the statement yields, None without one."""
+        """Return the first column of the first row that the statement returns, or None."""
         with psycopg.connect(host=str(self.sockets), user="postgres", dbname="postgres", autocommit=True) as connection:
             cursor = connection.execute(statement.encode())
             row = cursor.fetchone() if cursor.description else None

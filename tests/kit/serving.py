@@ -1,4 +1,4 @@
-"""Views under test behind real URLs, and clients that sign in as a user of their own."""
+"""Views under test with real URLs, and clients that are signed in, each as a new user."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ View = Callable[..., HttpResponseBase]
 
 @pytest.fixture
 def serve(settings: Settings) -> Callable[..., None]:
-    """Return a function that puts views under /NAME/ for the rest of the test."""
+    """Return a function that serves views at /NAME/ for the rest of the test."""
 
     def put(**views: View) -> None:
         patterns = [path(f"{name}/", view, name=name) for name, view in views.items()]
@@ -38,7 +38,7 @@ def sign_in(client: Client, user: Any) -> None:
 
 
 class Sender:
-    """A client of one user, who sends JSON with keys."""
+    """A client of one user that sends JSON with keys."""
 
     def __init__(self) -> None:
         from tests.factories import UserFactory  # models cannot be imported when pytest collects its fixtures
@@ -60,19 +60,19 @@ class Sender:
 
 @pytest.fixture
 def sender(transactional_db: None) -> Sender:
-    """Return a signed-in client; the database is emptied after the test, so that transactions are real."""
+    """Return a signed-in client. Transactions of the test are real; the database is emptied after the test."""
     return Sender()
 
 
 def problem(response: HttpResponse) -> dict[str, Any]:
-    """Return a problem+json answer."""
+    """Return the content of a problem+json response."""
     assert response["Content-Type"] == "application/problem+json", response.content
     content: dict[str, Any] = json.loads(response.content)
     return content
 
 
 def another_client(sender: Sender) -> Sender:
-    """Return a sender of the same user and session with a client of its own, for another thread."""
+    """Return a sender of the same user and session with a separate client, for another thread."""
     other = copy.copy(sender)
     other.client = Client(raise_request_exception=False)
     other.client.cookies.update(sender.client.cookies)

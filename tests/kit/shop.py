@@ -1,4 +1,4 @@
-"""A phased view whose second phase can be broken or held."""
+"""A phased view whose second phase can fail or be held at a gate."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ from tests.models import Entry
 
 
 class Shop:
-    """A phased view that fails between its phases while ``broken``, and notes what each run saw."""
+    """A phased view that fails between its phases while ``broken``, and records the request of each run."""
 
     def __init__(self) -> None:
         self.broken = True
@@ -55,7 +55,7 @@ class Shop:
 
 
 def open_shop(serve: Any) -> Shop:
-    """Return a shop that answers at /view/."""
+    """Return a shop that is served at /view/."""
     shop = Shop()
     serve(view=shop.view)
     return shop

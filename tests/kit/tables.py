@@ -1,6 +1,6 @@
-"""Empty the tables between tests that commit, by DELETE from those that hold rows.
+"""Empty the tables between tests that commit, with a DELETE from each table that has rows.
 
-Django's own way truncates all tables and writes all permissions anew, which costs 150 ms a test.
+Django truncates all tables and creates all permissions again, which takes 150 ms for each test.
 """
 # ruff: noqa: S608 - the names of tables are Django's
 
@@ -9,9 +9,9 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import Model
 from django.test import TransactionTestCase
 
-#: Written by the migrations, and kept.
+#: Tables that the migrations fill; their rows are kept.
 WRITTEN_ONCE = ("auth_permission", "django_content_type", "django_migrations")
-#: A test that leaves one of these changed fails, since every later test would see the change.
+#: A test fails if it does not undo a change of these tables, because every later test would see the change.
 GUARDED = WRITTEN_ONCE[:2]
 
 _tables: dict[str, list[str]] = {}
@@ -24,9 +24,9 @@ def install() -> None:
 
 
 def _teardown(case: TransactionTestCase) -> None:
-    from idempotency._store import late_releases  # needs Django's settings, which the tool of the mutants has not
+    from idempotency._store import late_releases  # needs Django's settings, which the mutation tool lacks
 
-    # The thread would look for rows that are gone, perhaps in a test that may not use a database.
+    # Otherwise the thread would query deleted rows, possibly during a test that must not use a database.
     late_releases._waiting.clear()
     changed = [alias for alias in case._databases_names(include_mirrors=False) if not empty(connections[alias])]
     assert not changed, f"The test changed one of {', '.join(GUARDED)} on {changed}: undo it at the end of the test."
@@ -40,7 +40,7 @@ def empty(connection: BaseDatabaseWrapper) -> bool:
         names = connection.introspection.django_table_names(only_existing=True, include_views=False)
         _tables[database] = sorted({*names} - {*WRITTEN_ONCE})
     with connection.cursor() as cursor:
-        # A number is given to one row only, so that the sum tells a row that was deleted and written anew.
+        # Each row has a unique id, so the sum also changes if a row is deleted and inserted again.
         cursor.execute("SELECT " + ", ".join(f"(SELECT COALESCE(SUM(id), 0) FROM {quote(name)})" for name in GUARDED))
         sums = [int(number) for number in cursor.fetchone()]
         holding = (f"SELECT '{name}' WHERE EXISTS (SELECT 1 FROM {quote(name)})" for name in _tables[database])
@@ -48,13 +48,13 @@ def empty(connection: BaseDatabaseWrapper) -> bool:
         filled = [name for (name,) in cursor.fetchall()]
     if filled:
         _delete(connection, filled)
-    # The next test is compared with what this one left, so that only the test that made the change fails.
+    # The next test is compared with the sums after this test, so that only the test with the change fails.
     before, _sums[database] = _sums.get(database, sums), sums
     return before == sums
 
 
 def truncate(connection: BaseDatabaseWrapper, *models: type[Model]) -> None:
-    """Give tables new, empty files, for tests that count HOT updates or WAL: free space in old pages changes both."""
+    """Give tables new, empty files for tests that count HOT updates or WAL; free space in old pages changes both counts."""
     names = ", ".join(connection.ops.quote_name(model._meta.db_table) for model in models)
     with connection.cursor() as cursor:
         cursor.execute(f"TRUNCATE {names} CASCADE")
@@ -63,7 +63,7 @@ def truncate(connection: BaseDatabaseWrapper, *models: type[Model]) -> None:
 def _delete(connection: BaseDatabaseWrapper, names: list[str]) -> None:
     quote = connection.ops.quote_name
     if connection.vendor == "postgresql":
-        # Foreign keys are triggers, which a replica does not run.
+        # The role ``replica`` disables triggers, and so the checks of foreign keys.
         statements = ["SET LOCAL session_replication_role = replica", *(f"DELETE FROM {quote(name)}" for name in names)]
         with transaction.atomic(using=connection.alias), connection.cursor() as cursor:
             cursor.execute("; ".join(statements))

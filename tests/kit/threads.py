@@ -1,4 +1,4 @@
-"""Threads with a database connection of their own, and a gate that holds one of them where the test wants it."""
+"""Threads with separate database connections, and a gate that holds one of them at a point of the code under test."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +11,12 @@ from django.db import connections
 
 Result = TypeVar("Result")
 
-#: Longer than any state takes to come; a test that waits so long has failed.
+#: Longer than any expected state takes; a test that waits this long fails.
 WAIT_SECONDS = 60
 
 
 def in_background(work: Callable[[], Result]) -> "Future[Result]":
-    """Start ``work`` in a thread; the test must ask the future for its result, or it misses an error of the thread."""
+    """Start ``work`` in a thread. The test must call ``result()`` of the future to get an error of the thread."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -35,7 +35,7 @@ def in_background(work: Callable[[], Result]) -> "Future[Result]":
 
 @contextmanager
 def background(work: Callable[[], Result]) -> Iterator["Future[Result]"]:
-    """Run ``work`` in a thread while the block runs; an error of the thread is raised at the end of the block."""
+    """Run ``work`` in a thread during the block; the end of the block raises an error of the thread."""
     future = in_background(work)
     try:
         yield future
@@ -45,12 +45,12 @@ def background(work: Callable[[], Result]) -> Iterator["Future[Result]"]:
 
 
 def elsewhere(work: Callable[[], Result]) -> Result:
-    """Run ``work`` in a thread, hence on another connection, to its end."""
+    """Run ``work`` to its end in a thread, and so on another connection; return its result."""
     return in_background(work).result(WAIT_SECONDS)
 
 
 def at_once(works: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Call the functions in threads that start together; return what they return, in their order."""
+    """Call the functions in threads that start together; return their results in order."""
     barrier = threading.Barrier(len(works))
 
     def start(work: Callable[[], Result]) -> Result:
@@ -63,27 +63,27 @@ def at_once(works: Sequence[Callable[[], Result]]) -> list[Result]:
 
 
 def all_at_once(work: Callable[[int], Result], count: int) -> list[Result]:
-    """Call ``work(0)`` to ``work(count - 1)`` in threads that start together; return what they return."""
+    """Call ``work(0)`` to ``work(count - 1)`` in threads that start together; return the results in order."""
     return at_once([partial(work, number) for number in range(count)])
 
 
 class Gate:
-    """A place in the code under test where the first run waits until the test lets it go on; later ones pass."""
+    """A point in the code under test where the first run waits until the test opens the gate; later runs do not wait."""
 
     def __init__(self) -> None:
         self._reached, self._open = threading.Event(), threading.Event()
         self._once = threading.Lock()
 
     def wait_here(self) -> None:
-        """Wait, but only the first who comes."""
+        """Wait until the gate is open, in the first call; return immediately in later calls."""
         if self._once.acquire(blocking=False):
             self._reached.set()
             assert self._open.wait(WAIT_SECONDS), "nobody opened the gate"
 
     def wait_until_reached(self) -> None:
-        """Return when the first run stands at the gate."""
+        """Return after the first run has reached the gate."""
         assert self._reached.wait(WAIT_SECONDS), "nobody came to the gate"
 
     def open(self) -> None:
-        """Let it go on."""
+        """Let the waiting run continue."""
         self._open.set()

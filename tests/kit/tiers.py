@@ -1,6 +1,6 @@
-"""The tiers of the suite: each test belongs to one, and none is skipped in silence.
+"""The tiers of the suite: each test belongs to one tier, and a skip without an allowed reason fails the run.
 
-``make test`` runs what is marked neither ``processes`` nor ``full``; ``make test-processes`` runs what is marked ``processes``;
+``make test`` runs tests without the marks ``processes`` and ``full``; ``make test-processes`` runs the mark ``processes``;
 ``make test-all`` runs everything. ``sample`` marks the tests of ``processes`` that ``.ci/run`` runs too.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-#: Why a test may be skipped. A skip for any other reason fails the run.
+#: The allowed reasons of skips. A skip for any other reason fails the run.
 ALLOWED_SKIPS = (
     r"needs PostgreSQL$",
     r"needs SQLite$",
@@ -48,7 +48,7 @@ def skips_not_allowed(terminalreporter: Any) -> list[str]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> Any:
-    """Say which skips are not allowed, and fail the run for them."""
+    """Print the skips that are not allowed."""
     result = yield
     if lines := skips_not_allowed(terminalreporter):
         terminalreporter.section("skips that tests/kit/tiers.py does not allow", red=True)
@@ -59,7 +59,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let a skip that is not allowed fail the run."""
+    """Fail the run if a skip is not allowed."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and session.exitstatus == pytest.ExitCode.OK and skips_not_allowed(reporter):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -21,7 +21,7 @@ def plain(work: Work, **options: Any) -> View:
 
 
 def phased(work: Work, *, isolation: ChosenIsolation = "from settings", **options: Any) -> View:
-    """Return a phased view that does the work in its first and only phase, at a level of its own if one is given."""
+    """Return a phased view that does the work in its only phase, with ``isolation`` if it is given."""
 
     @idempotent(recovery_points=["unused"], **options)
     def view(request: HttpRequest) -> HttpResponseBase:
@@ -35,7 +35,7 @@ def phased(work: Work, *, isolation: ChosenIsolation = "from settings", **option
 
 
 def phased_outside(work: Work, **options: Any) -> View:
-    """Return a phased view that answers from outside a phase, before the first."""
+    """Return a phased view that returns a response before its first phase."""
     return idempotent(recovery_points=["unused"], **options)(work)
 
 
@@ -44,7 +44,7 @@ def two_phases(
 ) -> View:
     """Return a phased view: ``first`` in a phase that ends at ``between``, ``second`` in one that stores the response.
 
-    Between them it makes a foreign ``call``, outside any transaction.
+    Between the phases the view makes ``call``, outside any transaction.
     """
 
     @idempotent(recovery_points=["between"], **options)
@@ -69,13 +69,13 @@ both_kinds = pytest.mark.parametrize("kind", [plain, phased])
 
 
 def create(request: HttpRequest) -> JsonResponse:
-    """Write one entry, and say which."""
+    """Create one entry, and return its id."""
     entry = Entry.objects.create(name="made", idempotency_key=request.idempotency_key)
     return JsonResponse({"id": entry.pk}, status=201)
 
 
 class Counted:
-    """Work that counts its runs; without work of its own it writes an entry."""
+    """Work that counts its runs; by default it creates an entry."""
 
     def __init__(self, work: Work = create) -> None:
         self.work = work
@@ -104,7 +104,7 @@ def texting(block: Callable[[MadeCall], None], after: Callable[[], None] = lambd
 
 
 def over_key(work: Callable[[Any], object], **options: Any) -> Any:
-    """Return a phased view that gives its key to ``work`` at its only recovery point."""
+    """Return a phased view that passes its key to ``work`` at its only recovery point."""
 
     @idempotent(recovery_points=[], **options)
     def view(request: HttpRequest) -> HttpResponseBase:

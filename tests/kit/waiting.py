@@ -1,4 +1,4 @@
-"""Wait for a state, never for a time."""
+"""Wait for a state instead of a fixed time."""
 
 import ast
 import inspect
@@ -14,9 +14,9 @@ Found = TypeVar("Found")
 
 
 def eventually(condition: Callable[[], Found], seconds: float = 30) -> Found:
-    """Return what ``condition`` returns as soon as it is true.
+    """Return the result of ``condition`` as soon as it is true.
 
-    Raises AssertionError when it is not true within ``seconds``, with the source of the condition and its last value.
+    Raises AssertionError if it is not true within ``seconds``; the message has the source of the condition and its last value.
     """
     deadline = time.monotonic() + seconds
     pause = threading.Event()
@@ -28,7 +28,7 @@ def eventually(condition: Callable[[], Found], seconds: float = 30) -> Found:
 
 
 def _said(condition: Callable[..., Any]) -> str:
-    """Return a condition as the test wrote it: the source of a lambda, the name of a function with its arguments."""
+    """Return the source of a condition: the source of a lambda, or the name of a function with its arguments."""
     if isinstance(condition, partial):
         given = [*map(repr, condition.args), *(f"{name}={value!r}" for name, value in condition.keywords.items())]
         return f"{_said(condition.func)}({', '.join(given)})"

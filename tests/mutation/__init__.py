@@ -1,1 +1,1 @@
-"""Mutation testing of the claim, the fence and the phases: ``make mutants``, in half an hour, outside CI."""
+"""Mutation testing of the claim, the fence and the phases: ``make mutants`` takes half an hour, and does not run in CI."""

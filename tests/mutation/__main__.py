@@ -1,9 +1,9 @@
 """Run the tests of ``make test`` against every mutant; end with ``mutants: ok`` or ``mutants: FAILED n``.
 
-A first run of the unchanged code notes which test runs which line. A mutant then meets the tests that run its line: those that
-killed it before, those that killed another one of its function, then the fastest; on PostgreSQL, then on SQLite. It is killed
-when one fails twice, and endless when one takes too long twice. Those that survive are in SURVIVORS.md with the reason why
-nobody can see them, or they are failures.
+A first run of the unchanged code records which test runs which line. A mutant is then tested with the tests that run its line:
+first the test that killed it before, then those that killed another mutant of its function, then the fastest; on PostgreSQL,
+then on SQLite. It is killed if a test fails twice, and endless if a test takes too long twice. A mutant that survives is a
+failure, unless SURVIVORS.md gives the reason why no test can detect it.
 
 Source: R. A. DeMillo and others, "Hints on Test Data Selection" (1978).
 """
@@ -30,21 +30,21 @@ from tests.mutation.choice import FIRST_FILE, POSTGRESQL, SAMPLED, SEED, SQLITE,
 from tests.mutation.mutants import ROOT, SQL_MODULES, Mutant, mutants_of
 from tests.mutation.stand import Found, Stand
 
-#: The mutants that nobody can see; they meet only so many tests.
+#: The mutants that no test can detect. Each of them is tested with at most TESTS_OF_EXPLAINED tests.
 EXPLAINED = set(re.findall(r"^- `(.*)`$", (Path(__file__).parent / "SURVIVORS.md").read_text(), re.M))
 TESTS_OF_EXPLAINED = 100
 #: The outcome of each mutant by the digest of its text, and the table, for ``--resume`` and for a comparison.
 RESULTS = ROOT / ".run" / "mutants.json"
-#: Which test of a file runs which line, as long as neither changes.
+#: Which test of a file runs which line; valid until the file or the code changes.
 LINES = ROOT / ".run" / "mutants-lines"
 DATABASES = ("postgresql", "sqlite")
-#: So long may a test take on the unchanged code, and so many may fail by themselves: they are left out.
+#: The time limit of a test on the unchanged code, and the number of tests that may fail without a mutant; these are left out.
 TEST_SECONDS, FEW = 300, 20
 OUTCOMES = ("killed", "endless", "survived", "explained", "unsound", "not tested")
 
 
 class Tests:
-    """The tests of one database, how long they take, and which of them a mutant meets."""
+    """The tests of one database, their times, and the choice of tests for a mutant."""
 
     def __init__(self, run: dict[str, Any]) -> None:
         self.seconds: dict[str, float] = run["seconds"]
@@ -54,20 +54,20 @@ class Tests:
         self._killers: dict[tuple[str, str], set[str]] = defaultdict(set)
 
     def of(self, mutant: Mutant, known: str) -> dict[str, float]:
-        """Return the tests that a mutant meets, in this order, and their seconds."""
+        """Return the tests for a mutant, in order, with their seconds."""
         first = {known, *self._killers[mutant.module, mutant.function]}
         if mutant.module in SQL_MODULES:
-            # A text is put together once, and used by all: those come first that use it.
+            # Statements are built once and used by all tests. The tests that use the changed statement come first.
             chosen, first = set(self.seconds), first | self._using(mutant.function.rpartition(".")[2])
         else:
-            # What runs at import no test runs: those that run anything of the module do.
+            # No test runs the lines of an import. Use the tests that run any line of the module instead.
             lines = mutant.lines or [line for module, line in self._lines if module == mutant.module]
             chosen = self._running(mutant.module, lines)
         in_order = sorted(chosen & self.seconds.keys(), key=lambda test: (test != known, test not in first, self.seconds[test]))
         return {test: self.seconds[test] for test in in_order[: TESTS_OF_EXPLAINED if mutant.name in EXPLAINED else None]}
 
     def note_killer(self, mutant: Mutant, test: str) -> None:
-        """Let the next mutant of the function meet this test first."""
+        """Record that ``test`` killed a mutant, so that the next mutant of the function is tested with it first."""
         self._killers[mutant.module, mutant.function].add(test)
 
     def _running(self, module: str, lines: Any) -> set[str]:
@@ -85,7 +85,7 @@ class Tests:
 
 
 class Bench:
-    """What tests one mutant at a time: a stand on PostgreSQL, and one on SQLite."""
+    """Two stands, on PostgreSQL and on SQLite, that test one mutant at a time."""
 
     def __init__(self, number: int, folder: Path, server: Postgres, stack: ExitStack) -> None:
         self.stands = {
@@ -98,7 +98,7 @@ class Bench:
         return {database: set(stand.names()) for database, stand in self.stands.items()}
 
     def meet(self, mutant: Mutant, tests: dict[str, Tests], known: str) -> Found:
-        """Let a mutant meet its tests; ``known`` is what killed it before. A killer is named with its database."""
+        """Run the tests of a mutant; ``known`` killed it in an earlier run. The name of a killer includes its database."""
         for database, stand in self.stands.items():
             found = stand.meet(mutant, tests[database].of(mutant, known.removeprefix(f"{database} ")))
             if found.outcome != "survived":
@@ -108,7 +108,7 @@ class Bench:
 
 
 class Results:
-    """What was found of each mutant, in this run and in earlier ones."""
+    """The outcome of each mutant, in this run and in earlier runs."""
 
     def __init__(self, resume: bool, names: dict[str, list[str]]) -> None:
         kept = json.loads(RESULTS.read_text())["mutants"] if RESULTS.exists() else {}
@@ -119,18 +119,18 @@ class Results:
         self._lock = Lock()
 
     def known(self, mutant: Mutant) -> Found | None:
-        """Return what an earlier run found, as long as it holds: the killer still exists, or no test is new."""
+        """Return the outcome of an earlier run if it is valid: the killer exists, or a survivor's tests are the same."""
         if not self._resume or not (kept := self._kept.get(mutant.digest)):
             return None
         holds = kept["tests"] == self._tests if kept["outcome"] == "survived" else kept["killer"] in self._killers
         return Found(kept["outcome"], kept["killer"]) if holds else None
 
     def killer(self, mutant: Mutant) -> str:
-        """Return by what this very mutant was killed in an earlier run, "" if it was not."""
+        """Return the test that killed this mutant in an earlier run, or an empty string."""
         return self._kept.get(mutant.digest, {}).get("killer", "")
 
     def note(self, mutant: Mutant, found: Found) -> None:
-        """Write down what was found."""
+        """Store the outcome of a mutant."""
         with self._lock:
             self._kept[mutant.digest] = {
                 **{"module": mutant.module, "name": mutant.name},
@@ -139,11 +139,11 @@ class Results:
             self.write()
 
     def forget(self, mutant: Mutant) -> None:
-        """Let the next run test the mutant again."""
+        """Remove the outcome, so that the next run tests the mutant again."""
         self._kept.pop(mutant.digest, None)
 
     def write(self, **more: Any) -> None:
-        """Write all down."""
+        """Write all outcomes to the file."""
         RESULTS.parent.mkdir(exist_ok=True)
         draft = RESULTS.with_suffix(".new")
         draft.write_text(json.dumps({**more, "mutants": self._kept}, indent=1))
@@ -151,7 +151,7 @@ class Results:
 
 
 class Run:
-    """A run over mutants: the tests first, then each mutant, then the table."""
+    """A run: first all tests without a mutant, then each mutant, then the table."""
 
     def __init__(self, to_do: list[Mutant], benches: list[Bench], *, resume: bool, end: float) -> None:
         self._to_do, self._benches, self._end = to_do, benches, end
@@ -159,7 +159,7 @@ class Run:
         for bench in benches:
             self._free.put(bench)
         with ThreadPoolExecutor(4) as pool:
-            # Those that each stand has: a name with something random in it would be found on one alone.
+            # Only tests that all stands have: a name with a random part exists on one stand only.
             lists = list(pool.map(Bench.names, benches))
             names = {database: sorted(set.intersection(*(each[database] for each in lists))) for database in DATABASES}
             runs = {database: self._cover(database, names[database], pool) for database in DATABASES}
@@ -175,7 +175,7 @@ class Run:
         """Return the outcome of each mutant by its name."""
         with ThreadPoolExecutor(len(self._benches)) as pool:
             found = dict(zip([mutant.name for mutant in self._to_do], pool.map(self._one, self._to_do), strict=True))
-        # A test that fails by itself kills nothing: all that did are run again without a mutant.
+        # A test that also fails without a mutant proves nothing, so all killers run again without a mutant.
         unsound = self._unsound({result.killer for result in found.values() if result.killer})
         for mutant in self._to_do:
             if found[mutant.name].killer in unsound:
@@ -187,7 +187,7 @@ class Run:
         }
 
     def report(self, outcomes: dict[str, str], seconds: float) -> None:
-        """Print the table and write it down."""
+        """Print the table, and write it to the file."""
         table = {
             module: dict(Counter(outcomes[mutant.name] for mutant in self._to_do if mutant.module == module))
             for module in dict.fromkeys(mutant.module for mutant in self._to_do)
@@ -201,7 +201,7 @@ class Run:
             print(f"survived, and nobody has said why: {survivor}")
 
     def _cover(self, database: str, names: list[str], pool: ThreadPoolExecutor) -> dict[str, Any]:
-        """Return which test runs which line, from what an earlier run wrote down if nothing has changed."""
+        """Return which test runs which line; use the files of an earlier run if nothing has changed."""
         began, code = time.monotonic(), _digest_of_the_code()
         LINES.mkdir(parents=True, exist_ok=True)
         files: dict[str, list[str]] = defaultdict(list)
@@ -220,7 +220,7 @@ class Run:
             part: dict[str, Any] = json.loads(kept.read_text())
             return part
 
-        # The first run on each stand makes its database.
+        # The first run on each stand creates its database.
         list(pool.map(lambda bench: bench.stands[database].cover(files[FIRST_FILE], TEST_SECONDS), self._benches))
         run: dict[str, Any] = {"lines": defaultdict(lambda: defaultdict(list)), "seconds": {}, "failed": []}
         for part in pool.map(one, sorted(files, key=lambda file: -len(files[file]))):
@@ -262,7 +262,7 @@ class Run:
 
 
 def _digest_of_the_code() -> str:
-    """Return a digest of all that tests run, the files with the tests left out."""
+    """Return a digest of the code that tests run, except the test files themselves."""
     digest = hashlib.sha256()
     for folder in ("idempotency", "rides_demo", "tests"):
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -273,7 +273,7 @@ def _digest_of_the_code() -> str:
 
 
 def main() -> int:
-    """Return the number of survivors that nobody has explained, and of mutants for which the time was too short."""
+    """Return the number of unexplained survivors, of mutants that were not tested in time, and of unsound results."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
     parser.add_argument("--modules", default="", help=f"some of {' '.join([*WHOLE, *SAMPLED])}; all by default")
     parser.add_argument("--minutes", type=float, default=30)

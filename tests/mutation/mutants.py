@@ -1,6 +1,6 @@
-"""Makes the mutants: small bugs, one each, in the modules that money depends on.
+"""Create the mutants: modules with one small bug each.
 
-Cosmic Ray makes those of Python's operators. It neither leaves a statement out nor reads SQL: both are done here.
+Cosmic Ray creates mutants of Python's operators. This module also removes statements and changes SQL.
 """
 
 import ast
@@ -21,7 +21,7 @@ from tests.mutation.warm import signature
 
 ROOT = Path(__file__).resolve().parents[2]
 SQL_MODULES = ("idempotency/_store/statements.py", "idempotency/_store/advisory_locks.py")
-#: Left out of Cosmic Ray's: what it makes of ``X | None`` in annotations and of the bare ``*`` of a signature.
+#: Operators of Cosmic Ray, without those that change ``X | None`` in annotations or the bare ``*`` of a signature.
 OPERATORS = (
     *("AddNot", "ReplaceUnaryOperator_Delete_Not", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue"),
     *("ReplaceAndWithOr", "ReplaceOrWithAnd", "ReplaceContinueWithBreak", "ZeroIterationForLoop"),
@@ -31,7 +31,7 @@ OPERATORS = (
     *("ReplaceBinaryOperator_Add_Sub", "ReplaceBinaryOperator_Sub_Add"),
     *("NumberReplacer", "ExceptionReplacer", "RemoveDecorator"),
 )
-#: Bugs in the texts of the statements: what stands there, once, and what stands there instead.
+#: Bugs in the texts of the statements: a text that occurs once, and its replacement.
 SQL = (
     ("k.id = %(id)s AND k.claim_token = %(token)s", "k.id = %(id)s"),
     ('_REACHED = "k.recovery_point = %(reached)s"', '_REACHED = "(true OR k.recovery_point = %(reached)s)"'),
@@ -121,7 +121,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One bug: the text of a module with it, the name by which SURVIVORS.md knows it, and the lines that a test must run."""
+    """One bug: the module's text with the bug, its name in SURVIVORS.md, and the lines that a test must run."""
 
     module: str
     text: str
@@ -131,12 +131,12 @@ class Mutant:
 
     @property
     def digest(self) -> str:
-        """By what an outcome is kept."""
+        """The key under which the outcome is stored."""
         return hashlib.sha256(f"{self.module}\n{self.text}".encode()).hexdigest()
 
 
 def mutants_of(name: str) -> list[Mutant]:
-    """Return the mutants of a module, or the sample of them that the seed draws, in the order of its lines."""
+    """Return the mutants of a module, or a sample of them that the seed determines."""
     (module,) = (str(found.relative_to(ROOT)) for found in (ROOT / "idempotency").glob("**/*.py") if found.stem == name)
     found = list(mutants(module, (ROOT / module).read_text()))
     if len(found) <= SAMPLED.get(name, len(found)):
@@ -146,7 +146,7 @@ def mutants_of(name: str) -> list[Mutant]:
 
 
 def mutants(module: str, text: str) -> Iterator[Mutant]:
-    """Return every mutant of a module, each once."""
+    """Yield every mutant of a module once."""
     met, names = {_compiled(text)}, Counter[str]()
     file = module.rpartition("/")[2]
     for changed in _of_sql(text) if module in SQL_MODULES else _of_python(text):
@@ -156,7 +156,7 @@ def mutants(module: str, text: str) -> Iterator[Mutant]:
         met.add(compiled)
         first, before, after = _difference(text, changed)
         if before.startswith("@dataclass") and after.startswith("@dataclass"):
-            continue  # frozen and slots hold programmers back, and change nothing that runs.
+            continue  # frozen and slots only prevent mistakes, and do not change the behaviour.
         function, lines = _place(text, first)
         name = f"{file}: {function}: {before} -> {after}"
         names[name] += 1
@@ -164,7 +164,7 @@ def mutants(module: str, text: str) -> Iterator[Mutant]:
 
 
 def _compiled(text: str) -> Any:
-    """Return what Python makes of a module, line numbers left out, None for no Python: two texts may be one mutant, or none."""
+    """Return the compiled module without line numbers, or None if it is invalid. Two texts with one result are one mutant."""
     try:
         return signature(compile(text, "mutant", "exec", dont_inherit=True, optimize=0))
     except SyntaxError:
@@ -181,7 +181,7 @@ def _of_python(text: str) -> Iterator[str]:
 
 
 def _with_one_statement_less(text: str) -> Iterator[str]:
-    """Put ``pass`` in the place of each statement that does something, and has no name that the next line would miss."""
+    """Replace each statement that has an effect, and binds no name that a later line needs, with ``pass``."""
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
         match node:
@@ -208,7 +208,7 @@ def _of_sql(text: str) -> Iterator[str]:
 
 
 def _difference(text: str, changed: str) -> tuple[int, str, str]:
-    """Return the number of the first line that differs, what stood there, and what stands there now, as one line each."""
+    """Return the number of the first line that differs, and the old and the new text of all differences, in one line each."""
     lines, others = text.splitlines(), changed.splitlines()
     blocks = [block for block in SequenceMatcher(None, lines, others, autojunk=False).get_opcodes() if block[0] != "equal"]
     before = " ".join(line.strip() for _, start, end, _, _ in blocks for line in lines[start:end])
@@ -221,9 +221,9 @@ def _without_comment(line: str) -> str:
 
 
 def _place(text: str, number: int) -> tuple[str, range]:
-    """Return the name of what is around a line, and the lines of its statement: of a ``def`` its body, else its head.
+    """Return the name of the class or function around a line, and the lines of its statement: a ``def``'s body, or the head.
 
-    No lines: it runs when the module is imported.
+    The range is empty if the line runs when the module is imported.
     """
     around = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and number in _lines(node)]
     name = ".".join(node.name for node in around if isinstance(node, (*_FUNCTIONS, ast.ClassDef)))

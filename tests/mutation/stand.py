@@ -1,4 +1,4 @@
-"""A copy of the project with its databases and a warm process, in which one mutant after the other is tested."""
+"""A copy of the project with its databases and a warm process, which tests one mutant after another."""
 
 import json
 import os
@@ -22,20 +22,20 @@ from tests.kit.tables import WRITTEN_ONCE
 from tests.mutation.mutants import ROOT, Mutant
 from tests.mutation.warm import changed_function
 
-#: Whether an update stays on its page is PostgreSQL's decision, which other sessions have a part in.
+#: PostgreSQL decides whether an update stays on its page (HOT), and other sessions affect this decision.
 LEFT_OUT = ("--deselect", "tests/request/test_counts.py::test_every_update_of_a_phased_key_but_the_finish_is_hot")
 NOT_COPIED = (".git", ".venv*", ".run", ".tox", ".*_cache", ".hypothesis", "__pycache__")
-#: A test is endless when it takes so many times as long as it did before, and so many seconds: other people use the machine.
+#: A test is endless if it takes PATIENCE times its former time plus GRACE_SECONDS, because the machine has other load.
 PATIENCE, GRACE_SECONDS = 20, 20
-#: A mutant that is read anew meets so many tests in a pytest that has collected their files only.
+#: The number of tests in a first pytest for a mutant that needs a new process; it collects only the files of these tests.
 FIRST = 30
-#: So long may pytest take to collect all tests.
+#: The time limit for the collection of all tests.
 COLLECTING_SECONDS = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What tests found: "survived", or "killed" or "endless" and by which test."""
+    """An outcome: "survived", or "killed" or "endless" with the test that found it."""
 
     outcome: str
     killer: str = ""
@@ -83,7 +83,7 @@ class Warm:
 
 
 class Stand:
-    """Tests on one database, in a folder of its own; a context manager. ``server`` None is SQLite."""
+    """The tests on one database, in a separate folder; a context manager. If ``server`` is None, the database is SQLite."""
 
     def __init__(self, folder: Path, server: Postgres | None, arguments: tuple[str, ...]) -> None:
         self._folder, self._server, self._arguments = folder, server, arguments
@@ -107,7 +107,7 @@ class Stand:
         return names
 
     def cover(self, tests: list[str], seconds: int) -> dict[str, Any]:
-        """Run tests on the unchanged code, and return which of them runs which line, how long each takes, and which fail."""
+        """Run tests on the unchanged code; return which test runs which line, the seconds of each, and the failed tests."""
         ended: list[str] = []
         while len(ended) < len(tests):
             limits = {test: seconds for test in tests if test not in ended}
@@ -119,7 +119,7 @@ class Stand:
                 return found | {"failed": [*found["failed"], *ended]}
             if not found["killer"]:
                 raise RuntimeError(f"The tests could not be run:\n{(self._folder / 'said').read_text()[-4000:]}")
-            # The test that ended all others, or took too long, is left out.
+            # Leave out the test that ended the process, or took too long.
             ended.append(found["killer"])
             if self._covered:
                 self._restore()
@@ -138,11 +138,11 @@ class Stand:
         return found
 
     def fails(self, test: str, seconds: float) -> bool:
-        """Tell whether a test fails on the unchanged code."""
+        """Return whether a test fails on the unchanged code."""
         return self._ask(self._warm, {test: seconds}, function="").outcome != "survived"
 
     def _fail_twice(self, warm: Warm, tests: dict[str, float], **job: str) -> Found:
-        """Run tests until one fails; when it passes alone, the others have their turn."""
+        """Run tests until one fails twice; if the second, separate run passes, continue with the next tests."""
         names = list(tests)
         while names:
             found = self._ask(warm, {name: tests[name] for name in names}, **job)
@@ -156,10 +156,10 @@ class Stand:
         return Found("survived")
 
     def _meet_anew(self, mutant: Mutant, tests: dict[str, float]) -> Found:
-        """Run the tests in a process that reads the mutant."""
+        """Run the tests in a new process that imports the mutant."""
         changed = self._copy / mutant.module
         original = changed.read_text()
-        # With a folder of its own, which pytest removes at its end.
+        # A separate folder, because pytest removes it at its end.
         alone = self._folder / "alone"
         environment = self._environment | {"PYTHONDONTWRITEBYTECODE": "1", "RIDES_TEST_FOLDER": str(alone)}
         if not self._server:
@@ -177,7 +177,7 @@ class Stand:
                 finally:
                     hanging.cancel()
                 if gone := [name for name in tests if name not in collected]:
-                    return Found("killed", gone[0])  # A parameter of a test is named after what the mutant has changed.
+                    return Found("killed", gone[0])  # The mutant changed the name of a test parameter.
                 return self._fail_twice(warm, tests, function="")
         except Ended:
             return Found("killed", "its import")
@@ -185,7 +185,7 @@ class Stand:
             changed.write_text(original)
 
     def _ask(self, warm: Warm, tests: dict[str, float], **job: str) -> Found:
-        """Run tests until one fails; after a failure the database is as it was."""
+        """Run tests until one fails; after a failure, restore the database."""
         allowed = {name: int(GRACE_SECONDS + PATIENCE * seconds) for name, seconds in tests.items()}
         answer = warm.ask(do="test", tests=allowed, **job)
         if answer["outcome"] == "ended" and not answer["killer"]:
@@ -195,7 +195,7 @@ class Stand:
         return Found(answer["outcome"] if answer["outcome"] != "ended" else "killed", answer["killer"])
 
     def _keep(self) -> None:
-        """Keep the empty test databases as they are now."""
+        """Copy the empty test databases."""
         if not self._server:
             source, kept = (
                 sqlite3.connect(folder) for folder in (self._run_folder / "test.sqlite3", self._folder / "kept.sqlite3")
@@ -206,7 +206,7 @@ class Stand:
             self._administer(SQL("CREATE DATABASE {} TEMPLATE {}").format(Identifier(f"kept_{name}"), Identifier(name)))
 
     def _restore(self, *, dropped: bool = True) -> None:
-        """Empty the test databases of what threads have written that nobody waited for; ``dropped``: make them anew."""
+        """Empty the test databases, which late threads may have filled; if ``dropped``, create them again from the copies."""
         if not self._server:
             for file in self._run_folder.glob("test.sqlite3*"):
                 file.unlink()
@@ -222,7 +222,7 @@ class Stand:
                 self._administer(SQL(EMPTY).format(SQL(", ").join(WRITTEN_ONCE)), name)
 
     def _names(self) -> list[str]:
-        """Return the names of the test databases of PostgreSQL: the settings have two."""
+        """Return the names of the two test databases of PostgreSQL; the result is empty on SQLite."""
         return [f"test_{self._name}", f"test_{self._name}_b"] if self._server else []
 
     def _administer(self, statement: Any, database: str = "postgres") -> None:

@@ -1,10 +1,11 @@
-"""Runs tests against one mutant after the other, each in a fork of a pytest that has collected all of them.
+"""Run tests against one mutant after another, each in a fork of a pytest that has collected all tests.
 
-Most mutants differ from the code in the body of one function: the fork gives the function that body, wherever it is held. The
-others are written into the copy of the project, and meet a pytest of their own (``tests.mutation.stand``).
+Most mutants differ from the code in the body of one function. The fork replaces the code of this function object, so that all
+references use it. Other mutants are written into the copy of the project, and are tested by a new pytest
+(``tests.mutation.stand``).
 
-Reads one job a line from its standard input, and answers each with one line: the names of the tests ("list"), which test runs
-which line ("cover"), or which test failed first ("test").
+The script reads one job per line from standard input, and writes one line for each: the names of the tests ("list"), which
+test runs which line ("cover"), or which test failed first ("test").
 """
 
 import gc
@@ -24,13 +25,13 @@ import coverage
 import pytest
 from _pytest.runner import runtestprotocol
 
-#: All functions that exist when the tests have been collected, by their files.
+#: All functions that exist after the collection of the tests, by file.
 FUNCTIONS: dict[str, list[FunctionType]] = defaultdict(list)
 _FUNCTION_FLAGS = 3  # CO_OPTIMIZED | CO_NEWLOCALS; the body of a class has neither
 
 
 def functions(code: CodeType) -> dict[str, CodeType]:
-    """Return the functions and methods of a compiled module by their names; those within functions belong to these."""
+    """Return the functions and methods of a compiled module by name; inner functions belong to the outer function."""
     found: dict[str, CodeType] = {}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -39,7 +40,7 @@ def functions(code: CodeType) -> dict[str, CodeType]:
 
 
 def signature(code: CodeType, *, functions_too: bool = True) -> Any:
-    """Return what the code does, line numbers left out."""
+    """Return a value that identifies the behaviour of the code, without line numbers."""
     return (
         *(code.co_name, code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags),
         *(
@@ -54,7 +55,7 @@ def signature(code: CodeType, *, functions_too: bool = True) -> Any:
 
 
 def changed_function(text: str, changed: str) -> str | None:
-    """Return the name of the one function whose body differs, None if more than that does."""
+    """Return the name of the function if only its body differs, None otherwise."""
     before, after = (compile(source, "mutant", "exec", dont_inherit=True) for source in (text, changed))
     if signature(before, functions_too=False) != signature(after, functions_too=False):
         return None
@@ -64,7 +65,7 @@ def changed_function(text: str, changed: str) -> str | None:
 
 
 def _pairs(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]]:
-    """Return a function and those within it, each with what replaces it; nothing if one cannot replace the other."""
+    """Return a function and its inner functions, each with its replacement; an empty list if a replacement is impossible."""
     inner, others = ([const for const in code.co_consts if isinstance(const, CodeType)] for code in (old, new))
     if old.co_freevars != new.co_freevars or [code.co_name for code in inner] != [code.co_name for code in others]:
         return []
@@ -73,15 +74,15 @@ def _pairs(old: CodeType, new: CodeType) -> list[tuple[CodeType, CodeType]]:
 
 
 def _swap(module: str, text: str, name: str) -> bool:
-    """Give each function that is called ``name`` in the module, and those that it has made, the body of ``text``.
+    """Give each function object of the function ``name``, and of its inner functions, the code from ``text``.
 
-    Return False if there is none.
+    Return whether there is such an object.
     """
     path = str(Path(module).resolve())
     old, new = (
         functions(compile(source, path, "exec", dont_inherit=True))[name] for source in (Path(module).read_text(), text)
     )
-    # A function is known by its name and its first line: two functions within one may have the same name.
+    # Name and first line identify a function, because two inner functions may have the same name.
     bodies = {(before.co_qualname, before.co_firstlineno): after for before, after in _pairs(old, new)}
     held = [function for function in FUNCTIONS[path] if _place(function) in bodies]
     for function in held:
@@ -94,16 +95,16 @@ def _place(function: FunctionType) -> tuple[str, int]:
 
 
 class Server:
-    """The plugin that takes the place of pytest's loop over the tests."""
+    """The plugin that replaces pytest's loop over the tests."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Do job after job."""
+        """Run one job after another."""
         items = {item.nodeid: item for item in session.items}
         for function in gc.get_objects():
             if isinstance(function, FunctionType):
                 FUNCTIONS[function.__code__.co_filename].append(function)
-        gc.freeze()  # What forks share, they do not copy to collect garbage.
+        gc.freeze()  # Otherwise garbage collection copies the shared memory in each fork.
         for line in sys.stdin:
             job = json.loads(line)
             answer = sorted(items) if job["do"] == "list" else _answer(job, items)
@@ -112,7 +113,7 @@ class Server:
 
 
 def _answer(job: dict[str, Any], items: dict[str, pytest.Item]) -> dict[str, Any]:
-    """Do a job in a fork, and return what it found; what has become of the fork if it died, and of which test."""
+    """Run a job in a fork and return its result. If the fork died, the result names the test that ended it."""
     result = Path(job["result"])
     child = os.fork()
     if not child:
@@ -136,7 +137,7 @@ def _answer(job: dict[str, Any], items: dict[str, pytest.Item]) -> dict[str, Any
             os._exit(0)
     _, how = os.waitpid(child, 0)
     with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what the tests have started
+        os.killpg(child, signal.SIGKILL)  # processes that the tests started
     found: dict[str, Any] = json.loads(result.read_text())
     return found | {"outcome": "endless"} if os.WIFSIGNALED(how) and os.WTERMSIG(how) == signal.SIGALRM else found
 
@@ -166,7 +167,7 @@ def _outcome(item: pytest.Item, following: pytest.Item | None) -> str:
 
 
 def _cover(chosen: list[pytest.Item], result: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Run all tests, and return which of them ran which line of the app, how long each took, and which failed."""
+    """Run all tests; return which test ran which line of the app, the seconds of each test, and the failed tests."""
     if job["adopt"]:
         _adopt_database()
     measure = coverage.Coverage(data_file=None, config_file=False, source=["idempotency"])
@@ -195,7 +196,7 @@ def _cover(chosen: list[pytest.Item], result: Path, job: dict[str, Any]) -> dict
 
 
 def _adopt_database() -> None:
-    """Let a run take the test database as the last one left it: emptied. To look for migrations takes a second."""
+    """Let a run use the existing test database, which is empty. A check for migrations would take a second."""
     from django.conf import settings
     from django.db.backends.base.creation import BaseDatabaseCreation
 
@@ -209,7 +210,7 @@ def _adopt_database() -> None:
 
 
 if __name__ == "__main__":
-    # Answers go to where standard output was; what the tests print goes to standard error.
+    # The answers go to the former standard output; the output of the tests goes to standard error.
     ANSWERS = os.dup(1)
     os.dup2(2, 1)
     quiet = ("-q", "-s", "--reuse-db", "--no-header", "--disable-warnings", "-p", "no:cacheprovider")

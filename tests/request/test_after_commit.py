@@ -1,4 +1,4 @@
-"""After COMMIT: callbacks run for committed work alone, and an error changes neither the stored response nor the key."""
+"""After COMMIT: callbacks run only for committed work, and an error changes neither the stored response nor the key."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +57,7 @@ def test_a_hook_that_fails_after_a_plain_view_raises_its_own_error(serve: Serve,
 def test_a_hook_that_fails_after_the_first_phase_does_not_finish_the_key(
     serve: Serve, sender: Sender, settings: Settings
 ) -> None:
-    """404 instead of 500 here: nothing of this needs STORE_5XX."""
+    """The error is a 404 instead of a 500, so that the test does not depend on STORE_5XX."""
 
     def lost() -> None:
         raise Http404
@@ -72,7 +72,7 @@ def test_a_hook_that_fails_after_the_first_phase_does_not_finish_the_key(
 
 
 def test_a_phase_is_known_to_be_committed_before_a_hook_fails(serve: Any, sender: Sender) -> None:
-    """The view turns the error into an answer of its own, and the stored one is given all the same."""
+    """The view handles the error, and the client still gets the stored response."""
 
     def fail() -> None:
         raise OSError
@@ -91,7 +91,7 @@ def test_a_phase_is_known_to_be_committed_before_a_hook_fails(serve: Any, sender
 def test_an_error_after_commit_that_the_view_turns_into_an_answer_does_not_replace_the_stored_one(
     serve: Serve, sender: Sender
 ) -> None:
-    """A connection that is cut between COMMIT and its acknowledgement looks the same to the view."""
+    """For the view, a connection that is cut between COMMIT and its acknowledgement is the same error."""
 
     @idempotent(recovery_points=["unused"])
     def view(request: HttpRequest) -> HttpResponseBase:

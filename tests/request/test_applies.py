@@ -1,4 +1,4 @@
-"""``applies=``: which requests of a view are protected. What each framework makes of it is in ``tests/frameworks``."""
+"""``applies=``: which requests of a view are protected. ``tests/frameworks`` tests it in each framework."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def places_order(request: HttpRequest) -> bool:
 
 
 def checkout(kind: Kind, work: Counted, **options: Any) -> View:
-    """Return a view that orders, protected, and else says whether a key was there."""
+    """Return a view that protects only requests that place an order; others run ``work`` unprotected."""
     if kind is plain:
         return idempotent(applies=places_order, **options)(work)
     order = phased(work).__wrapped__

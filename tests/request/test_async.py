@@ -1,4 +1,4 @@
-"""Async views: behind ASGI each request has a thread that holds its connection, and nobody waits on the event loop."""
+"""Async views: under ASGI each request has a thread with its connection, and no code blocks the event loop."""
 
 import asyncio
 import json
@@ -207,7 +207,7 @@ def test_a_request_whose_client_hung_up_leaves_nothing_and_can_be_sent_again(tra
 
 @pytest.mark.postgres
 def test_a_phased_view_goes_on_after_its_client_has_hung_up(transactional_db: None, serve: Any) -> None:
-    """Otherwise a foreign call would be in doubt whenever a tab is closed."""
+    """Otherwise a foreign call would be in doubt each time a browser tab is closed."""
 
     async def scenario() -> None:
         reached, hung_up = asyncio.Event(), asyncio.Event()
@@ -232,7 +232,7 @@ def test_a_phased_view_goes_on_after_its_client_has_hung_up(transactional_db: No
         application = await begin("/view/", "key-1", b"{}")
         await asyncio.wait_for(reached.wait(), WAIT_SECONDS)
         await application.send_input({"type": "http.disconnect"})
-        await asyncio.sleep(0.1)  # for a cancellation
+        await asyncio.sleep(0.1)  # time for a cancellation
         hung_up.set()
         await application.wait(WAIT_SECONDS)
         status, headers, _ = await ask("/view/", "key-1")
@@ -243,7 +243,7 @@ def test_a_phased_view_goes_on_after_its_client_has_hung_up(transactional_db: No
 
 @pytest.mark.postgres
 def test_two_tasks_of_one_thread_share_no_transaction_but_wait_for_calls_together(transactional_db: None) -> None:
-    """Each asyncio task has a key; the connection is that of the one thread in which both wait for the database."""
+    """Each asyncio task has a key; both use the connection of the one thread in which they wait for the database."""
     refused: list[str] = []
 
     @idempotent(recovery_points=[], scope=lambda request: "everybody")

@@ -1,4 +1,4 @@
-"""ATOMIC_REQUESTS around a class in a URLconf that a middleware has chosen. That it works is in ``tests/frameworks``."""
+"""ATOMIC_REQUESTS around a class in a URLconf that a middleware sets. ``tests/frameworks`` tests the normal case."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +18,13 @@ from tests.models import Entry
 
 
 class Orders(View):
-    """A class with a protected method and one that is not."""
+    """A class with a protected and an unprotected method."""
 
     aliases = ("default",)
 
     @idempotent
     def post(self, request: HttpRequest) -> HttpResponseBase:
-        """Write, in the first request what its COMMIT refuses."""
+        """Create an entry; in the first request, COMMIT refuses it."""
         nowhere = -1 if "first" in request.headers.get("Idempotency-Key", "") else None
         for alias in self.aliases:
             broken = nowhere if alias == self.aliases[-1] else None
@@ -32,7 +32,7 @@ class Orders(View):
         return HttpResponse(status=201)
 
     def get(self, request: HttpRequest) -> HttpResponseBase:
-        """Tell whether a transaction is open."""
+        """Return whether a transaction is open."""
         return HttpResponse(str(connection.in_atomic_block))
 
 
@@ -58,7 +58,7 @@ def test_the_methods_that_are_not_protected_keep_their_transaction(serve_elsewhe
 
 
 def calling(request: HttpRequest) -> HttpResponseBase:
-    """Write in the transaction of the request, then call a protected view."""
+    """Create an entry in the transaction of the request, then call a protected view."""
     Entry.objects.create(name="before")
     return Orders.as_view()(request)
 

@@ -1,4 +1,4 @@
-"""Where the decorator may stand: a stored response is for those only who pass authentication and permissions."""
+"""Order of decorators: only clients that pass authentication and permissions get a stored response."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""No way around a foreign call of which nobody knows whether it was made: not by a phase, another service, or a person."""
+"""A foreign call in doubt cannot be bypassed: not by a phase, by a call to another service, or by an operator."""
 
 import asyncio
 import re
@@ -40,7 +40,7 @@ KEYS = "/admin/idempotency/idempotencykey/"
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Simulates the end of the process."""
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def finish(key: Any, body: str = "done", status: int = 200) -> None:
 
 
 def charge(key: Any, name: str, charged: list[str], end: BaseException | None = None) -> None:
-    """Charge at one service; ``end`` is what ends the call once it took effect."""
+    """Charge at one service; raise ``end``, if given, after the call took effect."""
     with foreign_call(key, name) as call:
         if call.due:
             charged.append(name)
@@ -66,7 +66,7 @@ def charge(key: Any, name: str, charged: list[str], end: BaseException | None = 
 
 
 def stuck_code() -> str:
-    """Return why the only key is stuck."""
+    """Return the stuck code of the only key."""
     return IdempotencyKey.objects.get().stuck_code
 
 
@@ -110,7 +110,7 @@ def test_another_service_is_not_asked_instead(end: BaseException, serve: Any, se
 
 
 def test_a_doubt_outlives_the_retries_inside_the_process(serve: Any, sender: Sender, charged: list[str]) -> None:
-    """A serialization failure begins the view anew, and this time the first service is not even tried."""
+    """After a serialization failure the view runs again, and this time it skips the first service."""
     broken: list[str] = []
 
     def pay(key: Any) -> None:
@@ -175,7 +175,7 @@ def test_a_doubt_that_is_over_when_the_call_is_asked_for_is_none(serve: Any, sen
     def pay(key: Any) -> None:
         if key.attempts == 1:
             charge(key, "payment", charged, Killed())
-        ForeignCall.objects.update(result="paid", recorded_at=Now())  # the late run has its answer at last
+        ForeignCall.objects.update(result="paid", recorded_at=Now())  # the late run gets its response
         charge(key, "payment", charged)
         finish(key)
 
@@ -209,7 +209,7 @@ def test_a_phase_inside_the_block_of_a_call_is_refused_and_the_result_kept(
 def test_a_run_that_does_not_know_that_it_is_through_makes_no_call(
     serve: Any, sender: Sender, charged: list[str], monkeypatch: Any
 ) -> None:
-    """COMMIT went through and its answer was lost: what the view would do after a failure must not be done."""
+    """COMMIT succeeded and its acknowledgement was lost: the view must not make the call that handles a failure."""
 
     def commit() -> None:
         monkeypatch.undo()
@@ -230,7 +230,7 @@ def test_a_run_that_does_not_know_that_it_is_through_makes_no_call(
 
 
 def test_a_run_that_was_given_up_makes_no_call(serve: Any, sender: Sender, charged: list[str]) -> None:
-    """A person is called to a key whose run seems dead; what they read must stay true."""
+    """An operator reviews a key whose run seems dead; the displayed state must remain true."""
     gate = Gate()
 
     def pay(key: Any) -> None:
@@ -249,7 +249,7 @@ def test_a_run_that_was_given_up_makes_no_call(serve: Any, sender: Sender, charg
 
 
 class Troubled:
-    """A result with a mistake of its own."""
+    """An object that raises ``error`` when it is used."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -261,7 +261,7 @@ class Troubled:
 
 
 def label(error: BaseException) -> Any:
-    """Return a translated text that cannot be made."""
+    """Return a lazy text whose evaluation fails."""
     return lazystr(Troubled(error))
 
 
@@ -358,7 +358,7 @@ def test_a_write_is_tried_until_it_is_done_and_given_up_when_the_database_stays_
 def test_a_call_whose_task_is_cancelled_before_its_block_is_no_doubt(
     serve: Any, transactional_db: None, charged: list[str]
 ) -> None:
-    """The thread goes on and commits the intent, while the event loop has given the task up."""
+    """The thread continues and commits the intent, although the event loop has cancelled the task."""
     gate = Gate()
 
     def hold_the_row() -> None:
@@ -397,7 +397,7 @@ def test_a_call_whose_task_is_cancelled_before_its_block_is_no_doubt(
 
 
 def boss() -> Client:
-    """Return a browser of somebody who may press each button."""
+    """Return a client of a superuser, who may use each button."""
     client = Client()
     client.force_login(UserFactory(is_staff=True, is_superuser=True))
     return client
@@ -436,7 +436,7 @@ def test_the_admin_answers_what_the_person_saw_on_the_page_with_the_button(
 def test_an_answer_is_refused_when_a_call_was_begun_or_recorded_since(
     seen: str, serve: Any, sender: Sender, charged: list[str]
 ) -> None:
-    """The late run has neither a new claim nor a new recovery point to show for it."""
+    """The late run changes neither the claim nor the recovery point."""
     before, during = Gate(), Gate()
 
     def pay(key: Any) -> None:

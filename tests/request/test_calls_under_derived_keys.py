@@ -1,4 +1,4 @@
-"""``key.call()``: a call under a derived key holds the lease, is written down before it is made, and is seen by a person."""
+"""``key.call()``: a call with a derived key renews the lease, is recorded before it is made, and is visible to operators."""
 
 import re
 from html import unescape
@@ -91,7 +91,7 @@ def test_past_its_validity_nothing_is_begun(serve: Any, sender: Sender) -> None:
 
 @pytest.mark.parametrize("end", ["answered", "taken over", "given up"])
 def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sender) -> None:
-    """The run is paused before its call and thought dead; a person answers that nothing was done, or another run goes on."""
+    """The run is paused before its call. Then an operator stores a response, a retry takes over, or the reaper gives up."""
     gate, charges, conflicts = Gate(), [], []
 
     def pay(key: Any) -> None:
@@ -228,7 +228,7 @@ def test_without_a_phased_request_it_is_refused(serve: Any, sender: Sender) -> N
 
 
 def overdue(serve: Any, sender: Sender, on_abandon: Any) -> None:
-    """Leave a key past its retention, whose view has ``on_abandon``."""
+    """Create a key past its retention, whose view has ``on_abandon``."""
 
     @idempotent(recovery_points=[], on_abandon=on_abandon)
     def view(request: HttpRequest) -> HttpResponse:

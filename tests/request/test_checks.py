@@ -1,4 +1,4 @@
-"""System checks: mistakes are found before the first request."""
+"""System checks find mistakes before the first request."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ RIGHT = {"*": "idempotency.contrib.rq.RQBackend", "mail": "tests.kit.jobs.PickyB
 
 
 def found(settings, **values):
-    """Return the ids of what the checks say about these settings; no database is there to be asked."""
+    """Return the ids of the check messages for these settings, without database checks."""
     settings.IDEMPOTENCY = values
     return [message.id for message in run_checks(databases=[]) if (message.id or "").startswith("idempotency.")]
 
@@ -111,7 +111,7 @@ def test_a_completer_that_may_meet_the_client_is_a_warning(settings):
 
 
 class KeysElsewhere:
-    """Route the keys to a database of a kind that the app does not know."""
+    """A router that sends the keys to a database of an unsupported kind."""
 
     def db_for_write(self, model, **hints):
         return "elsewhere" if model is IdempotencyKey else None
@@ -141,7 +141,7 @@ def test_the_checks_ask_no_database():
 
 
 def said(settings, *views, **values):
-    """Return the ids of what the checks say about these views."""
+    """Return the ids of the check messages for these views."""
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [path(f"{number}/", view) for number, view in enumerate(views)]})
     return found(settings, **values)
 
@@ -159,7 +159,7 @@ class Answering(View):
 def test_no_kind_of_view_is_a_false_alarm(kind, settings, monkeypatch):
     patterns = [pattern for phased in (False, True) for pattern in kind.patterns(Job(work=None, options={}, phased=phased))]
     settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": patterns})
-    notes = {"idempotency.I002"} if kind.name.startswith("Ninja") else set()  # their tokens cannot be asked for again
+    notes = {"idempotency.I002"} if kind.name.startswith("Ninja") else set()  # the token cannot be checked again
     assert set(found(settings)) == notes
     monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
     assert set(found(settings)) == notes
@@ -300,7 +300,7 @@ def test_a_retention_without_effect_is_a_warning(settings):
 
 
 def deployed():
-    """Return the ids of what ``check --deploy`` says besides."""
+    """Return the ids of the additional messages of ``check --deploy``."""
     every = {message.id for message in run_checks(include_deployment_checks=True, databases=[])}
     return {name for name in every - {message.id for message in run_checks(databases=[])} if name.startswith("idempotency.")}
 
@@ -324,7 +324,7 @@ def test_every_check_is_documented():
 
 
 class UsersElsewhere:
-    """A router that keeps users apart from all else."""
+    """A router that sends only users to another database."""
 
     def db_for_write(self, model, **hints):
         return "other" if model is get_user_model() else None

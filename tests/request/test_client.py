@@ -1,4 +1,4 @@
-"""The client: one key and the same bytes over all tries, against a real server that fails in every way a network can."""
+"""The client sends one key and the same bytes in all attempts, to a real server that simulates failures of the network."""
 
 import asyncio
 import gzip
@@ -42,7 +42,7 @@ Response = httpx.Response | requests.Response
 Send = Callable[..., Response]
 
 
-# Without ``verify``, because the certificates that the service does not use take 30 ms to load.
+# Without ``verify``: the service does not use TLS, and loading the certificates takes 30 ms.
 def send_sync(method: str, url: str, retries: Retries = FAST, **options: Any) -> httpx.Response:
     with make_client(retries, trust_env=False, verify=False) as client:
         return client.request(method, url, **options)
@@ -125,7 +125,7 @@ def test_over_many_faults_the_work_is_done_once(service: FaultyService, send: Se
 
 
 class Noticing(httpx.HTTPTransport):
-    """Tells when nobody listened."""
+    """A transport that sets ``refused`` when a connection is refused."""
 
     def __init__(self) -> None:
         super().__init__(trust_env=False)
@@ -186,7 +186,7 @@ def test_whoever_is_told_to_come_back_after_the_deadline_gives_up_at_once(
 
 @pytest.fixture
 def only_pauses_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the clock of the client stand still but in its pauses, each of which is as long as it may be, and over at once."""
+    """Advance the clock of the client only in its pauses, which have their maximum length and return immediately."""
     now = 0.0
 
     def sleep(seconds: float) -> None:
@@ -395,7 +395,7 @@ def test_an_imitation_of_httpx_answers_as_a_server_does() -> None:
 
 
 class Logging(httpx.HTTPTransport):
-    """Reads each answer before it hands it on."""
+    """A transport that reads each response before it returns it."""
 
     def __init__(self) -> None:
         super().__init__(trust_env=False)

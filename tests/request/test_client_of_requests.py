@@ -1,4 +1,4 @@
-"""What the adapter for requests does beyond the rules that ``test_client.py`` holds for each library."""
+"""The adapter for requests, beyond the rules that ``test_client.py`` tests for each library."""
 
 import pickle
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A setting that cannot be meant is named, with what it must be, before any request is taken."""
+"""An invalid setting is reported with its valid values before the first request."""
 
 from typing import Any
 

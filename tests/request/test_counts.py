@@ -1,4 +1,4 @@
-"""What a protected request costs in statements, commits and WAL, on any machine."""
+"""The machine-independent costs of a protected request: statements, commits and WAL."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -22,7 +22,7 @@ def _table(transactional_db: None) -> Iterator[None]:
     truncate(connection, IdempotencyKey, StagedJob)
     create_table()
     for view in (views.bare, views.plain, views.ride):
-        # What the first request of a process reads of the catalogue is no part of the cost.
+        # The first request of a process also reads the catalogue, which is not part of the cost.
         for _ in range(2):
             view(views.request())
     yield
@@ -31,13 +31,13 @@ def _table(transactional_db: None) -> Iterator[None]:
 
 
 def first(view: views.View) -> Counts:
-    """Return what a request with a new key costs."""
+    """Return the costs of a request with a new key."""
     request = views.request()
     return count(lambda: view(request))
 
 
 def replay(view: views.View) -> Counts:
-    """Return what a repeated request costs, once PostgreSQL has tidied the page that the first one wrote."""
+    """Return the costs of a repeated request, after PostgreSQL has pruned the page that the first request wrote."""
     for _ in range(3):
         view(views.request("again"))
     request = views.request("again")
@@ -54,7 +54,7 @@ def test_bare_view_is_one_statement_and_one_commit() -> None:
 def test_plain_view_adds_two_statements_and_no_commit() -> None:
     counts = first(views.plain)
     assert len(counts.besides_the_work) == 2
-    assert len(counts.statements) == 3  # BEGIN with the first, the work, and the second with COMMIT
+    assert len(counts.statements) == 3  # BEGIN with the claim, the work, the finish with COMMIT
     assert counts.commits == 1
 
 
@@ -113,6 +113,6 @@ def test_every_update_of_a_plain_key_is_hot() -> None:
 
 
 def test_every_update_of_a_phased_key_but_the_finish_is_hot() -> None:
-    # The finish takes the key out of the index of the unfinished ones.
+    # The finish removes the key from the index of unfinished keys.
     counts = [first(views.ride) for _ in range(20)]
     assert [(each.updates, each.hot_updates) for each in counts] == [(3, 2)] * 20

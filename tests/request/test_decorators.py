@@ -1,4 +1,4 @@
-"""``@idempotent`` in Django: what decoration refuses, transactions, retries inside the process, statements per request."""
+"""``@idempotent`` in Django: errors at decoration, transactions, retries inside the process, statements per request."""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
@@ -33,12 +33,12 @@ Serve = Callable[..., None]
 
 
 def serializable(kind: Kind) -> Callable[..., View]:
-    """Return the kind with its transactions under SERIALIZABLE, which is the default of phases."""
+    """Return the kind with transactions under SERIALIZABLE, which is the default of phases."""
     return kind if kind is phased else partial(kind, isolation="serializable")
 
 
 def disturb(account: Account) -> None:
-    """Change the account on another connection: who has read it in a transaction cannot change it any more."""
+    """Change the account on another connection: a transaction that has read the account can no longer change it."""
     elsewhere(lambda: Account.objects.filter(pk=account.pk).update(balance=F("balance") + 100))
 
 
@@ -64,7 +64,7 @@ def test_bad_recovery_points_are_refused_at_decoration(points: list[str]) -> Non
 
 
 def test_a_string_of_recovery_points_is_refused_at_decoration() -> None:
-    """A string is a sequence of its letters."""
+    """A string is a sequence too, of its letters."""
     with pytest.raises((TypeError, ValueError), match="recovery_points"):
         idempotent(recovery_points="charged")
 
@@ -150,7 +150,7 @@ def test_atomic_requests_do_not_wrap_a_protected_view(
 def test_atomic_requests_hold_for_what_is_not_protected(
     serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Else half a transfer would stay, of a request that ran as a whole before the view was decorated."""
+    """Otherwise half of a transfer would be committed, although the request was atomic before the view was decorated."""
 
     def transfer(request: HttpRequest) -> HttpResponseBase:
         Entry.objects.create(name="debit")
@@ -220,7 +220,7 @@ def test_rollback_that_the_view_asked_for_is_no_success(kind: Kind, serve: Serve
         return HttpResponse(status=201)
 
     serve(view=kind(work))
-    assert elsewhere(another_client(sender).send).status_code == 500  # on a connection without a past
+    assert elsewhere(another_client(sender).send).status_code == 500  # on a new connection
     assert not Entry.objects.exists()
     assert not IdempotencyKey.objects.finished().exists()
 
@@ -278,7 +278,7 @@ def test_a_key_that_the_view_itself_committed_is_not_answered_with_an_empty_succ
 def test_a_conflict_that_a_plain_view_answers_itself_is_stored_if_its_transaction_is_whole(
     savepoint: bool, serve: Serve, sender: Sender
 ) -> None:
-    """An error of the database that is caught without a savepoint leaves a broken transaction, which can keep no answer."""
+    """A database error that is caught without a savepoint leaves a broken transaction, which cannot store a response."""
     Account.objects.create(name="taken")
 
     def view(request: HttpRequest) -> HttpResponse:
@@ -297,7 +297,7 @@ def test_a_conflict_that_a_plain_view_answers_itself_is_stored_if_its_transactio
 @pytest.mark.parametrize("kind", [plain, phased])
 @pytest.mark.postgres
 def test_without_autocommit_nothing_runs(kind: Any, serve: Serve, sender: Sender) -> None:
-    """Nothing would commit what is answered."""
+    """Without autocommit, no commit would store the response."""
     serve(view=kind(create))
     sender.client.session  # noqa: B018
     connection.set_autocommit(False)
@@ -349,7 +349,7 @@ def test_closed_connection_is_reopened(kind: Kind, serve: Serve, sender: Sender)
 
     serve(view=after_a_cut)
     answer = sender.send()
-    if answer.status_code == 503:  # The next one at the latest.
+    if answer.status_code == 503:  # The next request must succeed.
         serve(view=view)
         answer = sender.send()
     assert answer.status_code == 201
@@ -366,7 +366,7 @@ def test_connection_closed_between_phases_is_reopened(serve: Serve, sender: Send
 
 
 class Disturbed:
-    """Work that counts 1 into the account of a test; its first ``times`` runs meet a serialization failure."""
+    """Work that adds 1 to the account of a test; its first ``times`` runs get a serialization failure."""
 
     def __init__(self, times: int = 1, then: Callable[[HttpRequest], Any] = create) -> None:
         self.account = Account.objects.create(name="shared")
@@ -573,7 +573,7 @@ def test_unique_violation_of_its_own_making_is_given_up_soon(kind: Kind, serve: 
 )
 @pytest.mark.postgres
 def test_serialization_failure_after_commit_does_not_lose_the_answer(kind: Kind, serve: Serve, sender: Sender) -> None:
-    """A hook that runs on commit may fail as the work may; the work is committed by then."""
+    """An on-commit hook may fail like the work, but the work is already committed."""
     failures = [1]
 
     def hook() -> None:
@@ -592,7 +592,7 @@ def test_serialization_failure_after_commit_does_not_lose_the_answer(kind: Kind,
     assert (counted.runs, Entry.objects.count()) == (1, 1)
 
 
-# Ways to end badly
+# Failures
 
 
 @both_kinds
@@ -632,7 +632,7 @@ def test_response_that_no_phase_stored_is_refused(serve: Serve, sender: Sender) 
     assert not IdempotencyKey.objects.in_flight().exists()
 
 
-# What a request costs
+# Statements of a request
 
 
 @pytest.mark.parametrize("level", [None, "serializable"])
@@ -663,15 +663,15 @@ def test_phased_view_costs_a_claim_and_its_replay_one_statement(serve: Serve, cl
 
 
 POSTGRESQL = "postgresql" in connection.settings_dict["ENGINE"]
-#: PostgreSQL reads and inserts in one statement, WITH; SQLite has no INSERT there.
+#: PostgreSQL reads and inserts in one statement, WITH; SQLite has no INSERT inside WITH.
 _CLAIM = ["WITH"] if POSTGRESQL else ["INSERT"]
 _READ = [] if POSTGRESQL else ["SELECT"]
 
 
 def verbs(queries: Iterable[dict[str, str]]) -> list[str]:
-    """Return the first word of each statement; of a fenced one that ends a transaction, the one that it wraps."""
+    """Return the first word of each statement; for a fenced statement that ends a transaction, of the wrapped statement."""
     texts = [query["sql"] for query in sent(queries)]
-    if POSTGRESQL:  # On SQLite a text has values, which may contain the separator.
+    if POSTGRESQL:  # On SQLite a text contains the values, which may contain the separator.
         texts = [text.removeprefix("WITH here AS (") for message in texts for text in message.split("; ")]
     return [text.split()[0] for text in texts if not text.startswith("SET ")]
 

@@ -1,4 +1,4 @@
-"""Which requests are the same, and which are not."""
+"""Which requests have the same fingerprint, and which do not."""
 
 import json
 import pkgutil
@@ -325,7 +325,7 @@ TEXTS = [rb"\ud800", b"+2AA-", b"\xff\xfe\x00\xd8"]
 
 
 def part_in(charset: str, header: bytes, text: bytes) -> bytes:
-    """Return a multipart body with one part, which says that it is in a charset."""
+    """Return a multipart body with one part that declares a charset."""
     head = b"--x\r\nContent-Disposition: form-data; %s\r\n" % header
     return head + b"Content-Type: text/plain; charset=%s\r\n\r\n%s\r\n--x--\r\n" % (charset.encode(), text)
 

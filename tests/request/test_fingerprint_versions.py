@@ -1,4 +1,4 @@
-"""A retry is the same request under other code, another setting or another secret than those that its key was made with."""
+"""A retry is the same request even if code, settings or secret have changed since its key was created."""
 
 import re
 from collections.abc import Callable
@@ -22,19 +22,19 @@ NEW_SECRET = "a new secret, which signs from now on"
 
 
 def other_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the code from here on be that of a release with another version of the fingerprint."""
+    """Simulate a release with another version of the fingerprint."""
     monkeypatch.setattr(fingerprint, "VERSION", 2)
     monkeypatch.setattr(fingerprint, "_WAY", re.compile(fingerprint._WAY.pattern.replace("v1", "v2", 1)))
 
 
 def rotate(settings: Settings) -> None:
-    """Give the project a new secret, as Django's documentation describes it."""
+    """Rotate the secret of the project, as in Django's documentation."""
     settings.SECRET_KEY_FALLBACKS = [settings.SECRET_KEY]
     settings.SECRET_KEY = NEW_SECRET
 
 
 def refused(response: Any) -> tuple[int, str, bool]:
-    """Return the status of a refusal, its code, and whether the client may send the same key again."""
+    """Return the status and the code of a refusal, and whether the client may retry with the same key."""
     said = problem(response)
     return response.status_code, said["code"], said["retryable"]
 

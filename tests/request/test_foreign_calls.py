@@ -1,4 +1,4 @@
-"""A call to a service that is not idempotent is made once per key, or a person hears of it."""
+"""A call to a service that is not idempotent is made once per key; otherwise the key becomes stuck."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 class SmsService:
-    """A service that sends what it is told, as often as it is told."""
+    """A service without idempotency keys: each call sends a message."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
@@ -37,7 +37,7 @@ class SmsService:
 
 
 class Trouble(Exception):
-    """What goes wrong in these tests."""
+    """The error of these tests."""
 
 
 def once(action: Callable[[], None]) -> Callable[[], None]:
@@ -53,7 +53,7 @@ def once(action: Callable[[], None]) -> Callable[[], None]:
 
 
 def fail() -> None:
-    """Go wrong."""
+    """Raise Trouble."""
     raise Trouble("out of luck")
 
 
@@ -119,7 +119,7 @@ def test_a_result_recorded_before_an_error_is_kept(serve: Any, sender: Sender) -
 
 
 def test_a_call_in_doubt_is_not_made_again_but_handed_to_a_person(serve: Any, sender: Sender) -> None:
-    """The service may have sent the message before the line was cut."""
+    """The service may have sent the message before the connection was cut."""
     service = SmsService()
 
     def block(call: MadeCall) -> None:
@@ -201,7 +201,7 @@ def test_another_service_is_called_instead_of_one_whose_refusal_is_recorded(serv
 
 @pytest.mark.parametrize("other", [False, True])
 def test_no_other_call_settles_one_that_was_put_off(serve: Any, sender: Sender, other: bool) -> None:
-    """Else a payment that was put off would be lost behind the message that tells of it."""
+    """Otherwise a recorded message would hide a postponed payment, which would be lost."""
 
     def view(request: HttpRequest) -> HttpResponse:
         key = request.idempotency_key
@@ -305,7 +305,7 @@ def raised(request: HttpRequest) -> HttpResponse:
 def test_an_early_answer_does_not_end_a_request_whose_call_was_made(
     serve: Any, sender: Sender, early: Any, later_run: bool
 ) -> None:
-    """The room was free when the card was charged, and is gone when the client comes again."""
+    """For example, the room was free when the card was charged, and is booked when the client retries."""
 
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponse:
@@ -393,7 +393,7 @@ def test_a_result_that_is_no_json_is_an_error_and_the_call_is_not_made_again(
 
 @pytest.mark.postgres
 def test_a_result_is_written_on_a_new_connection_when_the_old_one_broke(serve: Any, sender: Sender) -> None:
-    """PostgreSQL was restarted while the service took its time."""
+    """PostgreSQL was restarted during the call."""
 
     def block(call: MadeCall) -> None:
         with connection.cursor() as cursor:
@@ -463,7 +463,7 @@ def test_a_serialization_failure_after_the_call_does_not_make_it_again(serve: An
 
 @pytest.mark.postgres
 def test_a_late_result_is_recorded_after_a_takeover(serve: Any, sender: Sender) -> None:
-    """The first run is inside its call when its lock expires: the retry must not call, and the result is not lost."""
+    """The lock of the first run expires during its call: the retry must not call, and the result is not lost."""
     service, gate = SmsService(), Gate()
 
     def block(call: MadeCall) -> None:

@@ -1,4 +1,4 @@
-"""What a request says, and what of a response is kept, beyond the contract's numbers in ``tests/conformance``."""
+"""Parsing of requests and storing of responses, beyond the cases of the contract in ``tests/conformance``."""
 
 import json
 import socket
@@ -172,7 +172,7 @@ def test_key_is_asked_for_before_validate(missing: str | None, kind: Kind, serve
 
 @pytest.mark.postgres
 def test_a_request_that_was_cut_short_does_not_run(serve: Serve, sender: Sender) -> None:
-    """gunicorn and wsgiref hand over what came; Django reads it without a word."""
+    """gunicorn and wsgiref pass a truncated body on, and Django reads it without an error."""
 
     def pay(request: HttpRequest) -> HttpResponse:
         Entry.objects.create(name=f"paid {request.POST['amount']}")
@@ -201,15 +201,15 @@ def test_a_request_that_was_cut_short_does_not_run(serve: Serve, sender: Sender)
 
 
 class QuietHandler(WSGIRequestHandler):
-    """A server that keeps its log to itself."""
+    """A request handler without a log."""
 
     def log_message(self, *arguments: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.mark.postgres
 def test_a_multipart_request_that_was_cut_between_its_parts_does_not_run(serve: Serve, sender: Sender) -> None:
-    """What the parser has seen is whole, and the rest is missing."""
+    """The parts that the parser reads are complete, but the remaining parts are missing."""
     part = b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
     body = part % (b"to", b"bob") + part % (b"amount", b"1000") + part % (b"currency", b"JPY") + b"--x--\r\n"
 
@@ -245,7 +245,7 @@ def test_a_multipart_body_that_a_middleware_has_read(serve: Serve, sender: Sende
     protected = idempotent(create)
 
     def signed(request: HttpRequest) -> HttpResponseBase:
-        assert request.body  # as one does who checks its signature
+        assert request.body  # like a view that verifies a signature
         return protected(request)
 
     serve(view=signed)
@@ -322,7 +322,7 @@ def test_visitor_has_the_scope_of_the_session(kind: Kind, serve: Serve, visitor:
 
 @pytest.mark.postgres
 def test_a_first_request_that_a_twin_outran_takes_its_scope(rf: RequestFactory, visitor: Client) -> None:
-    """At REPEATABLE READ the second UPDATE of the session is refused, and not made after the first."""
+    """At REPEATABLE READ the second UPDATE of the session fails instead of waiting for the first."""
     requests: list[Any] = [rf.post("/"), rf.post("/")]
     for request in requests:
         request.session = SessionStore(visitor.cookies["sessionid"].value)
@@ -429,7 +429,7 @@ def test_scope_callable_with_a_bad_answer_is_a_mistake(scope: Any, serve: Serve,
     assert work.runs == 0
 
 
-# What is kept
+# Stored responses
 
 
 def test_request_is_kept_for_the_completer(serve: Serve, sender: Sender) -> None:
@@ -461,7 +461,7 @@ def test_a_stored_request_is_read_by_its_content_type(content_type: str, body: b
 
 @pytest.fixture
 def template(settings: Settings) -> Iterator[Callable[[str], Any]]:
-    """Return a function that makes a template of a text."""
+    """Return a function that creates a template from a text."""
     return lambda text: engines["django"].from_string(text)
 
 
@@ -580,7 +580,7 @@ def test_cookies_set_by_hand_as_a_header_are_not_kept(serve: Serve, sender: Send
 def test_a_replay_has_the_headers_that_the_response_had_when_it_was_stored(
     kind: Any, replayed: str | None, serve: Serve, sender: Sender
 ) -> None:
-    """A decorator below @idempotent changes the response: of a phased view, after a phase has stored it."""
+    """A decorator inside @idempotent changes the response; in a phased view, this is after a phase has stored it."""
     inner = kind(create).__wrapped__
 
     def marked(request: HttpRequest) -> HttpResponseBase:

@@ -1,4 +1,4 @@
-"""Protected views in the tests of a project: inside the transaction of ``TestCase``, and with transactions of their own."""
+"""Protected views in the tests of a project: inside the transaction of ``TestCase``, and with real transactions."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ urlpatterns = [
 
 
 class InUsersTests:
-    """What holds in each kind of test case."""
+    """Tests for both kinds of test case."""
 
     def setUp(self) -> None:
         """Sign in."""
@@ -88,7 +88,7 @@ class InTestCase(InUsersTests, TestCase):
     """Inside the transaction of ``TestCase``."""
 
     def test_transaction_opened_by_the_test_is_refused(self) -> None:
-        """As Django's ``atomic(durable=True)`` refuses it."""
+        """Django's ``atomic(durable=True)`` refuses it too."""
         with transaction.atomic():
             assert self.post("plain").status_code == 500
             assert self.post("phased", key="key-2").status_code == 500
@@ -96,4 +96,4 @@ class InTestCase(InUsersTests, TestCase):
 
 @override_settings(ROOT_URLCONF=__name__)
 class InTransactionTestCase(InUsersTests, TransactionTestCase):
-    """With transactions of its own."""
+    """With real transactions."""

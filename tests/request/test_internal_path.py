@@ -1,4 +1,4 @@
-"""Nothing that comes over the network reaches the completer's way into a view."""
+"""No request from the network can use the completer's internal call of a view."""
 
 from typing import Any
 
@@ -38,6 +38,6 @@ def test_a_stranger_cannot_take_the_place_of_the_completer(serve: Any, sender: S
     assert answer.status_code == 302  # to the login page
     other = Sender()
     answer = other.send(f"/view/?{name}={pk}", headers={name: pk}, body={name: pk, "user": sender.user.pk})
-    assert answer.status_code == 503  # runs as itself, under a key of its own
+    assert answer.status_code == 503  # runs as its own user, with its own key
     assert ran == [sender.user.pk, other.user.pk]
     assert IdempotencyKey.objects.values().get(pk=pk) == before

@@ -1,4 +1,4 @@
-"""What two requests under different keys can do to each other at each level: the tables of docs/explanation/isolation.md."""
+"""Anomalies between two requests with different keys at each level: the tables of docs/explanation/isolation.md."""
 
 import threading
 from collections.abc import Callable
@@ -26,14 +26,14 @@ KINDS = {"plain": plain, "phased": phased}
 
 
 class Meeting:
-    """A place in a view where the first runs of two requests wait for each other; whoever is run again passes."""
+    """A point in a view where the first runs of two requests wait for each other; later runs do not wait."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2)
         self._been_here = threading.local()
 
     def wait(self) -> None:
-        """Return when both have come."""
+        """Return when both requests have reached this point."""
         if not hasattr(self._been_here, "once"):
             self._been_here.once = True
             self._barrier.wait(WAIT_SECONDS)
@@ -45,7 +45,7 @@ def name_of(request: HttpRequest) -> str:
 
 
 class Anomaly:
-    """Two requests, "a" and "b", and whether they did what they could not have done one after the other."""
+    """Two requests, "a" and "b", and a check whether their result is impossible in a serial execution."""
 
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
@@ -54,20 +54,20 @@ class Anomaly:
             Account.objects.create(name=name, balance=100)
 
     def work(self, request: HttpRequest) -> HttpResponse:
-        """Read, meet the other, then write what follows from what was read."""
+        """Read, wait for the other request, then write a result of the read."""
         raise NotImplementedError
 
     def send(self, name: str) -> Any:
-        """Send one of the two."""
+        """Send one of the two requests."""
         return another_client(self.sender).send(key=name, body={"name": name})
 
     def both(self) -> list[Any]:
-        """Send both at once."""
+        """Send both requests concurrently."""
         return at_once([lambda: self.send("a"), lambda: self.send("b")])
 
 
 class LostUpdate(Anomaly):
-    """Each adds 10 to a balance that it has read."""
+    """Each request adds 10 to a balance that it has read."""
 
     def work(self, request: HttpRequest) -> HttpResponse:
         account = Account.objects.get(name="a")
@@ -82,7 +82,7 @@ class LostUpdate(Anomaly):
 
 
 class WriteSkew(Anomaly):
-    """Each takes 200 from an account of its own, if the two accounts together have as much."""
+    """Each request takes 200 from its own account, if the sum of both accounts is at least 200."""
 
     def work(self, request: HttpRequest) -> HttpResponse:
         covered = Account.objects.aggregate(sum=Sum("balance"))["sum"] >= 200
@@ -101,7 +101,7 @@ class WriteSkew(Anomaly):
 
 
 class DoubleBooking(Anomaly):
-    """Each takes a seat, if there is no row that says it is taken."""
+    """Each request takes a seat, if no row for this seat exists."""
 
     def work(self, request: HttpRequest) -> HttpResponse:
         taken = Entry.objects.filter(name="seat 1").exists()
@@ -119,7 +119,7 @@ class DoubleBooking(Anomaly):
 
 
 class ChangedRow(Anomaly):
-    """One reads a balance twice, and the other changes it in between."""
+    """One request reads a balance twice, and the other changes it in between."""
 
     def read(self) -> Any:
         return Account.objects.get(name="a").balance
@@ -142,7 +142,7 @@ class ChangedRow(Anomaly):
 
 
 class Phantom(ChangedRow):
-    """One counts the seats twice, and the other takes one in between."""
+    """One request counts the seats twice, and the other takes a seat in between."""
 
     def read(self) -> Any:
         return Entry.objects.filter(name="seat 1").count()
@@ -183,23 +183,23 @@ def test_the_table_of_anomalies_holds(anomaly: str, level: str, kind: str, serve
     assert tried.happened() is (PROMISES[anomaly][level] == "can happen")
 
 
-# What helps below serializable
+# Protection below SERIALIZABLE
 
 
 def add_in_the_database(request: HttpRequest) -> None:
-    """Let the database add."""
+    """Add in the UPDATE statement."""
     Account.objects.filter(name="a").update(balance=F("balance") + 10)
 
 
 def lock_the_row(request: HttpRequest) -> None:
-    """Read what is written later under its lock."""
+    """Lock the row before it is read."""
     account = Account.objects.select_for_update().get(name="a")
     account.balance += 10
     account.save()
 
 
 def lock_all_that_was_read(request: HttpRequest) -> None:
-    """Lock the rows that the decision rests on, not only the one that changes."""
+    """Lock all rows that the decision depends on, not only the row that changes."""
     accounts = {account.name: account for account in Account.objects.select_for_update().order_by("pk")}
     if sum(account.balance for account in accounts.values()) >= 200:
         account = accounts[name_of(request)]
@@ -208,7 +208,7 @@ def lock_all_that_was_read(request: HttpRequest) -> None:
 
 
 def name_it_uniquely(request: HttpRequest) -> None:
-    """Let a unique constraint refuse the second."""
+    """Let a unique constraint refuse the second row."""
     Account.objects.get_or_create(name="seat 1")
 
 

@@ -1,4 +1,4 @@
-"""``keep=``: values of the session and of the request that the completer's request has again."""
+"""``keep=``: values of the session and of the request that the rebuilt request of the completer also has."""
 
 import json
 import uuid
@@ -30,12 +30,12 @@ from tests.kit.views import phased
 
 Serve = Callable[..., None]
 
-#: What a middleware of the project sets.
+#: The attributes that a middleware of the project sets.
 ATTRIBUTES: dict[str, Any] = {}
 
 
 def shop_middleware(get_response: Any) -> Any:
-    """Set what the shop's views read."""
+    """A middleware that sets the attributes that the shop's views read."""
 
     def middleware(request: HttpRequest) -> HttpResponseBase:
         vars(request).update(ATTRIBUTES)
@@ -45,7 +45,7 @@ def shop_middleware(get_response: Any) -> Any:
 
 
 class Checkout:
-    """A phased view that fails between its phases while ``broken``, and notes what each run has read."""
+    """A phased view that fails between its phases while ``broken``, and records the values that each run reads."""
 
     def __init__(self, read: Callable[[HttpRequest], Any], **options: Any) -> None:
         self.broken, self.read = True, read
@@ -106,7 +106,7 @@ def test_session_and_attributes_come_back_in_the_completer(checkout: Any, sender
 
 
 def rebuild_account(request: HttpRequest, key: IdempotencyKey) -> None:
-    """Build the object that the middleware had set, from its number."""
+    """Load the object that the middleware had set, by its primary key."""
     request.account = Group.objects.get(pk=request.idempotency_kept["account.pk"])
 
 
@@ -142,7 +142,7 @@ def test_a_part_may_be_a_uuid(checkout: Any, sender: Sender, settings: Settings)
 
 
 def test_the_values_stay_once_something_is_begun_and_a_retry_may_have_others(checkout: Any, sender: Sender) -> None:
-    """The values are no part of the fingerprint, and the completer continues what was begun."""
+    """The values are not part of the fingerprint, and the completer continues with the stored values."""
     shop = checkout(lambda request: request.session["basket"], keep=["session.basket"])
     in_session(sender, basket="first")
     assert sender.send().status_code == 500
@@ -155,7 +155,7 @@ def test_the_values_stay_once_something_is_begun_and_a_retry_may_have_others(che
 
 
 def test_while_nothing_is_begun_a_retry_replaces_the_values(serve: Serve, sender: Sender) -> None:
-    """A customer who was refused and has changed the basket pays for the new one, also if the completer runs the request."""
+    """A customer who changes the basket after a refusal pays for the new basket, even if the completer runs the request."""
     ends: list[Callable[[], object]] = []
 
     def work(request: HttpRequest) -> HttpResponseBase:
@@ -214,7 +214,7 @@ def test_without_a_kept_session_value_the_completer_has_no_session(checkout: Any
 
 
 class Basket:
-    """No JSON value."""
+    """An object that is not a JSON value."""
 
     lines = (1, 2)
 
@@ -263,7 +263,7 @@ class Unread:
 
     @property
     def pk(self) -> int:
-        raise OperationalError("disk I/O error")  # a loss of the database on SQLite too
+        raise OperationalError("disk I/O error")  # a lost database on SQLite too
 
 
 def test_values_whose_database_is_down_are_asked_for_again(checkout: Any, sender: Sender) -> None:

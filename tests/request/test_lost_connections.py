@@ -36,7 +36,7 @@ def terminate_this_backend() -> None:
 
 
 def cut_this_connection() -> None:
-    """Cut the connection of this thread without a word, as a network does."""
+    """Cut the connection of this thread without a message, like a network failure."""
     with socket.socket(fileno=os.dup(connection.connection.fileno())) as wire:
         wire.shutdown(socket.SHUT_RDWR)
 
@@ -63,7 +63,7 @@ def test_a_claim_runs_on_the_connection_that_a_health_check_opens(
         return "one"
 
     serve(view=kind(create, scope=lose_connection))
-    sender.client.cookies.clear()  # To load the session would check the connection.
+    sender.client.cookies.clear()  # Loading the session would check the connection.
     assert sender.send().status_code == 201
 
 
@@ -120,7 +120,7 @@ def test_connection_lost_between_phases_is_a_503_and_the_retry_resumes(
 
 @pytest.fixture
 def lost_at_commit(transactional_db: None) -> Iterator[Callable[[], None]]:
-    """Let the backend of the first transaction that writes an entry be terminated in its COMMIT; return what ends this."""
+    """Terminate the backend of each transaction that writes an entry, in its COMMIT; yield a function that stops this."""
     with connection.cursor() as cursor:
         cursor.execute(
             "CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS "
@@ -175,7 +175,7 @@ def test_a_release_that_fails_twice_is_tried_later(
 
 @pytest.mark.postgres
 def test_a_dropped_connection_does_not_go_back_to_a_pool(transactional_db: None) -> None:
-    """With this option ``close()`` of psycopg's connection gives it back."""
+    """With this option, ``close()`` of psycopg's connection returns it to the pool."""
     pooled = connection.copy("pooled")
     pool = {"min_size": 1, "max_size": 1, "close_returns": True}
     pooled.settings_dict = pooled.settings_dict | {

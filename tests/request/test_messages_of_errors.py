@@ -1,4 +1,4 @@
-"""What a key keeps of a response that is not stored, so that errors can be told apart: its status and its message."""
+"""A key stores the status and the message of a response that is not stored, so that errors are distinguishable."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ MESSAGE = "Stripe lists no charge"
 
 
 def kept_of(response: Any, serve: Serve, sender: Sender, **options: Any) -> str:
-    """Return the last error of a key whose view returns ``response``; the history has its beginning."""
+    """Return the last error of a key whose view returns ``response``; the history has the beginning of this error."""
     serve(view=phased_outside(lambda request: response, **options))
     assert sender.send().status_code == response.status_code
     key = IdempotencyKey.objects.get()

@@ -1,4 +1,4 @@
-"""A multipart request comes back as multipart: the parsers of its view that take nothing else take it in the completer too."""
+"""The completer rebuilds a multipart request as multipart, so that views that parse only multipart can read it."""
 
 from typing import Any
 from unittest.mock import ANY
@@ -23,7 +23,7 @@ from tests.kit.ageing import abandon
 pytestmark = pytest.mark.django_db(transaction=True)
 
 BOUNDARY = "of-the-client"
-#: Names and values that an encoding may break.
+#: Names and values that are difficult to encode.
 ODD = {
     "plain": "a",
     "quotes": 'say "no"; or \\ not',
@@ -39,7 +39,7 @@ ODD = {
 
 
 class Form:
-    """A phased view that answers 503 to its client, and notes the fields of each run."""
+    """A phased view that returns 503 to its client, and records the fields of each run."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -140,7 +140,7 @@ def test_names_and_values_come_back_as_they_were(serve: Any, client: Client) -> 
     form = Form()
     serve(view=form.django())
     fields = [*ODD.items(), ("plain", "b"), ("lines", "again")]
-    # The text of a value must not end the part of its sender's, either.
+    # The boundary in a value must not end the part in the request of the client, either.
     body = b"".join(part(name, value.replace(BOUNDARY, "another").encode()) for name, value in fields)
     assert post(client, body).status_code == 503
     abandon()

@@ -1,4 +1,4 @@
-"""What is published of protected views: in the demo's own document, through drf-spectacular and through Django Ninja."""
+"""The OpenAPI description of protected views: in the demo's document, by drf-spectacular, and by Django Ninja."""
 
 import json
 import re
@@ -226,7 +226,7 @@ def test_the_document_of_the_demo_has_every_route() -> None:
     routes = {
         "/" + re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", str(route.pattern)) for route in urlpatterns if isinstance(route, URLPattern)
     }
-    # What the page asks for itself may change with it.
+    # The routes of the page are not public, and may change with the page.
     assert set(DEMO["paths"]) == {route for route in routes if not route.startswith(("/page/", "/switches/"))}
 
 

@@ -1,4 +1,4 @@
-"""What runs before the decorator: decorators outside it, and methods of a class; and the check of ``dispatch()``."""
+"""Code that runs before the decorator: outer decorators and methods of a class; and the check of ``dispatch()``."""
 
 from typing import Any
 
@@ -30,12 +30,12 @@ LOGIN = "django.contrib.auth.decorators.user_passes_test"
 
 
 def answer(request: HttpRequest) -> HttpResponseBase:
-    """Answer, whatever was asked."""
+    """Return 201 to each request."""
     return HttpResponse(status=201)
 
 
 class Basket(View):
-    """Refuse by state, as a checkout does whose basket is empty."""
+    """A view that refuses requests depending on the state, like a checkout with an empty basket."""
 
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         if Entry.objects.exists():
@@ -53,7 +53,7 @@ class ByName(Basket):
 
 
 class OnMethod(Basket):
-    """A handler that is decorated where it stands."""
+    """A handler that is decorated at its definition."""
 
     @idempotent
     def post(self, request: HttpRequest) -> HttpResponseBase:
@@ -62,7 +62,7 @@ class OnMethod(Basket):
 
 @method_decorator(idempotent, name="dispatch")
 class Whole(Basket):
-    """The class as a whole: what refuses is inside."""
+    """A class that is decorated as a whole, including the code that refuses."""
 
 
 class AboveWhole(Whole):
@@ -73,7 +73,7 @@ class AboveWhole(Whole):
 
 
 class InRest(APIView):
-    """The same in Django REST framework."""
+    """The same view in Django REST framework."""
 
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         return super().dispatch(request, *args, **kwargs)
@@ -85,7 +85,7 @@ class InRest(APIView):
 
 @method_decorator(login_required, name="dispatch")
 class OfDjango(LoginRequiredMixin, CreateView):
-    """Nothing but Django's runs before the handler."""
+    """A class in which only Django's code runs before the handler."""
 
     @idempotent
     def post(self, request: HttpRequest) -> HttpResponseBase:
@@ -93,7 +93,7 @@ class OfDjango(LoginRequiredMixin, CreateView):
 
 
 class SetUp(OfDjango):
-    """A class with a ``setup()`` of its own."""
+    """A class with its own ``setup()``."""
 
     def setup(self, request: HttpRequest, *args: Any, **kwargs: Any) -> None:
         super().setup(request, *args, **kwargs)

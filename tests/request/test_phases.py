@@ -30,7 +30,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def two_phases(between: Any = lambda: None, inside: Any = lambda: None) -> Any:
-    """Return a view with two phases, and with ``between`` called where a foreign call would be."""
+    """Return a view with two phases that calls ``between`` at the place of a foreign call."""
 
     @idempotent(recovery_points=["entry_created"])
     def view(request: HttpRequest) -> HttpResponseBase:
@@ -39,7 +39,7 @@ def two_phases(between: Any = lambda: None, inside: Any = lambda: None) -> Any:
             match recovery_point:
                 case "started":
                     with atomic_phase(key) as phase:
-                        # No unique foreign key to the key: a takeover would wait for the first run's row.
+                        # The entry has no unique foreign key to the key: a takeover would wait for the row of the first run.
                         Entry.objects.create(name="ours")
                         inside()
                         phase.set_recovery_point("entry_created")
@@ -215,7 +215,7 @@ def test_a_phase_is_over_when_its_block_is_left(serve: Any, sender: Sender) -> N
 @pytest.mark.postgres
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
 def test_a_takeover_rolls_the_late_runs_writes_back(serve: Any, sender: Sender, settings: Settings, isolation: str) -> None:
-    """The first run stands inside its first phase when its lock expires; a retry finishes; then the first one wakes up."""
+    """The lock of the first run expires in its first phase; a retry finishes; then the first run continues."""
     settings.IDEMPOTENCY = {"PHASE_ISOLATION": isolation}
     gate = Gate()
     serve(view=two_phases(inside=gate.wait_here))
@@ -233,7 +233,7 @@ def test_a_takeover_rolls_the_late_runs_writes_back(serve: Any, sender: Sender, 
 
 @pytest.mark.postgres
 def test_a_late_run_between_phases_writes_nothing_more(serve: Any, sender: Sender) -> None:
-    """The first run waits for the other system when its lock expires; both end with the same answer."""
+    """The lock of the first run expires during a downstream call; both runs return the same response."""
     gate = Gate()
     serve(view=two_phases(between=gate.wait_here))
     with background(sender.send) as first:
@@ -272,7 +272,7 @@ def test_a_late_run_is_sent_round_again_while_the_winner_is_at_work(serve: Any, 
 
 @pytest.mark.postgres
 def test_reading_the_key_again_does_not_pass_the_fence(serve: Any, sender: Sender) -> None:
-    """A late run that refreshes its key takes the winner's token, and commits beside the winner."""
+    """Otherwise a late run that refreshes its key would get the winner's token, and commit too."""
     gate = Gate()
     runs = []
 
@@ -285,7 +285,7 @@ def test_reading_the_key_again_does_not_pass_the_fence(serve: Any, sender: Sende
                 make_older(91, "locked_at")
                 winner.append(in_background(another_client(sender).send))
                 gate.wait_until_reached()
-                key.refresh_from_db()  # the late one wakes up, and looks how far it is
+                key.refresh_from_db()  # the late run continues, and reads its recovery point
             else:
                 gate.wait_here()
             with atomic_phase(key) as phase:
@@ -585,7 +585,7 @@ def test_a_phase_whose_transaction_the_view_has_ended_is_not_run_again(
         Entry.objects.create(name="work")
         with connection.cursor() as cursor:
             cursor.execute(end)
-        if later:  # psycopg begins another transaction with it.
+        if later:  # psycopg begins another transaction with this query.
             Entry.objects.exists()
         return HttpResponse(status=201)
 
@@ -679,7 +679,7 @@ def test_a_key_is_finished_when_it_is_said_so(serve: Any, sender: Sender) -> Non
 
 
 def test_a_run_whose_key_was_lost_does_not_answer_with_another_one_that_has_its_id(serve: Any, sender: Sender) -> None:
-    """After a failover the sequence may go back. Behind a pooler the run goes on with a connection to the new primary."""
+    """After a failover the sequence may restart earlier. Behind a pooler, the run continues on the new primary."""
     lost: list[Any] = []
 
     def fail_over() -> None:

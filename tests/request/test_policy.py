@@ -1,4 +1,4 @@
-"""The walk over the URLs finds each protected view, of every kind, with the methods and the options that count for it."""
+"""The walk over the URLs finds protected views of every kind, each with its effective methods and options."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ UNSAFE = ("POST", "PUT", "PATCH", "DELETE")
 
 
 def answer(request: HttpRequest, **kwargs: Any) -> HttpResponseBase:
-    """Answer, from nowhere in particular."""
+    """Return an empty response."""
     return HttpResponse()
 
 
@@ -65,7 +65,7 @@ def test_what_is_not_protected_has_no_policy() -> None:
 
 
 class PerMethod(View):
-    """A class whose methods differ."""
+    """A class whose methods have different options."""
 
     def get(self, request: HttpRequest) -> HttpResponseBase:
         return HttpResponse()

@@ -1,4 +1,4 @@
-"""Errors for browsers: which requests get a page, what is on it, and how a project replaces it."""
+"""Errors for browsers: the requests that get a page, its content, and how a project replaces it."""
 
 import re
 from typing import Any
@@ -73,7 +73,7 @@ def test_every_code_has_advice_of_its_own_kind() -> None:
 
 @pytest.fixture
 def template(settings: Settings) -> Any:
-    """Return a function that replaces the template of the page, with a context processor that fails or not."""
+    """Return a function that replaces the template of the page, and adds a context processor."""
 
     def put(text: str, processor: str) -> None:
         loader = ("django.template.loaders.locmem.Loader", {"idempotency/problem.html": text})

@@ -1,4 +1,4 @@
-"""What is not kept of a request: not in the table, not to be guessed from it, and not run wrongly by the completer."""
+"""Redacted values: they are not in the table, cannot be guessed from it, and the completer does not run without them."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ JSON = "application/json"
 
 
 def everything_stored() -> str:
-    """Return all that the table of keys holds, as text."""
+    """Return the whole content of the table of keys, as text."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT * FROM idempotency_idempotencykey")
         return repr([[bytes(value) if isinstance(value, memoryview) else value for value in row] for row in cursor.fetchall()])

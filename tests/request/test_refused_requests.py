@@ -1,4 +1,4 @@
-"""A client that was told "no" is not charged later: what becomes of a key whose request was refused."""
+"""A refused request is not charged later: the state of a key whose request was refused."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -35,7 +35,7 @@ Step = Callable[[IdempotencyKey], HttpResponseBase | None]
 
 
 class Bank:
-    """A phased view whose attempts each begin with a step of their own. An attempt without an answer from its step charges."""
+    """A phased view in which each attempt begins with the next step. If the step returns no response, the attempt charges."""
 
     def __init__(self, *steps: Step) -> None:
         self.steps: Iterator[Step] = iter(steps)
@@ -56,7 +56,7 @@ class Bank:
 
 
 def answer(status: int) -> Step:
-    """Return a step that does nothing and answers."""
+    """Return a step that only returns a response."""
     return lambda key: HttpResponse(status=status)
 
 
@@ -65,7 +65,7 @@ def forbid(key: IdempotencyKey) -> HttpResponse:
 
 
 def call_then(status: int) -> Step:
-    """Return a step that charges under a derived key and answers."""
+    """Return a step that charges with a derived key and returns a response."""
 
     def step(key: IdempotencyKey) -> HttpResponse:
         with key.call("charge"):
@@ -76,7 +76,7 @@ def call_then(status: int) -> Step:
 
 
 def no_op_then(status: int) -> Step:
-    """Return a step with a phase that commits and moves nothing."""
+    """Return a step with a phase that commits at the same recovery point."""
 
     def step(key: IdempotencyKey) -> HttpResponse:
         with atomic_phase(key) as phase:
@@ -98,14 +98,14 @@ def foreign_call_then(status: int) -> Step:
 
 
 def abandon() -> None:
-    """Let each key be due for the completer."""
+    """Make each key due for the completer."""
     make_older(1000, "created_at", "last_run_at", "locked_at")
     IdempotencyKey.objects.update(next_run_at=None)
 
 
 @pytest.fixture
 def bank(serve: Any) -> Callable[..., Bank]:
-    """Return a function that puts a bank at /view/."""
+    """Return a function that serves a bank at /view/."""
 
     def open_bank(*steps: Step) -> Bank:
         bank = Bank(*steps)
@@ -392,7 +392,7 @@ def test_a_refusal_after_a_commit_whose_end_is_unknown_is_not_told(
 
 @pytest.mark.postgres
 def test_what_is_run_again_inside_the_process_is_locked_and_not_refused(bank: Any, sender: Sender) -> None:
-    """A unique violation above READ COMMITTED may be a race: nobody is refused because of it before the last run."""
+    """A unique violation above READ COMMITTED may be a race, so it refuses no request before the last attempt."""
     Account.objects.create(name="taken")
     found: list[tuple[bool, bool]] = []
 
@@ -461,7 +461,7 @@ def test_a_refusal_after_the_answer_was_stored_is_not_told(bank: Any, sender: Se
 
 
 def pay_and_forbid(request: Any) -> HttpResponseBase:
-    """Pay, with a hook that raises a refusal when that is committed."""
+    """Pay, with an on-commit hook that raises a refusal."""
 
     def hook() -> None:
         raise PermissionDenied
@@ -472,7 +472,7 @@ def pay_and_forbid(request: Any) -> HttpResponseBase:
 
 
 class PayAndForbid(APIView):
-    """The same in Django REST framework, which makes an answer of a refusal."""
+    """The same in Django REST framework, which converts a refusal to a response."""
 
     authentication_classes = (SessionAuthentication,)
 

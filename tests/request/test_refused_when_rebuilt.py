@@ -1,4 +1,4 @@
-"""What only the rebuilt request of the completer was answered is no answer for the client."""
+"""A refusal of only the completer's rebuilt request is not a response for the client."""
 
 import re
 from collections.abc import Callable
@@ -29,12 +29,12 @@ from tests.models import Entry
 pytestmark = pytest.mark.django_db(transaction=True)
 
 Refusal = Callable[[], HttpResponseBase]
-#: Set by a middleware for the client's request, and by nobody for the rebuilt one.
+#: The middleware sets this for the client's request, but not for the rebuilt request.
 tenant: ContextVar[str] = ContextVar("tenant", default="")
 
 
 class Shop:
-    """A phased view whose bank is down at first, and that refuses whoever has no tenant."""
+    """A phased view whose bank is down at first, and that refuses requests without a tenant."""
 
     def __init__(self, refusal: Refusal, *, begun: bool = False, **options: Any) -> None:
         self.refusal, self.begun = refusal, begun
@@ -69,7 +69,7 @@ REFUSALS = [*(partial(HttpResponse, status=status) for status in (400, 403, 404)
 
 
 def left_by_its_client(shop: Shop, serve: Any, sender: Sender) -> None:
-    """Let the client send its request, with its tenant, and go away."""
+    """Send the client's request with its tenant, without a retry; then make the bank available."""
     serve(view=shop.view)
     send(sender, 503)
     shop.bank_is_down = False
@@ -77,7 +77,7 @@ def left_by_its_client(shop: Shop, serve: Any, sender: Sender) -> None:
 
 
 def send(sender: Sender, status: int) -> None:
-    """Let the client send its request, which is answered with ``status``."""
+    """Send the client's request; the response must have ``status``."""
     token = tenant.set("one")
     try:
         assert sender.send().status_code == status
@@ -86,7 +86,7 @@ def send(sender: Sender, status: int) -> None:
 
 
 def run_until_stuck(runs: int) -> None:
-    """Run the completer until it has made ``runs`` more; the last one makes the key stuck."""
+    """Let the completer run the key ``runs`` times; the last run makes the key stuck."""
     for _ in range(runs - 1):
         abandon()
         assert complete_once() == CompletePass(failed=1)
@@ -204,7 +204,7 @@ def test_a_view_with_on_abandon_is_run_until_that_settles_it(serve: Any, sender:
 
 
 def test_a_client_that_came_back_meanwhile_keeps_its_key(serve: Any, sender: Sender) -> None:
-    """Its retry charged, and was answered 503, before the run of the completer came to its end."""
+    """The retry charged and got a 503 before the run of the completer ended."""
     shop = Shop(lambda: HttpResponse(status=404), begun=True)
     left_by_its_client(shop, serve, sender)
     IdempotencyKey.objects.update(begun=False, completer_attempts=completer._RUNS_BEFORE_REFUSED)

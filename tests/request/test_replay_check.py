@@ -1,4 +1,4 @@
-"""``replay_check``: before each stored answer the view may refuse it to this request."""
+"""``replay_check``: before each replay, the view may refuse the stored response to this request."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ Serve = Callable[..., None]
 
 
 class Team:
-    """Who may see a stored answer: everybody until the team is closed."""
+    """Permission to get a replay: every client has it until the team is closed."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -48,7 +48,7 @@ class Team:
 
 
 def rows() -> list[Any]:
-    """Return all that is stored of keys."""
+    """Return the rows of all keys."""
     return list(IdempotencyKey.objects.order_by("pk").values())
 
 

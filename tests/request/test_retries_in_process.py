@@ -1,4 +1,4 @@
-"""A retry inside the process finds the request as it came: who sent it, and what it carries."""
+"""A retry inside the process gets the original request: its sender and its contents."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,12 +36,12 @@ Outer = Callable[[HttpRequest], None]
 
 
 def conflict() -> None:
-    """Fail as PostgreSQL does when two transactions cannot be put in an order."""
+    """Raise a serialization failure of PostgreSQL."""
     connection.cursor().execute("DO $$ BEGIN RAISE EXCEPTION 'conflict' USING ERRCODE = '40001'; END $$")
 
 
 class Twice:
-    """Work that notes what each run finds; the first meets a serialization failure."""
+    """Work that records the values that each run finds; the first run gets a serialization failure."""
 
     def __init__(self, find: Callable[..., Any]) -> None:
         self.find, self.found = find, list[Any]()
@@ -54,7 +54,7 @@ class Twice:
 
 
 def under(middleware: Outer, view: View) -> View:
-    """Return the view under something that changes its request, as a middleware does."""
+    """Return the view inside a wrapper that changes its request, like a middleware."""
 
     def outer(request: HttpRequest) -> HttpResponseBase:
         middleware(request)
@@ -63,11 +63,11 @@ def under(middleware: Outer, view: View) -> View:
     return outer
 
 
-# Who sent it
+# Sender
 
 
 class TokenUser:
-    """What a token says of its sender, who may have the number of somebody else here."""
+    """The sender that a token names. Its id may be the id of another user here."""
 
     is_authenticated = True
 
@@ -81,7 +81,7 @@ class TokenUser:
 
 
 def users_with(name: str, function: Callable[[Any], str]) -> Any:
-    """Return a class of users with a cached property, as a project may have one."""
+    """Return a user class with a cached property, like one of a project."""
     meta = type("Meta", (), {"proxy": True, "app_label": "tests"})
     with isolate_apps("tests"):
         return type("Rider", (get_user_model(),), {"__module__": __name__, "Meta": meta, name: cached_property(function)})
@@ -192,7 +192,7 @@ def test_user_who_is_gone_is_what_he_was(serve: Serve, sender: Sender) -> None:
 
 
 def test_user_of_an_async_view_is_fetched_anew(serve: Serve, sender: Sender) -> None:
-    """By ``auser()``, and by ``request.user``, which cannot be loaded there any more."""
+    """Both ``auser()`` and ``request.user`` return the new user; an async view cannot load ``request.user`` lazily."""
     found = []
 
     def rename() -> None:
@@ -290,7 +290,7 @@ def test_a_retry_inside_the_process_pays_once(make: Any, serve: Serve, sender: S
 def test_row_that_somebody_has_changed_since_is_read_by_its_middleware_again(
     through: str, kind: Kind, serve: Serve, sender: Sender
 ) -> None:
-    """The second run would compute on the balance of before, and write over the other payment."""
+    """Otherwise the second run would use the old balance, and overwrite the other payment."""
 
     def load(request: HttpRequest) -> None:
         account = Account.objects.get()
@@ -303,7 +303,7 @@ def test_row_that_somebody_has_changed_since_is_read_by_its_middleware_again(
     def pay(request: Any) -> HttpResponse:
         account = request.account if through == "request" else request.tenant._state.fields_cache["account"]
         found.append(account.balance)
-        assert Account.objects.count() == 1  # The snapshot is taken.
+        assert Account.objects.count() == 1  # This query takes the snapshot.
         if len(found) == 1:
             elsewhere(lambda: Account.objects.update(balance=F("balance") - 30))
         account.balance -= 10
@@ -333,7 +333,7 @@ def test_a_row_that_is_held_twice_stays_one_object(serve: Serve, sender: Sender)
     assert work.found == [True, True]
 
 
-# What it carries
+# Contents
 
 FORM = "application/x-www-form-urlencoded"
 
@@ -476,14 +476,14 @@ def test_upload_that_the_view_closed(kind: Any, serve: Serve, sender: Sender) ->
 
     serve(view=kind(work))
     body = b'--x\r\nContent-Disposition: form-data; name="f"; filename="a"\r\n\r\n1\r\n--x--\r\n'
-    # It cannot be read again inside the process: the client is sent round.
+    # The body cannot be read again inside the process, so the client must retry.
     send = partial(sender.send, body=body, content_type="multipart/form-data; boundary=x")
     assert [send().status_code for _ in range(2)] == [409, 201]
 
 
 @both_kinds
 def test_lists_in_the_session_are_as_they_came(kind: Kind, serve: Serve, sender: Sender) -> None:
-    """The cart is not filled twice."""
+    """The second run does not fill the cart again."""
     sender.client.force_login(sender.user)
     session = sender.client.session
     session["cart"] = ["chair"]

@@ -1,4 +1,4 @@
-"""Whose key it is: no response and no existence leaks from one client to another."""
+"""Scopes: neither a response nor the existence of a key leaks from one client to another."""
 
 from collections.abc import Callable
 from decimal import Decimal
@@ -37,7 +37,7 @@ Serve = Callable[..., None]
 
 @pytest.fixture
 def visitor(serve: Serve, transactional_db: None) -> Client:
-    """Return a client with a session, who is not signed in."""
+    """Return a client with a session that is not signed in."""
     serve(visit=_keep_a_session)
     client = Client(raise_request_exception=False)
     client.post("/visit/")
@@ -45,7 +45,7 @@ def visitor(serve: Serve, transactional_db: None) -> Client:
 
 
 def scope_by_header(name: str) -> scopes.Scope:
-    """Return a scope that reads a header, as an API gateway sets one."""
+    """Return a scope that reads a header, like one that an API gateway sets."""
     return lambda request: request.headers.get(name, "")
 
 
@@ -138,7 +138,7 @@ def test_a_login_that_was_answered_into_the_void_has_no_session_to_ask_with(
     serve(view=idempotent(scope=scopes.session)(work := Counted(_sign_in)))
     before = visitor.cookies["sessionid"].value
     assert visitor.post("/view/", form, headers={"Idempotency-Key": "key-1"}).status_code == 200
-    visitor.cookies["sessionid"] = before  # its cookie was lost with the answer
+    visitor.cookies["sessionid"] = before  # the new cookie was lost with the response
     assert problem(visitor.post("/view/", form, headers={"Idempotency-Key": "key-1"}))["code"] == "scope_missing"
     serve(view=idempotent(scope=lambda request: f"sign_up:{request.POST['user']}", store_body=False)(work))
     answers = [Client().post("/view/", form, headers={"Idempotency-Key": "key-1"}) for _ in range(2)]
@@ -206,7 +206,7 @@ def test_two_accounts_of_one_name_are_strangers(serve: Serve, client: Client, tr
 
 
 class TokenUser:
-    """Signed in, as packages for tokens have it, and no user of Django's."""
+    """An authenticated account of a token package, which is not a Django user."""
 
     is_authenticated = True
 
@@ -215,7 +215,7 @@ class TokenUser:
 
 
 def _authenticated(view: View, attribute: str, who: Callable[[str], Any]) -> View:
-    """Return the view behind a stand-in for an authentication by token."""
+    """Return the view behind a simulated token authentication."""
 
     def authenticated(request: HttpRequest) -> HttpResponse:
         found = who(request.headers["Authorization"])
@@ -245,7 +245,7 @@ def test_who_is_signed_in_without_being_a_user_does_not_get_the_answers_of_the_s
 def test_who_is_named_by_request_auth_alone_does_not_get_the_answers_of_the_session(
     serve: Serve, visitor: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As Django Ninja leaves a sender whose authentication returns no user."""
+    """Django Ninja sets only ``request.auth`` if an authentication returns no user."""
     serve(view=_authenticated(plain(work := Counted()), "auth", lambda name: {"account": name}))
     refused = visitor.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": "alice"})
     assert (refused.status_code, problem(refused)["code"], work.runs) == (400, "scope_missing", 0)
@@ -270,7 +270,7 @@ def test_two_visitors_with_one_signed_cookie_do_not_share_a_scope(
     serve(view=idempotent(scope=scope)(work := Counted()), visit=_keep_a_session)
     visitors = Client(), Client()
     visitors[0].post("/visit/")
-    visitors[1].cookies["sessionid"] = visitors[0].cookies["sessionid"].value  # as when both come within one second
+    visitors[1].cookies["sessionid"] = visitors[0].cookies["sessionid"].value  # as if created within the same second
     for visitor in visitors:
         assert problem(visitor.post("/view/", headers={"Idempotency-Key": "key-1"}))["code"] == "scope_missing"
     assert work.runs == 0
@@ -339,7 +339,7 @@ def test_a_session_that_is_a_plain_dict(kind: Any, rf: Any, sender: Sender) -> N
 
 
 def test_a_session_that_the_request_has_created_is_no_scope(serve: Serve, transactional_db: None) -> None:
-    """The client that gets no answer gets no cookie either: its retry would create another session."""
+    """A client that gets no response gets no cookie either, so its retry would create another session."""
 
     def creates_a_session(view: View) -> View:
         def outer(request: HttpRequest) -> HttpResponse:
@@ -363,7 +363,7 @@ def test_a_session_is_written_for_its_scope_once(serve: Serve, visitor: Client) 
     for key in ("key-1", "key-2"):
         with statements() as done:
             assert visitor.post("/view/", headers={"Idempotency-Key": key}).status_code == 201
-        # Of a prepared statement, which none of Django's is, psycopg tells Django no text.
+        # psycopg gives Django no text of prepared statements; Django's own statements are not prepared.
         texts = [query["sql"] or "" for query in done]
         writes.append(sum("django_session" in text and not text.startswith("SELECT") for text in texts))
     assert writes == [1, 0]
@@ -393,7 +393,7 @@ def test_what_happened_to_a_session_since_it_was_read_is_seen(meanwhile: str, se
 
 
 def test_a_session_that_changes_hands_takes_no_answer_along(serve: Serve, visitor: Client) -> None:
-    """Another user signs in where one was signed in already, in one browser; then that user signs out."""
+    """A second user signs in with the browser in which the first one is signed in, and then signs out."""
     serve(view=idempotent(scope=scopes.session)(work := Counted()), sign_in=_sign_in, sign_out=_sign_out)
 
     def post(url: str = "/view/", **data: int) -> Any:

@@ -1,4 +1,4 @@
-"""The items of docs/explanation/security.md: its table names their tests, and those that stand nowhere else are here."""
+"""The items of docs/explanation/security.md: its table names their tests, and this file has tests that no other file has."""
 
 import re
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_each_test_of_this_file_is_named_on_the_page() -> None:
 
 
 def anonymous(**options: Any) -> dict[str, Any]:
-    """Return options for a view that asks the database nothing about who sends."""
+    """Return options for a view whose scope needs no query."""
     return {"scope": lambda request: request.headers.get("X-Account", "one"), **options}
 
 

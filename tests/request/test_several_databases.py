@@ -1,4 +1,4 @@
-"""A plain view that writes to a second database with ATOMIC_REQUESTS: what holds there, and what the answer says of it."""
+"""A plain view that writes to a second database with ATOMIC_REQUESTS: the guarantees there, and the responses."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,12 +29,12 @@ def _atomic_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def entries() -> tuple[int, int]:
-    """Return how many entries the key's database has, and how many the other one."""
+    """Return the numbers of entries in the key's database and in the other database."""
     return Entry.objects.using("default").count(), Entry.objects.using("shard_b").count()
 
 
 class Booking:
-    """Work that writes to both databases; ``first`` is done in the first run only, after the writes."""
+    """Work that writes to both databases, and calls ``first`` after the writes of the first run."""
 
     def __init__(self, first: Callable[[], object] = lambda: None) -> None:
         self.first = first
@@ -55,12 +55,12 @@ def break_reference(alias: str) -> None:
 
 
 def account(by: str, alias: str) -> None:
-    """Write a row that says how many there are: two transactions that do so at once cannot be put in an order."""
+    """Create a row with the number of rows: two concurrent transactions that do this are not serializable."""
     Account.objects.using(alias).create(name=f"{by} sees {Account.objects.using(alias).count()}")
 
 
 def rival(alias: str) -> None:
-    """Do so on another connection, and commit first."""
+    """Call ``account`` on another connection, and commit first."""
 
     def run() -> None:
         with transaction.atomic(using=alias):
@@ -72,7 +72,7 @@ def rival(alias: str) -> None:
 
 @contextmanager
 def at_the_end_of_the_checks(alias: str, event: Callable[[str], None]) -> Iterator[None]:
-    """Let something happen to a database when the constraints of both are checked, and no COMMIT has been sent."""
+    """Call ``event`` when the constraints of both databases are checked, before the first COMMIT is sent."""
     events = iter([event])
 
     def watch(execute: Any, sql: str, *rest: Any) -> Any:
@@ -114,7 +114,7 @@ def test_a_transaction_there_that_cannot_commit_leaves_nothing_in_both(how: str,
         match how:
             case "lost":
                 cut("shard_b")
-            case "broken":  # PostgreSQL answers the COMMIT of a broken transaction with a silent ROLLBACK.
+            case "broken":  # PostgreSQL executes the COMMIT of a broken transaction as ROLLBACK, without an error.
                 with suppress(DatabaseError):
                     connections["shard_b"].cursor().execute("SELECT 1/0")
             case "marked":
@@ -155,7 +155,7 @@ def test_once_another_database_has_committed_there_is_no_retry_inside_the_proces
     assert (work.runs, entries(), IdempotencyKey.objects.count()) == (1, (0, 1), 0)
     again = sender.send()
     assert (again.status_code, "Idempotent-Replayed" in again) == (201, False)
-    assert (work.runs, entries()) == (2, (1, 2))  # exactly once here, at least once there
+    assert (work.runs, entries()) == (2, (1, 2))  # exactly once in the key's database, at least once in the other
     assert sender.send()["Idempotent-Replayed"] == "true"
 
 

@@ -41,7 +41,7 @@ from tests.kit.threads import Gate, background
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
-#: What docs/how-to/shard-by-tenant.md has the shop write. The app of the tests takes the place of the shop's.
+#: The code of the shop in docs/how-to/shard-by-tenant.md. The app of the tests replaces the shop's app.
 GUIDE: dict[str, Any] = {"__name__": "shop.sharding"}
 exec(file_of("shard-by-tenant.md", "shop/sharding.py").replace('"shop")', '"tests")'), GUIDE)
 SHARDS, shard, shard_of_request = GUIDE["SHARDS"], GUIDE["shard"], GUIDE["shard_of_request"]
@@ -58,7 +58,7 @@ def _hosts(settings: Settings) -> None:
 
 
 def rows(alias: str) -> dict[str, int]:
-    """Return how many rows a shard has, by the name of the model; those that have none are left out."""
+    """Return the number of rows in a shard by name of the model, without models that have no rows."""
     counts = {model.__name__: model._default_manager.using(alias).count() for model in TABLES}
     return {name: number for name, number in counts.items() if number}
 
@@ -70,7 +70,7 @@ def send(sender: Sender, tenant: str, key: str = "key-1", **options: Any) -> Any
 
 @idempotent(using=shard)
 def plain(request: HttpRequest) -> HttpResponseBase:
-    """Leave an entry and a job in the tenant's database."""
+    """Create an entry and a job in the tenant's database."""
     alias = shard(request)
     Entry.objects.using(alias).create(name=alias, idempotency_key=request.idempotency_key)
     stage_job("tests.kit.jobs.record", {"user": 1})
@@ -88,7 +88,7 @@ class Shop:
 
     def _view(self, request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
-        # None leaves the choice to the router.
+        # With None, the router chooses the database.
         alias = self._alias(request)
         self.ran.append(key._state.db)
         for recovery_point in key.phases():
@@ -118,20 +118,20 @@ class Shop:
 
 @pytest.fixture
 def shop(serve: Any) -> Shop:
-    """Return the shop, which answers at /view/."""
+    """Return the shop, which is served at /view/."""
     shop = Shop()
     serve(view=shop.view)
     return shop
 
 
 def in_both_shards(change: Callable[..., object]) -> None:
-    """Let time pass for the keys of both shards."""
+    """Apply ``change`` to the keys of both shards."""
     for alias in SHARDS.values():
         change(using=alias)
 
 
 def finished(alias: str) -> int:
-    """Return how many keys of a shard have their response."""
+    """Return the number of finished keys in a shard."""
     return IdempotencyKey.objects.using(alias).filter(finished_at__isnull=False).count()
 
 
@@ -238,7 +238,7 @@ def test_a_message_stages_its_job_in_its_shard() -> None:
 
 
 def test_a_job_is_not_staged_in_a_database_without_a_transaction() -> None:
-    """Unless it is told, the router says where jobs go; that another database has a transaction does not help."""
+    """Without ``using``, the router chooses the database; an open transaction in another database is not enough."""
     with transaction.atomic(using="shard_b"), pytest.raises(NoOpenTransaction):
         stage_job("tests.kit.jobs.record", {"user": 1})
     assert (rows("default"), rows("shard_b")) == ({}, {})
@@ -311,13 +311,13 @@ def test_the_enqueuer_of_a_shard_moves_the_jobs_of_that_shard(settings: Settings
 
 
 def take(job: StagedJob) -> None:
-    """Note the job, as a queue of the project's own does, which may look at all of it."""
+    """Record the job, like a project's own queue, which may read all its fields."""
     assert job.created_at <= job.run_at
     take.list.append(job.job_name)  # type: ignore[attr-defined]
 
 
 def enter(alias: str, fail: bool = False) -> None:
-    """Leave an entry in a shard, as a job."""
+    """Create an entry in a shard; this is a job."""
     Entry.objects.using(alias).create(name="entry")
     if fail:
         raise OSError("on purpose")
@@ -330,7 +330,7 @@ def stage_in_shard(function: str, **arguments: Any) -> None:
 
 
 def jobs_handed_over(**arguments: Any) -> list[Any]:
-    """Stage a job in the second shard, let its enqueuer hand it over, and return what RQ has then."""
+    """Stage a job in the second shard, let its enqueuer hand it over, and return the jobs in RQ."""
     stage_in_shard("enter", **arguments)
     assert enqueue_once(using="shard_b") == EnqueuePass(handed_over=1)
     return get_queue("default").jobs
@@ -357,7 +357,7 @@ def test_a_job_that_fails_in_a_worker_for_all_shards_leaves_nothing(broker: Any)
 
 
 def enter_after_a_failure(alias: str, mark: str) -> None:
-    """Leave an entry in a shard, and raise the first time, when there is no file ``mark`` yet."""
+    """Create an entry in a shard, and raise in the first run, in which the file ``mark`` does not exist yet."""
     first = not Path(mark).exists()
     Path(mark).touch()
     enter(alias, fail=first)
@@ -399,12 +399,12 @@ def test_a_worker_for_all_shards_is_told_what_the_router_of_the_enqueuer_knows(b
 
 
 def run(*arguments: str) -> Any:
-    """Run a command in a process of its own, which knows both shards."""
+    """Run a command in a separate process with both shards."""
     return commands.run(*arguments, RIDES_TEST_SHARD_B=connections["shard_b"].settings_dict["NAME"])
 
 
 def in_each_shard(factory: Any, **values: Any) -> None:
-    """Make a row in each shard."""
+    """Create a row in each shard."""
     for alias in SHARDS.values():
         factory._meta.model.objects.using(alias).create(**factory.stub(**values).__dict__)
 
@@ -463,7 +463,7 @@ def test_staged_jobs_and_the_doctor_look_into_the_shard_they_are_given(capsys: p
 
 @contextmanager
 def tenant(alias: str | None) -> Iterator[None]:
-    """Be the tenant of a shard, or nobody."""
+    """Set the current tenant to the tenant of a shard, or to no tenant."""
     token = shard_of_request.set(alias or "default")
     try:
         yield
@@ -473,7 +473,7 @@ def tenant(alias: str | None) -> Iterator[None]:
 
 @pytest.fixture
 def routed(settings: Settings, serve: Any) -> Shop:
-    """Return the shop with a router in place of ``using``: its code names no database."""
+    """Return the shop with a router instead of ``using``: its code names no database."""
     settings.DATABASE_ROUTERS = [GUIDE["TenantRouter"]()]
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{__name__}.tenant_middleware"]
     shop = Shop(using=None, alias=lambda request: None)
@@ -483,7 +483,7 @@ def routed(settings: Settings, serve: Any) -> Shop:
 
 @idempotent
 def routed_plain(request: HttpRequest) -> HttpResponseBase:
-    """Name no database."""
+    """Create an entry and a job without naming a database."""
     Entry.objects.create(name="entry", idempotency_key=request.idempotency_key)
     stage_job("tests.kit.jobs.record", {"user": 1})
     return JsonResponse({}, status=201)
@@ -513,7 +513,7 @@ def test_with_a_router_a_message_and_its_job_go_to_the_shard(routed: Shop) -> No
 def test_with_a_router_the_completer_of_a_shard_finishes_its_keys(
     routed: Shop, sender: Sender, settings: Settings, prepared: bool
 ) -> None:
-    """The other shard has a key with the same number: its request is not the one to be made again."""
+    """The other shard has a key with the same id; the completer must not run the request of that key."""
     assert send(sender, "a", body={"of": "a"}).status_code == send(sender, "b", body={"of": "b"}).status_code == 500
     in_both_shards(abandon)
     routed.broken = False
@@ -527,7 +527,7 @@ def test_with_a_router_the_completer_of_a_shard_finishes_its_keys(
 
 @pytest.mark.parametrize("alias", ["shard_b", None], ids=["one process for each shard", "one for all"])
 def test_with_a_router_the_reaper_settles_a_key_of_its_shard(routed: Shop, sender: Sender, alias: str | None) -> None:
-    """One whose call is in doubt goes to a person, wherever the router would look for calls."""
+    """A key whose call is in doubt becomes stuck, whichever database the router chooses for calls."""
     assert send(sender, "b", key="settled").status_code == send(sender, "b", key="in-doubt").status_code == 500
     key = IdempotencyKey.objects.using("shard_b").get(idempotency_key="in-doubt")
     ForeignCall.objects.using("shard_b").create(key_id=key.pk, name="sms", token=uuid4())
@@ -556,7 +556,7 @@ def test_with_a_router_the_admin_shows_and_moves_the_keys_of_the_shard(routed: S
 
 
 class ReplicaRouter:
-    """Write to the primary, read from a replica; here one that lags so much that nothing has arrived yet."""
+    """A router that reads from a replica, here one with such a lag that it has no data yet."""
 
     def db_for_read(self, model: type[Model], **hints: Any) -> str | None:
         return "shard_b" if model._meta.app_label == "idempotency" else None
@@ -606,7 +606,7 @@ def test_the_processes_do_not_read_from_a_replica(replica: Shop, sender: Sender,
 def test_what_a_plain_view_wrote_to_another_database_goes_with_its_answer(
     end: Any, serve: Any, sender: Sender, monkeypatch: pytest.MonkeyPatch, settings: Settings
 ) -> None:
-    """As it does without the decorator, where that database has ATOMIC_REQUESTS."""
+    """This is the behaviour without the decorator if that database has ATOMIC_REQUESTS."""
 
     @idempotent(scope=lambda request: "everybody")
     def view(request: HttpRequest) -> HttpResponseBase:

@@ -1,4 +1,4 @@
-"""The signals of a request: in which order, outside any transaction, and never for what was rolled back."""
+"""The signals of a request: their order, sent outside any transaction, and never for work that was rolled back."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ Serve = Callable[..., None]
 
 @pytest.fixture
 def sent(transactional_db: None) -> Iterator[list[tuple[str, str, bool]]]:
-    """Return what signals were sent: name, recovery point of the key, whether that was outside a transaction."""
+    """Yield the sent signals: name, recovery point of the key, and whether no transaction was open."""
     received: list[tuple[str, str, bool]] = []
     every = ("key_claimed", "key_replayed", "key_conflict", "phase_committed", "key_finished", "key_stuck")
 

@@ -1,4 +1,4 @@
-"""SQLite has one writer at a time: who meets a plain view waits for it once, then is told to come back."""
+"""SQLite has one writer at a time: a request during a plain view waits for it once, then gets a 503 with Retry-After."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,13 +21,13 @@ Serve = Callable[..., None]
 
 
 def waits_for_a_writer(verb: str, seen: Any) -> int:
-    """Return how many statements of the kind were tried."""
+    """Return the number of statements that begin with ``verb``."""
     return sum(query["sql"].startswith(verb) for query in seen)
 
 
 @pytest.fixture(params=[None, "IMMEDIATE"], ids=["deferred", "immediate"])
 def waits(request: pytest.FixtureRequest, transactional_db: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Let connections wait for a writer for a second; return the statement that does."""
+    """Let connections wait for a writer for at most a second; yield the statement that waits."""
     connection.close()
     options = connection.settings_dict["OPTIONS"]
     monkeypatch.setitem(options, "timeout", 1)

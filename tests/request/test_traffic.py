@@ -1,4 +1,4 @@
-"""The counts of requests per minute: what is counted, how it is written, and what the charts read."""
+"""The counts of requests per minute: what is counted, how it is stored, and what the charts read."""
 
 import time
 from collections import Counter
@@ -192,7 +192,7 @@ def test_a_lock_on_the_table_stops_no_process(monkeypatch: pytest.MonkeyPatch) -
 
 
 class NoTenant:
-    """A router that reads what a middleware has set, and has cleared by the end of the request."""
+    """A router that needs a value that a middleware sets, and clears before the end of the request."""
 
     def db_for_write(self, model: Any, **hints: Any) -> str | None:
         raise LookupError("No tenant is active.")
@@ -203,7 +203,7 @@ def test_an_error_of_the_router_reaches_nobody_and_loses_nothing(settings: Any, 
     monkeypatch.setattr(traffic, "_next_write", 0.0)
     settings.DATABASE_ROUTERS = [f"{__name__}.NoTenant"]
     traffic.count_request(outcome=RequestOutcome.REPLAYED, seconds=0)
-    traffic._counts[0, "replayed"] = 1  # of 1970: not kept for ever
+    traffic._counts[0, "replayed"] = 1  # of 1970, which is too old to be kept
     request_finished.send(sender=None)
     settings.DATABASE_ROUTERS = []
     traffic.write()
@@ -232,7 +232,7 @@ def test_nothing_is_counted_if_the_setting_says_so(settings: Any) -> None:
 
 
 def test_the_numbers_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = int(time.time()) // 3600 * 3600 - 3600  # of a whole hour
+    begin = int(time.time()) // 3600 * 3600 - 3600  # the start of an hour
     monkeypatch.setattr(time, "time", lambda: begin + 1)
     durations = [0.01] * 90 + [1.0] * 10
     for seconds in durations:

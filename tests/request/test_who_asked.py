@@ -27,7 +27,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 class Bank:
-    """A phased view that charges who asks, and answers 503 while ``down``; ``moved`` puts a committed phase before it."""
+    """A phased view that charges the sender, and returns 503 while ``down``. ``moved`` adds a committed phase before."""
 
     def __init__(self, who: Callable[[Any], Any], *, moved: bool = False) -> None:
         self.who, self.moved, self.down = who, moved, True
@@ -53,7 +53,7 @@ class Bank:
 
 
 class TokenAccount:
-    """An account of an API, which is no user of Django's."""
+    """An account of an API, which is not a Django user."""
 
     is_authenticated = True
 
@@ -62,7 +62,7 @@ class TokenAccount:
 
 
 class TokenAuthentication(BaseAuthentication):
-    """Django REST framework's side of it."""
+    """Authentication by token in Django REST framework."""
 
     def authenticate(self, request: Any) -> tuple[TokenAccount, str] | None:
         """Return the account of a token."""
@@ -71,7 +71,7 @@ class TokenAuthentication(BaseAuthentication):
 
 
 def behind_token(view: Any) -> Any:
-    """Let a middleware's like name the account on the request."""
+    """Set ``request.account`` before the view, like a middleware."""
 
     def authenticated(request: HttpRequest) -> HttpResponseBase:
         if token := request.headers.get("X-Token"):
@@ -101,7 +101,7 @@ def abandon() -> None:
 
 
 def completed(bank: Bank) -> IdempotencyKey:
-    """Return the only key after the bank came back and the completer took it."""
+    """Make the bank available, run the completer, and return the only key."""
     bank.down = False
     abandon()
     complete_once()
@@ -149,7 +149,7 @@ def test_an_account_that_a_middleware_names_is_not_left_out(serve: Any, sender: 
 @pytest.mark.parametrize("settled", [account_of_key, account_on_request])
 def test_prepare_request_says_who_asked(settled: Any, serve: Any, sender: Sender, settings: Settings) -> None:
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": settled}
-    if settled is account_of_key:  # The framework takes the user that stands on the request.
+    if settled is account_of_key:  # The framework uses the user of the request.
         bank = Bank(lambda request: request.user.pk)
         serve(view=api_view_of(bank, TokenAuthentication, scope=scopes.attribute("user.pk")))
     else:
@@ -218,7 +218,7 @@ def test_whose_rights_were_revoked_is_not_charged(checked: Any, moved: bool, ser
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_sender_who_was_deactivated_is_not_charged(moved: bool, serve: Any, sender: Sender) -> None:
-    """No check of the view stands in the way here: the view lets in whoever is signed in."""
+    """The view itself would not refuse the request: it accepts every signed-in user."""
     bank = Bank(lambda request: request.user.pk, moved=moved)
     serve(view=bank.protected())
     assert sender.send().status_code == 503
@@ -239,7 +239,7 @@ def test_a_refusal_of_the_view_itself_is_not_one_of_its_sender(serve: Any, sende
 
 
 def refusing(pay: Any) -> Any:
-    """Let a view answer 403 in the completer, where it has been reached."""
+    """Return a view that returns 403 in the completer, after all checks before the view have passed."""
 
     def view(request: Any) -> HttpResponseBase:
         return HttpResponse(status=403) if completion_of(request) is not None else pay(request)

@@ -1,4 +1,4 @@
-"""Claims, below HTTP: what they write, what they find, and whom they refuse."""
+"""Claims, without HTTP: what they write, what they find, and what they refuse."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -56,12 +56,12 @@ def test_the_age_of_a_key_goes_by_its_creation() -> None:
     first = claim().key
     IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=1), locked_at=None)
     for key in (claim().key, rows.read(first.pk, using="default")):
-        assert 3599 < time.monotonic() - key.born_monotonic < 3700  # SQLite tells milliseconds
+        assert 3599 < time.monotonic() - key.born_monotonic < 3700  # SQLite has milliseconds
 
 
 @pytest.mark.postgres
 def test_the_age_of_a_key_includes_the_wait_of_its_claim_for_a_lock() -> None:
-    """Otherwise a downstream key would seem valid for longer than the downstream service remembers it."""
+    """Otherwise a downstream key would seem valid for longer than the downstream service stores it."""
     first = claim().key
     created = time.monotonic()
     fence.release(first, "error", using="default")
@@ -102,7 +102,7 @@ def test_a_key_is_locked_to_the_last_moment() -> None:
     def claimed_too_early() -> Claim | None:
         expire_lock(89.2)
         found = claim()
-        return None if found.outcome is Outcome.CLAIMED else found  # the machine was too slow
+        return None if found.outcome is Outcome.CLAIMED else found  # the machine was too slow: try again
 
     found = eventually(claimed_too_early)
     assert found.key is not None
@@ -150,7 +150,7 @@ def test_a_key_is_compared_by_the_way_in_which_its_fingerprint_was_made(look: An
 
 @pytest.mark.postgres
 def test_what_is_wrong_with_a_claim_is_raised_at_once() -> None:
-    """Only a rival who was faster is worth another look."""
+    """A claim is repeated only after a concurrent claim was faster."""
     with pytest.raises(Error):
         claim(request("NUL \0 is no text for PostgreSQL"))
     key = claim().key
@@ -202,7 +202,7 @@ def test_the_retention_is_that_of_the_view_when_the_work_begins(begun: bool, kep
 
 
 def test_only_an_expired_key_of_its_scope_is_moved_out_of_the_way() -> None:
-    """Between the look and the move somebody may have moved it, or a longer retention may have been set."""
+    """Between the read and the move, another run may have moved it, or a longer retention may have been set."""
     key = claim().key
     finish(key)
 
@@ -216,7 +216,7 @@ def test_only_an_expired_key_of_its_scope_is_moved_out_of_the_way() -> None:
 
 @contextmanager
 def meanwhile(first: Callable[[], Any], second: Callable[[], Any]) -> Iterator["Future[Any]"]:
-    """Do ``first`` in a transaction that commits when ``second``, in another session, waits for it; yield its future."""
+    """Call ``first`` in a transaction that commits when ``second``, in another session, waits; yield ``second``'s future."""
     gate = Gate()
 
     def work() -> None:
@@ -234,7 +234,7 @@ def meanwhile(first: Callable[[], Any], second: Callable[[], Any]) -> Iterator["
 
 
 def plainly_at_once() -> Claim:
-    """Claim as a claim_plain view does, in a transaction of its own."""
+    """Claim like a plain view, in a separate transaction."""
     with transaction.atomic():
         return claim_plain()
 
@@ -263,7 +263,7 @@ def test_a_claim_that_waited_for_the_row_of_another_tells_what_it_says(look: Cal
 def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
     look: Callable[[IdempotencyKey], Any], in_transaction: bool
 ) -> None:
-    """In a transaction it says so: no other statement could follow there."""
+    """In a transaction the claim raises the error, because no other statement could follow there."""
     key = claim().key
     IdempotencyKey.objects.update(begun=True)
     expire_lock(91)
@@ -286,7 +286,7 @@ def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
 
 @pytest.fixture
 def rows_that_vanish(transactional_db: None) -> Iterator[None]:
-    """Let each row that is inserted for a key be gone when somebody looks, as with rivals who are always faster."""
+    """Let each inserted row of a key vanish, as if concurrent runs were always faster."""
     with connection.cursor() as cursor:
         cursor.execute("CREATE FUNCTION vanish() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
         cursor.execute(
@@ -352,7 +352,7 @@ def test_a_claim_of_an_expired_lock_records_the_lost_run(who: str) -> None:
     lost = IdempotencyKey.objects.get().history[1]
     expired, begun = (datetime.fromisoformat(lost[name]) for name in ("at", "claimed_at"))
     assert left.locked_at is not None
-    assert abs(expired - left.locked_at - timedelta(seconds=90)) < timedelta(milliseconds=2)  # SQLite tells milliseconds
+    assert abs(expired - left.locked_at - timedelta(seconds=90)) < timedelta(milliseconds=2)  # SQLite has milliseconds
     assert abs(begun - left.last_run_at) < timedelta(milliseconds=2)
 
 
@@ -469,7 +469,7 @@ def test_while_a_plain_view_runs_another_session_learns_whether_it_is_the_same_r
 @pytest.mark.parametrize("look", [claim, claim_plain])
 @pytest.mark.parametrize("fingerprint", ["v1:one", "v1:two"])
 def test_keys_of_two_scopes_that_agree_in_32_bits_are_not_in_each_others_way(look: Any, fingerprint: str) -> None:
-    """Whoever chooses keys finds such a pair in a second: the mark of a key is half of the number of its lock."""
+    """An attacker finds such a pair of keys in a second, because the mark of a key is half of its lock number."""
     theirs = request("order-76053", scope="user:1")
     mine = request("order-15215", scope="user:2", fingerprint=fingerprint)
     assert locks(theirs)["mark_key"] == locks(mine)["mark_key"]
@@ -540,7 +540,7 @@ def test_who_holds_the_same_key_in_another_database_of_the_server_is_in_nobodys_
     ("look", "begun"), [(claim_as_completer, True), (lambda key: claim(), False), (lambda key: claim(UNSTORABLE), True)]
 )
 def test_a_claim_whose_result_is_lost_is_released(look: Callable[[Any], Any], begun: bool, short_folder: Path) -> None:
-    """Otherwise the key is locked until the lock expires, although nobody runs it."""
+    """Otherwise the key is locked until the lock expires, although no run holds it."""
     key = None
     if begun:
         key = claim().key

@@ -1,6 +1,6 @@
-"""Engines that speak PostgreSQL's protocol and are not PostgreSQL are refused before they break a promise.
+"""Engines that use PostgreSQL's protocol but are not PostgreSQL are refused, because they break guarantees.
 
-A schema before ``pg_catalog`` in the search path stands for another engine: its ``version()`` and its tables are found first.
+A schema before ``pg_catalog`` in the search path simulates another engine: its ``version()`` and its tables are found first.
 """
 
 from collections.abc import Callable, Iterator
@@ -105,7 +105,7 @@ on_postgresql = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
 
 class TestOnPostgresql:
-    """What the first use of a connection finds."""
+    """The check at the first use of a connection."""
 
     pytestmark = on_postgresql
 
@@ -202,7 +202,7 @@ class TestOnPostgresql:
             assert limits()[1] != "local"
 
 
-#: What the coordinator of Citus says when a worker refuses a COMMIT.
+#: The messages of the coordinator of Citus if a worker refuses a COMMIT.
 REFUSE_COMMIT = """
 CREATE FUNCTION another_engine.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
     RAISE WARNING 'the cause' USING ERRCODE = '{cause}';
@@ -216,7 +216,7 @@ FOR EACH ROW EXECUTE FUNCTION another_engine.refuse()
 
 @contextmanager
 def refused_commit(cause: str, *, citus: bool = True) -> Iterator[None]:
-    """Let the COMMIT of each message be refused, as by a worker with the error ``cause``."""
+    """Let the COMMIT of each message fail, as if a worker refused it with the error ``cause``."""
     catalogue = citus_with("n", "s") if citus else ()
     refuse = REFUSE_COMMIT.format(cause=cause, table=ProcessedMessage._meta.db_table)
     with another_engine(*catalogue, refuse):

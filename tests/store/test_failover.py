@@ -1,4 +1,4 @@
-"""What goes on outside a request, or after it, while the database is away or takes no writes."""
+"""Work outside or after a request while the database is unavailable or read-only."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -74,7 +74,7 @@ def test_a_command_says_in_one_line_that_the_database_takes_no_writes() -> None:
 
 
 def test_a_delivery_to_a_read_only_database_is_one_to_a_lost_database() -> None:
-    """Workers deliver again, without end, what an OperationalError ended."""
+    """Workers repeat a delivery that ended with an OperationalError, without a limit."""
     make_read_only(True)
     with pytest.raises(OperationalError, match="read-only"), process_once("stripe", "evt_1"):
         pytest.fail("the message counts as new")
@@ -93,7 +93,7 @@ def test_the_key_of_a_run_that_the_outage_ended_is_free_once_the_database_is_bac
 
 
 def nothing_waits() -> bool:
-    """Whether the thread has ended."""
+    """Return whether the thread of late releases has ended."""
     return late_releases._thread is None
 
 
@@ -120,7 +120,7 @@ def test_a_late_release_is_given_up_when_the_lock_has_expired(settings: Settings
 
 
 def lost_claim(key: IdempotencyKey, token: UUID | None) -> IdempotencyKey:
-    """Return what a process knows of a claim whose result it did not get."""
+    """Return a key as a process has it if it did not get the result of its claim."""
     lost = IdempotencyKey(scope=key.scope, idempotency_key=key.idempotency_key)
     lost.fence = token
     return lost

@@ -1,4 +1,4 @@
-"""Updates of a claimed key, below HTTP: what they write, and that only the run that holds the key makes them."""
+"""Updates of a claimed key, without HTTP: what they write, and that only the run with the lock can make them."""
 
 import logging
 
@@ -46,7 +46,7 @@ def test_a_plain_key_is_finished_at_the_time_that_its_claim_wrote() -> None:
 
 
 def test_a_run_that_does_not_know_of_its_commit_cannot_write_over_it() -> None:
-    """Its recovery point is an older one than that of the row, and its token still holds the key."""
+    """The run has an older recovery point than the row, but its token is still valid."""
     key = claim().key
     fence.advance(key, "paid", using="default")
     assert key.recovery_point == "started"
@@ -117,4 +117,4 @@ def test_a_claimed_key_is_not_saved_past_its_fence() -> None:
     with pytest.raises(RuntimeError, match="bypass its fence"):
         key.save()
     assert IdempotencyKey.objects.get().recovery_point == "started"
-    IdempotencyKeyFactory().save()  # a row that nobody runs
+    IdempotencyKeyFactory().save()  # a row that is not claimed

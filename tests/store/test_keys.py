@@ -1,4 +1,4 @@
-"""Claims, fences and expiry, below HTTP."""
+"""Claims, fences and expiry, without HTTP."""
 
 import threading
 from datetime import timedelta
@@ -231,7 +231,7 @@ def test_keys_are_case_sensitive() -> None:
 
 @pytest.mark.postgres
 def test_runs_of_different_keys_that_stage_a_job_and_finish_side_by_side_do_not_fail_each_other() -> None:
-    """Each has read and written what the other one has, as far as the pages of an index can tell."""
+    """PostgreSQL tracks reads by index page, on which each run has read and written what the others have."""
     held = [claim(request(f"key-{number}")).key for number in range(8)]
     written = threading.Barrier(len(held))
 

@@ -1,5 +1,5 @@
-"""PgBouncer in transaction mode with ``max_prepared_statements``: each transaction may get another server, which has the
-statements of other clients."""
+"""PgBouncer in transaction mode with ``max_prepared_statements``: each transaction may get another server connection,
+which has the statements of other clients."""
 
 import re
 import subprocess
@@ -19,13 +19,13 @@ from tests.models import Entry
 
 pytestmark = [pytest.mark.processes, pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 CLIENTS, REQUESTS = 6, 15
-#: Fewer servers than clients.
+#: Fewer server connections than clients.
 KEEPS_STATEMENTS = "max_prepared_statements = 100\ndefault_pool_size = 2"
 
 
 @pytest.fixture
 def _bouncer(short_folder: Path) -> Iterator[None]:
-    """Put a PgBouncer that keeps prepared statements before the database."""
+    """Connect through a PgBouncer that supports prepared statements."""
     try:
         program = debian.program("pgbouncer", "pgbouncer")
     except debian.NotToBeHad as error:

@@ -1,7 +1,7 @@
-"""The writes keep the rules of Citus for functions, which PostgreSQL itself can judge.
+"""The writes follow the rules of Citus for functions; PostgreSQL itself can check these rules.
 
 Citus refuses a write with a volatile function. It evaluates a stable function before it sends the write to a worker, so the
-function may not take a column; and it refuses one in CASE, COALESCE, ON CONFLICT and RETURNING.
+function must not use a column. It refuses a stable function in CASE, COALESCE, ON CONFLICT and RETURNING.
 Source: Citus 13.2, ``multi_router_planner.c`` (``ModifyPartialQuerySupported``, ``ErrorIfOnConflictNotSupported``).
 """
 
@@ -31,12 +31,12 @@ from tests.kit.claims import claim, finish
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
 STATEMENTS = Statements("postgresql", 90, 3600)
-#: These run on SQLite alone.
+#: Statements that run only on SQLite.
 OTHERS = {"upsert", "insert_plain"}
 NAMES = sorted(name for name in dir(Statements) if not name.startswith("_") and name not in OTHERS)
 #: Locks that the SELECT parts of a claim take. The coordinator of Citus runs these parts.
 LOCKS = {"pg_try_advisory_xact_lock"}
-#: What the coordinator evaluates once, before the write: it stands for a constant.
+#: An expression that the coordinator evaluates once, before the write, so that it is a constant.
 _EVENT = re.sub(r"%\\\(\w+\\\)s", lambda named: r"(?:%\(\w+\)s|\$\d+)", re.escape(POSTGRESQL.event))
 ONCE = re.compile(
     _EVENT + r"|\((?i:statement_timestamp)\(\) [-+] (?:[^()]|\([^()]*\))*\)|(?i:statement_timestamp)\(\)",
@@ -49,7 +49,7 @@ def functions(text: str) -> set[str]:
 
 
 def end_of(text: str, start: int) -> int:
-    """Return where the clause that begins at ``start`` ends: at the closing parenthesis around it, or with the text."""
+    """Return the end of the clause that begins at ``start``: the closing parenthesis around it, or the end of the text."""
     depth = 0
     for position, character in enumerate(text[start:], start):
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -59,7 +59,7 @@ def end_of(text: str, start: int) -> int:
 
 
 def split(text: str, separator: str) -> list[str]:
-    """Split at a separator that stands outside of parentheses and of CASE."""
+    """Split at a separator outside parentheses and CASE."""
     found, depth, last = [], 0, 0
     for match in re.finditer(rf"[()]|\bCASE\b|\bEND\b|{separator}", text):
         depth += {"(": 1, "CASE": 1, ")": -1, "END": -1}.get(match[0], 0)
@@ -102,7 +102,7 @@ def lazy(text: str) -> Iterator[str]:
 
 
 def must_be_immutable(text: str) -> Iterator[str]:
-    """Yield the expressions of a write in which Citus accepts immutable functions only."""
+    """Yield the expressions of a write in which Citus accepts only immutable functions."""
     if (match := re.search(r"\bON CONFLICT\b[^)]*\)? DO (?:NOTHING|UPDATE)", text)) or "INSERT INTO" in text:
         start = match.end() if match else text.index("INSERT INTO")
         yield from expressions(text[start : end_of(text, start)])
@@ -114,7 +114,7 @@ def must_be_immutable(text: str) -> Iterator[str]:
 
 
 def probed(expression: str) -> str:
-    """Return the expression as an index may have it: columns without a table, no system column, no parameter."""
+    """Return the expression in a form for an index: columns without a table, no system column, no parameter."""
     bare = re.sub(r"\bmax\([\w.]+\)", "NULL", re.sub(r'(?:\b(?:k|excluded)|"\w+")\.', "", expression))
     while (start := bare.find("(SELECT ")) >= 0:
         bare = f"{bare[:start]}NULL{bare[end_of(bare, start + 1) + 1 :]}"
@@ -122,7 +122,7 @@ def probed(expression: str) -> str:
 
 
 def refusals(texts: dict[str, str], table: str = TABLE) -> dict[str, str]:
-    """Return the expressions of ``texts`` that PostgreSQL does not take for immutable: it refuses an index on them."""
+    """Return the expressions of ``texts`` that are not immutable: PostgreSQL refuses an index on them."""
     refused = {}
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(f"CREATE TEMPORARY TABLE probe (LIKE {table}) ON COMMIT DROP")
@@ -186,7 +186,7 @@ def test_such_a_function_would_be_found(text: str) -> None:
 
 @pytest.fixture
 def written() -> Callable[[Callable[[], Any]], dict[str, str]]:
-    """Return a function that calls another one, and returns the texts of its writes."""
+    """Return a function that calls ``work`` and returns the texts of its writes."""
 
     def writes_of(work: Callable[[], Any]) -> dict[str, str]:
         texts: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""CONFIRM_REPLICATED on a server without standbys: nothing is answered from what a failover could lose.
+"""CONFIRM_REPLICATED on a server without standbys: no response uses data that a failover could lose.
 
-``tests/processes/test_replication.py`` has a standby.
+``tests/processes/test_replication.py`` has tests with a standby.
 """
 
 import logging
@@ -44,7 +44,7 @@ Serve = Callable[..., None]
 
 @pytest.fixture
 def confirm(settings: Settings) -> Callable[..., None]:
-    """Return a function that sets CONFIRM_REPLICATED, beside other settings."""
+    """Return a function that sets CONFIRM_REPLICATED and other settings."""
 
     def put(value: Any, **others: Any) -> None:
         settings.IDEMPOTENCY = {"CONFIRM_REPLICATED": value, **others}
@@ -64,7 +64,7 @@ def execute() -> Iterator[Callable[[str], None]]:
     connection.close()
 
 
-#: What the backend of these tests has taken.
+#: The jobs that the backend of these tests has received.
 taken: list[Any] = []
 
 
@@ -91,7 +91,7 @@ def test_a_replay_is_a_503_while_no_standby_can_confirm_it(
     with caplog.at_level(logging.WARNING, logger="idempotency"):
         assert is_unconfirmed(sender.send())
     assert "synchronous_standby_names is empty" in caplog.text
-    assert sender.send(key="key-2").status_code == 201  # Its own COMMIT is as durable as PostgreSQL makes it.
+    assert sender.send(key="key-2").status_code == 201  # A first run relies on its own COMMIT.
     for value in ("storage", False):
         confirm(value)
         again = sender.send()
@@ -269,7 +269,7 @@ def test_the_completer_stops_its_pass_and_leaves_no_key_locked(serve: Serve, sen
 def test_an_effect_whose_commit_did_not_wait_for_the_standby_is_not_reported(
     confirm: Any, execute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PostgreSQL tells a cancelled wait by a warning of a function at COMMIT; here a trigger warns."""
+    """PostgreSQL reports a cancelled wait with a warning at COMMIT; in this test a trigger sends the warning."""
     confirm(True)
     monkeypatch.setattr(replication, "_WAIT", "exec_stmt_raise")
     execute(

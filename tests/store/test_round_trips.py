@@ -1,4 +1,4 @@
-"""BEGIN with the claim and the fence with COMMIT: as few round trips as a bare view, and the same results as one by one."""
+"""BEGIN with the claim and the fence with COMMIT: as few round trips as a bare view, and the results of single messages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -49,7 +49,7 @@ def merge(settings: Settings) -> Callable[[bool], None]:
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    """Forget what was prepared, because a pool lends the connection to other tests."""
+    """Forget the prepared statements, because a pool reuses the connection in other tests."""
     yield
     while LOST:
         prepared = vars(LOST.pop()).get("_idempotency_prepared")
@@ -88,7 +88,7 @@ def bench_table() -> Iterator[None]:
     ids=["bare", "plain, first", "plain, replay", "ride", "phased, replay"],
 )
 def test_round_trips(view: Any, key: str, trips: int, bench_table: None) -> None:
-    for _ in range(8):  # Statements are prepared after the fifth use, which takes no round trip.
+    for _ in range(8):  # Statements are prepared after the fifth use, without an additional round trip.
         view(bench.request(key))
     assert messages(lambda: view(bench.request(key))) == trips
 
@@ -105,7 +105,7 @@ def test_each_statement_is_a_round_trip(
 
 
 def lose_statements() -> None:
-    """Let the server lose what this app has prepared on it. psycopg's own statements stay."""
+    """Let the server lose the prepared statements of this app. psycopg's own statements remain."""
     connection.ensure_connection()
     LOST.append(connection.connection)
     with connection.cursor() as cursor:
@@ -115,27 +115,27 @@ def lose_statements() -> None:
 
 
 def swallow(name: str) -> None:
-    """Go on after an error, in a savepoint of its own."""
+    """Continue after an error in a savepoint."""
     Entry.objects.create(name=name)
     with suppress(Error), transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT 1 / 0")
 
 
 def roll_back(name: str) -> None:
-    """Ask for a rollback."""
+    """Mark the transaction for rollback."""
     Entry.objects.create(name=name)
     transaction.set_rollback(True)
 
 
 def break_transaction(name: str) -> None:
-    """Go on after an error that broke the transaction."""
+    """Continue after an error that broke the transaction."""
     Entry.objects.create(name=name)
     with suppress(Error), connection.cursor() as cursor:
         cursor.execute("SELECT 1 / 0")
 
 
 def read_in_chunks(name: str) -> None:
-    """Use a server-side cursor that locks rows: one that outlives the transaction cannot."""
+    """Use a server-side cursor that locks rows; a cursor that is kept after the transaction cannot lock rows."""
     Entry.objects.create(name=name)
     assert [entry.name for entry in Entry.objects.filter(name=name).select_for_update().iterator(chunk_size=1)] == [name]
 
@@ -223,7 +223,7 @@ def test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more
 
 
 def test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no_more(serve: Serve, sender: Sender) -> None:
-    """As behind a pooler that has changed the server: the names exist there."""
+    """Like behind a pooler that changed the server: the names already exist there."""
     counted = Counted()
     serve(view=plain(counted))
     for number in range(8):
@@ -244,7 +244,7 @@ def test_a_connection_whose_server_has_the_statements_of_another_one_prepares_no
 def test_an_error_of_commit_is_not_taken_for_a_lost_lock(
     kind: Kind, merged: bool, serve: Serve, sender: Sender, merge: Callable[[bool], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The trigger fails at COMMIT with the SQLSTATE by which a fenced statement fails."""
+    """The trigger fails at COMMIT with the SQLSTATE of a failed fenced statement."""
     merge(merged)
     with connection.cursor() as cursor:
         cursor.execute(
@@ -271,7 +271,7 @@ def test_an_error_of_commit_is_not_taken_for_a_lost_lock(
 def test_a_run_that_lost_its_lock_commits_nothing(
     threshold: int, merged: bool, serve: Serve, sender: Sender, merge: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if its last statement is prepared in the same message."""
+    """This also holds if its last statement is prepared in the same message."""
     merge(merged)
     connection.close()
     connection.ensure_connection()
@@ -281,7 +281,7 @@ def test_a_run_that_lost_its_lock_commits_nothing(
 
     def lose(request: HttpRequest) -> HttpResponseBase:
         Entry.objects.create(name="late")
-        with connection.cursor() as cursor:  # As another session would have committed it.
+        with connection.cursor() as cursor:  # Like a commit of another session.
             cursor.execute("UPDATE idempotency_idempotencykey SET claim_token = gen_random_uuid()")
         return HttpResponse(status=201)
 
@@ -385,7 +385,7 @@ def test_a_statement_is_refused_where_django_refuses_its_own(transactional_db: N
 
 
 def test_an_error_that_the_server_has_not_sent_is_a_broken_connection(transactional_db: None) -> None:
-    """libpq has made it itself, for example after bytes that it cannot read: it has no SQLSTATE."""
+    """libpq created the error itself, for example after invalid bytes: the error has no SQLSTATE."""
     connection.ensure_connection()
     own = connection.connection
     result = own.pgconn.make_empty_result(ExecStatus.FATAL_ERROR)
@@ -396,7 +396,7 @@ def test_an_error_that_the_server_has_not_sent_is_a_broken_connection(transactio
 def test_an_error_of_a_prepared_statement_is_its_own(
     kind: Kind, serve: Serve, sender: Sender, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does not mean that the server has lost the statement."""
+    """Such an error does not mean that the server has lost the statement."""
     counted = Counted()
     serve(view=kind(counted))
     for number in range(8):
@@ -464,7 +464,7 @@ def test_an_interrupt_after_commit_does_not_skip_the_next_one(serve: Serve, send
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         row = run(*args, **kwargs)
         if kwargs.get("after"):
-            # As a signal that arrives before Django's COMMIT.
+            # Like a signal that arrives before Django's COMMIT.
             monkeypatch.setattr(connection, "commit", raising)
         return row
 

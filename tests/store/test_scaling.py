@@ -1,4 +1,4 @@
-"""The figures of docs/explanation/scaling.md that are the same on every machine are those of the code."""
+"""The machine-independent figures of docs/explanation/scaling.md are correct for the code."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def documented(what: str, column: str) -> int:
 
 
 def counts(view: views.View, body: str = views.BODY) -> list[Counts]:
-    """Return what requests with new keys cost, once PostgreSQL has read its catalogue."""
+    """Return the costs of requests with new keys, after PostgreSQL has read its catalogue."""
     requests = [views.request(body=body) for _ in range(60)]
     return [count(lambda request=request: view(request)) for request in requests][20:]
 
@@ -74,7 +74,7 @@ def test_what_a_request_costs(name: str) -> None:
 
 
 def bytes_on_disk(view: views.View, make_body: Callable[[], str]) -> float:
-    """Return what a key takes in the table and its indexes before anybody has cleaned up."""
+    """Return the bytes of a key in the table and its indexes, before a VACUUM."""
     with connection.cursor() as cursor:
         cursor.execute("TRUNCATE idempotency_idempotencykey CASCADE")
         cursor.execute("ALTER TABLE idempotency_idempotencykey SET (autovacuum_enabled = off)")
@@ -165,7 +165,7 @@ def test_the_pages_of_a_look_are_those_that_were_measured() -> None:
     (row,) = re.findall(r"^\| size of the table .*$", PAGE, re.M)
     said = re.findall(r"\b\d+\b(?! thousand| million)", row)
     measured = {table["keys"]: table["pages_a_look"] for table in json.loads(RESULTS.read_text())["sizes"]["tables"]}
-    assert all(str(measured[size]) in said for size in SIZES if size in measured)  # A quick run leaves the larger out.
+    assert all(str(measured[size]) in said for size in SIZES if size in measured)  # A quick run omits the larger table.
     assert SIZES[0] in measured
 
 
@@ -179,12 +179,12 @@ def test_how_many_connections_a_completer_uses(max_age: int | None, connections:
             cursor.execute(
                 "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend'"
             )
-            return int(cursor.fetchone()[0]) - 1  # One is the test's.
+            return int(cursor.fetchone()[0]) - 1  # without the connection of the test
 
     def look(*of_key: Any) -> None:
         connection.ensure_connection()
         together.wait(60)
-        # The server takes leave of a connection a little later than its client.
+        # The server ends a session a little later than its client closes the connection.
         seen.append(eventually(lambda: (count := counted()) == connections and count))
         together.wait(60)
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.django_db
 LONG_AGO, LATER = ago(days=1), timezone.now() + timedelta(days=1)
 STUCK = {"stuck_at": ago(hours=1), "stuck_reason": "x"}
 LOCKED = {"claim_token": uuid4(), "locked_at": LATER}
-#: What a row may have in its columns, by what the columns say.
+#: The possible values of a row's columns, in groups of columns.
 PARTS: list[list[dict[str, Any]]] = [
     [{}, {"refused_at": LONG_AGO}],
     [{}, LOCKED, {**LOCKED, "locked_at": LONG_AGO}],
@@ -33,7 +33,7 @@ PARTS: list[list[dict[str, Any]]] = [
 
 @pytest.fixture
 def every_row() -> int:
-    """Create a key with each combination of what its columns may say."""
+    """Create a key for each combination of column values; return the number of keys."""
     rows = [{name: value for part in parts for name, value in part.items()} for parts in product(*PARTS)]
     over = {"finished_at": LONG_AGO, "recovery_point": FINISHED}
     rows += [row | over for row in rows if "stuck_at" not in row]

@@ -1,4 +1,4 @@
-"""Settings of a small shop: those of Oscar's sandbox, with ATOMIC_REQUESTS and orders of guests.
+"""Settings of a small shop: the settings of Oscar's sandbox, with ATOMIC_REQUESTS and guest orders.
 
 Environment variables: ``DATABASE_URL``, and ``BANK_URL`` if customers pay by card.
 """

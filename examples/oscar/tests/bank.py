@@ -1,4 +1,4 @@
-"""A bank: an HTTP server that makes one charge for each idempotency key, and can be held or decline."""
+"""A bank: an HTTP server that makes one charge for each idempotency key. It can delay answers and decline cards."""
 
 import json
 import threading
@@ -7,13 +7,13 @@ from typing import Any, Self
 
 
 class Bank:
-    """The charges of a bank, by their keys. A charge without a key is always a new one."""
+    """The charges of a bank by key. A request without a key always makes a new charge."""
 
     def __init__(self) -> None:
         self.charges: dict[str, str] = {}
-        #: Whether it declines each card.
+        #: Whether the bank declines each card.
         self.declines = False
-        #: While it is cleared, a charge is made, and its answer is held back.
+        #: While this event is cleared, the bank makes a charge but does not answer.
         self.answers = threading.Event()
         self.answers.set()
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The three shops (as it is, plain, phased) as real processes on a real PostgreSQL, each test with a database of its own."""
+"""Run the three shops (unprotected, plain, phased) as processes on a real PostgreSQL, each with its own database."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ ROOT = EXAMPLE.parents[1]
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the folders of the shops: a copy of the shop, two of them with their patch."""
+    """Return the folders of the three shops: copies of ``shop``, two of them with their patch."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("unprotected", "plain", "phased")}
     for name, folder in folders.items():
         shutil.copy(EXAMPLE / "manage.py", folder)
@@ -66,7 +66,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory, manage: Callable[..., str
 
 @pytest.fixture
 def bank() -> Iterator[Bank]:
-    """Run the bank, which survives its customers."""
+    """Run the bank in the process of the tests, so that a kill of the shop does not end it."""
     with Bank() as bank:
         yield bank
 
@@ -75,7 +75,7 @@ def bank() -> Iterator[Bank]:
 def open_shop(
     postgres: Postgres, sources: dict[str, Path], manage: Callable[..., str], tmp_path: Path, bank: Bank
 ) -> Iterator[Callable[..., RunningShop]]:
-    """Return a function that opens a shop on a new database: by card, or without ``by_card`` on invoice."""
+    """Return a function that starts a shop on a new database, with payment by card (``by_card``) or by invoice."""
     opened: list[RunningShop] = []
 
     def open_(name: str, *, by_card: bool = False) -> RunningShop:

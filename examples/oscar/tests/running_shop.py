@@ -1,4 +1,4 @@
-"""A shop as a real process, and a visitor who goes through Oscar's checkout in it."""
+"""A shop as a real process, and a visitor who goes through its checkout."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def eventually(condition: Callable[[], Any], seconds: float = 30) -> None:
 
 
 class RunningShop(Process):
-    """One web process with eight threads. ``kill`` sends SIGKILL, ``start`` starts another one."""
+    """One web server with eight threads. ``kill`` sends SIGKILL, ``start`` starts it again."""
 
     def __init__(self, name: str, folder: Path, environment: Mapping[str, str], log: Path, manage: Callable[..., str]) -> None:
         self.port = free_port()
@@ -53,23 +53,23 @@ class RunningShop(Process):
         super().__init__(name, command, environment=os.environ | dict(environment), folder=folder, output=log)
 
     def is_ready(self) -> bool:
-        """Whether it answers."""
+        """Return whether the shop answers."""
         try:
             return httpx.get(f"http://127.0.0.1:{self.port}/en-gb/basket/").status_code == 200
         except httpx.TransportError:
             return False
 
     def expire(self) -> None:
-        """Let 400 seconds pass for all keys: their locks expire, and the completer takes them."""
+        """Make all keys 400 seconds older: their locks are expired, and the completer may run them."""
         self._manage("shell", "--command", AGE_KEYS)
 
     def complete(self) -> None:
-        """Run the completer once, after 400 seconds."""
+        """Make all keys 400 seconds older, then run the completer once."""
         self.expire()
         self._manage("complete_keys")
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """Return what a query finds in the database of the shop."""
+        """Return the rows of a query in the database of the shop."""
         with psycopg.connect(self.database) as connection:
             return connection.execute(query).fetchall()
 
@@ -88,22 +88,22 @@ class RunningShop(Process):
         return visitor
 
     def close(self) -> None:
-        """Send the visitors home, and stop."""
+        """Close the clients of the visitors, and stop the shop."""
         for visitor in self._visitors:
             visitor.leave()
         self.stop()
 
     def mails(self) -> int:
-        """Return how many mails the shop has sent: Django prints them."""
+        """Return the number of mails that the shop has sent; its mail backend prints them."""
         assert isinstance(self.output, Path)
         return self.output.read_text().count("\nSubject: ")
 
     def is_waiting_for_a_row(self) -> bool:
-        """Whether a request of the shop waits for a lock in the database."""
+        """Return whether a request of the shop waits for a lock in the database."""
         return bool(self.rows(f"{SESSIONS} AND wait_event_type = 'Lock'"))
 
     def is_gone(self) -> bool:
-        """Whether the database has noticed that the shop was killed."""
+        """Return whether the database has ended all sessions of a killed shop."""
         return not self.rows(SESSIONS)
 
 
@@ -115,7 +115,7 @@ class Visitor:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{shop.port}", timeout=30)
 
     def leave(self) -> None:
-        """Close the browser."""
+        """Close the HTTP client."""
         self._client.close()
 
     def page(self, path: str) -> str:
@@ -123,17 +123,17 @@ class Visitor:
         return self._client.get(f"/{self.language}{path}", follow_redirects=True).raise_for_status().text
 
     def follow(self, response: httpx.Response) -> str:
-        """Return the text of the page that a redirect leads to, which is no redirect itself."""
+        """Return the text of the page to which a redirect leads; that page must not redirect again."""
         page = self._client.get(response.headers["Location"])
         assert page.status_code == 200
         return page.text
 
     def is_thanked(self, response: httpx.Response, number: str) -> bool:
-        """Whether a redirect leads to the thank-you page of an order."""
+        """Return whether a redirect leads to the thank-you page of an order."""
         return "/checkout/thank-you/" in response.headers["Location"] and f"<strong>{number}</strong>" in self.follow(response)
 
     def send(self, path: str, page: str, **fields: str) -> httpx.Response:
-        """Send a form of a page; a redirect is not followed."""
+        """Send a form of a page, and do not follow a redirect."""
         (token, *_) = re.findall(r'name="csrfmiddlewaretoken" value="(\w+)"', page)
         return self._client.post(f"/{self.language}{path}", data={"csrfmiddlewaretoken": token} | fields)
 
@@ -149,7 +149,7 @@ class Visitor:
         page = self.page("/checkout/shipping-address/")
         address = {"first_name": "A", "last_name": "Guest", "line1": "1 Road", "line4": "London", "postcode": "N1 9GU"}
         assert self.send("/checkout/shipping-address/", page, **address).status_code == 302
-        self.page("/checkout/shipping-method/")  # Oscar has one, and takes it.
+        self.page("/checkout/shipping-method/")  # Oscar has one shipping method, and selects it.
         return self.form_of_preview()
 
     def form_of_preview(self) -> dict[str, str]:
@@ -159,5 +159,5 @@ class Visitor:
         return dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', form))
 
     def place_order(self, form: Mapping[str, str]) -> httpx.Response:
-        """Click on "Place order"; a redirect is not followed."""
+        """Click on "Place order", and do not follow a redirect."""
         return self._client.post(f"/{self.language}/checkout/preview/", data=dict(form))

@@ -1,4 +1,4 @@
-"""What is left when the web process is killed in the middle of an order, and who finishes it."""
+"""Kill the web process during an order: test the stored data, and that a retry or the completer finishes the order."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +19,7 @@ def submitted(visitor: Visitor, form: dict[str, str]) -> Iterator[Future[httpx.R
 
 
 def killed_after_the_charge(shop: RunningShop, visitor: Visitor, bank: Bank) -> dict[str, str]:
-    """Kill the shop when the bank has charged and has not answered; return the form, and open the shop again."""
+    """Kill the shop after the bank has charged and before it answers; start the shop again and return the form."""
     form = visitor.go_to_preview()
     bank.answers.clear()
     with submitted(visitor, form) as click:
@@ -62,7 +62,7 @@ def test_a_kill_in_the_plain_shop_leaves_nothing_and_a_retry_orders(open_shop: C
     visitor = shop.visitor()
     form = visitor.go_to_preview()
     with psycopg.connect(shop.database) as hold, submitted(visitor, form) as click:
-        hold.execute("SELECT * FROM partner_stockrecord FOR UPDATE")  # The order waits for its stock.
+        hold.execute("SELECT * FROM partner_stockrecord FOR UPDATE")  # The order waits for this row lock.
         eventually(shop.is_waiting_for_a_row)
         shop.kill()
         assert isinstance(click.exception(), httpx.TransportError)

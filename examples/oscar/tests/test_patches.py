@@ -1,4 +1,4 @@
-"""The protected shops are what the README says: small, well formed, and without a warning of the checks."""
+"""The patches are as small as the README says, and the patched shops pass ruff and Django's checks."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a double submit does to each shop, one after the other and at once."""
+"""Test a double submit in each shop, one after the other and concurrently."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +12,12 @@ PROTECTED = pytest.mark.parametrize(("name", "by_card"), [("plain", False), ("ph
 
 
 def charges(shop: RunningShop, bank: Bank) -> int:
-    """Return how often the customers paid: by card at the bank, else by the invoices of the shop."""
+    """Return the number of payments: charges of the bank, or invoices of a shop without a bank."""
     return len(bank.charges) if "BANK_URL" in (shop.environment or {}) else shop.count("payments")
 
 
 def thanks_for_the_only_order(visitor: Visitor, response: httpx.Response, shop: RunningShop) -> bool:
-    """Whether a response leads to the thank-you page of the only order, without a further redirect."""
+    """Return whether a response redirects to the thank-you page of the only order, without a further redirect."""
     ((number,),) = shop.rows("SELECT number FROM order_order")
     return visitor.is_thanked(response, number)
 
@@ -30,9 +30,9 @@ def test_an_unprotected_shop_charges_twice(open_shop: Callable[..., RunningShop]
     with ThreadPoolExecutor() as threads:
         clicks = [threads.submit(visitor.place_order, form) for _ in range(2)]
         eventually(lambda: bank.charges)
-        eventually(shop.is_waiting_for_a_row)  # for the basket, which the other request has frozen
+        eventually(shop.is_waiting_for_a_row)  # the row of the basket, which the other request has frozen
         bank.answers.set()
-        assert sorted(click.result().status_code for click in clicks) == [200, 302]  # one is an error page
+        assert sorted(click.result().status_code for click in clicks) == [200, 302]  # 200 is an error page
     assert (shop.count("orders"), len(bank.charges)) == (1, 2)
 
 
@@ -88,7 +88,7 @@ def test_the_next_basket_is_another_order(open_shop: Callable[..., RunningShop],
     visitor.fill_basket()
     assert visitor.place_order(visitor.go_to_preview()).status_code == 302
     assert (shop.count("orders"), charges(shop, bank)) == (2, 2)
-    late = visitor.place_order(form)  # a reload of the first
+    late = visitor.place_order(form)  # a repeated submit of the first order
     assert visitor.is_thanked(late, shop.rows("SELECT min(number) FROM order_order")[0][0])
 
 

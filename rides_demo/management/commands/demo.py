@@ -58,7 +58,7 @@ class Command(BaseCommand):
         with log_file.open("w", buffering=1) as log:
 
             def say(line: str) -> None:
-                # The disk may be full, or the file closed at the end.
+                # The disk may be full. At the end, the file may already be closed.
                 with suppress(OSError, ValueError):
                     log.write(line + "\n")
 
@@ -87,11 +87,11 @@ class Command(BaseCommand):
         return ["--base-url", supervisor.url, "--faults", faults, "--requests", str(options["requests"])]
 
     def direct(self, supervisor: Supervisor) -> dict[str, str]:
-        """Return the environment variables that differ between the simulator and the processes."""
+        """Return the environment variables of the simulator that differ from those of the processes."""
         return {}
 
 
 def within_reach(processes: Collection[str], faults: Collection[str] = FAULTS) -> str:
-    """Return those of ``faults`` that these processes allow: the demo does not crash external services."""
+    """Return the ``faults`` that are possible with these processes: the demo does not crash external services."""
     victims = VICTIMS | dict.fromkeys((STRIPE_FAULTS, STRIPE_DOWN), "sandbox")
     return ",".join(fault for fault in faults if victims.get(fault, "web") in processes)

@@ -30,8 +30,8 @@ class Command(BaseCommand):
     def _seed_rider(self, name: str, token: str, source: str) -> None:
         email = f"{name}@example.com"
         user = User.objects.filter(email=email).first() or User.objects.create_user(name, email)
-        # The sandbox loses its customers at a restart, so create them each time, with a key that
-        # belongs to this row.
+        # The sandbox loses its customers at a restart, so each seed creates them again. The
+        # idempotency key is derived from the user's row.
         if not user.stripe_customer_id or settings.STRIPE_API_BASE:
             row = f"seed {user.pk} {email} {user.date_joined.isoformat()}"
             try:

@@ -13,8 +13,8 @@ from rides_demo.processes import web_workers
 from rides_demo.processes.process import ProcessError
 from rides_demo.processes.supervisor import SHORT_LIMITS, Supervisor
 
-#: A browser repeats a request by itself if a connection that it has used before is lost. On a new connection it does not, so
-#: that the page shows the loss.
+#: A browser repeats a request automatically if a reused connection is lost. Without keep-alive, each request has a new
+#: connection, so the browser does not repeat the request and the page shows the error.
 NO_KEEP_ALIVE = "--keep-alive 0"
 
 
@@ -51,14 +51,14 @@ class Command(BaseCommand):
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a service with visitors: short limits, and the button that kills a web worker."""
+    """Return the environment of ``make serve``: short limits, and the button that kills a web worker."""
     return SHORT_LIMITS | {"GUNICORN_CMD_ARGS": NO_KEEP_ALIVE} | os.environ | {web_workers.SUPERVISOR: str(os.getpid())}
 
 
 def stop_on_signals() -> threading.Event:
     """Return an event that SIGINT, SIGTERM and SIGHUP set.
 
-    The first signal raises KeyboardInterrupt.
+    The first signal also raises KeyboardInterrupt; later signals do nothing.
     """
     stopped = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Make two tenants, and send requests to the host of each: prints a line for each answer."""
+"""Create two tenants, send requests to the host of each, and print a line for each response."""
 
 import os
 from datetime import timedelta
@@ -30,7 +30,7 @@ def send(name: str, url: str, key: str, **headers: str) -> None:
 
 
 def main() -> None:
-    """Leave an expired key in the first tenant, and an abandoned one in the second."""
+    """Create the tenants and send the requests; leave an expired key in the first tenant, an abandoned key in the second."""
     with connection.cursor() as cursor:
         for name in NAMES:
             cursor.execute(f"DROP SCHEMA IF EXISTS {name} CASCADE")

@@ -1,4 +1,4 @@
-"""Two protected views, and a broker that prints what it is handed."""
+"""Two protected views, and a broker that prints the jobs that it receives."""
 
 from django.db import connection
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
@@ -20,7 +20,7 @@ def job(tenant: str) -> None:
 
 
 def hand_over(staged: StagedJob) -> None:
-    """Say which job of which tenant came."""
+    """Print the job and its tenant."""
     print(f"{connection.schema_name}: job of {staged.job_args['tenant']}", flush=True)  # noqa: T201 - the test reads it
 
 
@@ -30,14 +30,14 @@ def _answer(order: Order) -> JsonResponse:
 
 @idempotent(scope=everybody)
 def plain(request: HttpRequest) -> HttpResponseBase:
-    """Write an order and stage a job."""
+    """Create an order and stage a job."""
     stage_job(f"{__name__}.job", {"tenant": connection.schema_name})
     return _answer(Order.objects.create(name="plain"))
 
 
 @idempotent(recovery_points=[], scope=everybody)
 def phased(request: HttpRequest) -> HttpResponseBase:
-    """Write an order in a phase; fail before it if a header says so, which the completer does not have."""
+    """Create an order in a phase; fail before it if the header X-Fail is set, which the completer does not send."""
     key = request.idempotency_key
     for _ in key.phases():
         if "X-Fail" in request.headers:

@@ -1,4 +1,4 @@
-"""Oscar's app ``checkout``, with the views of this folder in place of its own."""
+"""Oscar's app ``checkout``, with the views of this folder instead of Oscar's."""
 
 from oscar.apps.checkout import apps
 

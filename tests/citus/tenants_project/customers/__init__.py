@@ -1,1 +1,1 @@
-"""The tenants: in the public schema."""
+"""The tenants. Their tables are in the public schema."""

@@ -1,1 +1,1 @@
-"""The work of a tenant: in its schema."""
+"""The work of a tenant. Its tables are in the schema of the tenant."""

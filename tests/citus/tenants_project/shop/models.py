@@ -1,10 +1,10 @@
-"""What a request writes."""
+"""The rows that a request creates."""
 
 from django.db import models
 
 
 class Order(models.Model):
-    """An order of a request."""
+    """An order that a request creates."""
 
     name = models.CharField(max_length=100)
     idempotency_key = models.OneToOneField("idempotency.IdempotencyKey", null=True, on_delete=models.SET_NULL)
