@@ -7,7 +7,8 @@ SELECT and INSERT under SERIALIZABLE are one upsert here.
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -98,7 +99,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             key = found.key
             if key is not None:
                 if found.expired:
-                    execute(text.retire, {"id": key.pk, "scope": request.scope}, using)
+                    _retire(key, request, using)
                     continue
                 if refusal := _refusal(found, request):
                     return refusal
@@ -154,7 +155,7 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
         if not found.expired:
             # A plain view leaves no unfinished row: the view was phased before a deploy.
             return _refusal(found, request) or Claim(Outcome.UNKNOWN_POINT, found.key)
-        execute(text.retire, {"id": found.key.pk, "scope": request.scope}, using)
+        _retire(found.key, request, using)
     return Claim(Outcome.IN_PROGRESS)
 
 
@@ -180,12 +181,23 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
 
 def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using: str) -> _Found:
     sent = time.monotonic()
-    try:
+    with _one_wait():
         values = fetch(text, parameters, using)
+    return _parsed(values, sent, request, using)
+
+
+def _retire(key: IdempotencyKey, request: ClaimedRequest, using: str) -> None:
+    with _one_wait():
+        execute(statements_for(using).retire, {"id": key.pk, "scope": request.scope}, using)
+
+
+@contextmanager
+def _one_wait() -> Iterator[None]:
+    try:
+        yield
     except Error as error:
         refuse_second_wait(error)
         raise
-    return _parsed(values, sent, request, using)
 
 
 def _parsed(values: tuple[Any, ...] | None, sent: float, request: ClaimedRequest, using: str) -> _Found:

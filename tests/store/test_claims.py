@@ -1,9 +1,10 @@
 """Claims, without HTTP: what they write, what they find, and what they refuse."""
 
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -570,3 +571,27 @@ def test_a_fingerprint_of_an_unknown_way_can_be_compared_soon(look: Callable[...
     expire_lock()
     met = look(replace(request(fingerprint="v2:new"), made_alike=lambda stored: None))
     assert (met.outcome, met.lock_seconds) == (Outcome.IN_PROGRESS, 1)
+
+
+@pytest.mark.skipif(connection.vendor != "sqlite", reason="needs SQLite")
+def test_a_claim_of_an_expired_key_waits_once_for_the_writer_of_sqlite() -> None:
+    finish(claim().key)
+    past_the_retention()
+    with connection.cursor() as cursor:
+        cursor.execute("PRAGMA busy_timeout = 200")
+    updates = []
+
+    def count(execute: Any, sql: str, *arguments: Any) -> Any:
+        updates.extend([sql] * sql.startswith("UPDATE"))
+        return execute(sql, *arguments)
+
+    with (
+        connection.execute_wrapper(count),
+        closing(sqlite3.connect(connection.settings_dict["NAME"], isolation_level=None)) as other,
+    ):
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(OperationalError, match="locked"):
+            claim()
+        other.execute("ROLLBACK")
+    connection.close()
+    assert len(updates) == 1
