@@ -36,6 +36,7 @@ from idempotency._request.key_header import header
 from idempotency._request.options import Options
 from idempotency._request.redaction import redacted_body, redacted_target
 from idempotency._store.claims import ClaimedRequest
+from idempotency._store.fence import storable_code
 from idempotency._text import error_text, printable
 from idempotency.exceptions import OPEN_TO_RETRIES, KeyStuck, StuckCode
 from idempotency.models import IdempotencyKey
@@ -74,9 +75,13 @@ def cause_of(stuck: KeyStuck) -> tuple[str, str]:
     """Return the stuck code and the reason of a key. Attributes of a project's subclass may raise any error. A code whose keys
     are open to retries is for CannotRun only: each retry would run a view that gave up again."""
     try:
-        code, reason = str(stuck.code or ""), str(stuck.reason)
+        code = storable_code(stuck.code)
     except Exception:
-        code, reason = StuckCode.VIEW_GAVE_UP, error_text(stuck)
+        code = StuckCode.VIEW_GAVE_UP
+    try:
+        reason = str(stuck.reason)
+    except Exception:
+        reason = error_text(stuck)
     if code in OPEN_TO_RETRIES and not isinstance(stuck, CannotRun):
         code = StuckCode.VIEW_GAVE_UP
     return code, reason

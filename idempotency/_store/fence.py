@@ -132,10 +132,13 @@ def _or_fail(text: str) -> str:
     )
 
 
+def storable_code(code: object) -> str:
+    """Return a stuck code that the column accepts. A project's subclass of KeyStuck may have any value as its code."""
+    return "".join(filter(str.isprintable, str(code or "")))[:_MAX_CODE_LENGTH].strip() or KeyStuck.code
+
+
 def stuck_parameters(code: str, reason: str) -> dict[str, Any]:
-    # A subclass of KeyStuck sets both. Text that the columns reject must not prevent the mark.
-    code = "".join(filter(str.isprintable, str(code or "")))[:_MAX_CODE_LENGTH].strip() or KeyStuck.code
-    reason = str(reason)
+    code = storable_code(code)
     return {
         "code": code,
         "reason": storable(reason),

@@ -282,6 +282,7 @@ class CodeOfItsOwn(KeyStuck):
         ("amount_differs", "amount_differs"),
         # A retry of the client would run the view again.
         *((code, "view_gave_up") for code in OPEN_TO_RETRIES),
+        ("user_missing \n", "view_gave_up"),
     ],
 )
 @pytest.mark.parametrize("by_completer", [False, True])
@@ -308,6 +309,8 @@ def test_whatever_code_a_view_gives_its_key_reaches_a_person(
 class WithoutReason(KeyStuck):
     """A reason that cannot be made."""
 
+    code = "call_in_doubt"
+
     @property
     def reason(self) -> str:  # type: ignore[override]
         raise AttributeError("no such user")
@@ -330,7 +333,7 @@ def test_a_key_becomes_stuck_although_its_reason_cannot_be_made(
         serve(view=idempotent(recovery_points=[])(lambda request: give_up_without_reason(request, request.idempotency_key)))
         assert sender.send().status_code == 409
     key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, key.stuck_reason, key.locked_at) == ("view_gave_up", "WithoutReason: Look.", None)
+    assert (key.stuck_code, key.stuck_reason, key.locked_at) == ("call_in_doubt", "WithoutReason: Look.", None)
 
 
 def test_a_key_whose_last_run_did_not_come_back_is_given_up_without_another(
