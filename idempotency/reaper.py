@@ -38,8 +38,13 @@ TRAFFIC_RETENTION_MINUTES = 8 * 24 * 60
 RESTS_FOR_A_BATCH = 19
 #: The SQLSTATEs of a missing table and of a missing column.
 _MISSING = ("42P01", "42703")
-#: The SQLSTATEs of ``lock_timeout`` and of ``statement_timeout``.
-_TIME_LIMITS = ("55P03", "57014")
+#: The SQLSTATEs of a missing privilege, of ``lock_timeout`` and of ``statement_timeout``. They may concern a single key, whose
+#: trigger refuses the change or is slow, or every key.
+_OF_ONE_OR_ALL = ("42501", "55P03", "57014")
+#: The number of keys that a pass keeps because of such an error; with one more, the error ends the pass.
+_MOST_OF_ONE = 3
+#: A batch may have waited for locks, which is no load.
+_LONGEST_REST_SECONDS = 60.0
 #: The interval at which a sleeping reaper checks for SIGTERM.
 _ASK_SECONDS = 0.1
 
@@ -105,7 +110,7 @@ def reap_once(
         counts.update(batch)
         progress(ReapPass(**counts))
         if not batch.keys() & {"settled", "stuck"}:
-            _rest(RESTS_FOR_A_BATCH * took, stop)
+            _rest(min(RESTS_FOR_A_BATCH * took, _LONGEST_REST_SECONDS), stop)
     if not stop():
         # At most some thirty rows a minute: one statement deletes them.
         TrafficCount.objects.using(alias).filter(minute__lt=time.time() // 60 - TRAFFIC_RETENTION_MINUTES).delete()
@@ -129,10 +134,10 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
 def _reap_expired(alias: str, least_hours: float | None, batch_size: int) -> Iterator[dict[str, int]]:
     # Keys that their views keep for longer are read, and left; a page of them is as short as any other.
     last, keys = None, IdempotencyKey.objects.using(alias).perhaps_expired(least_hours)
-    logged: list[type[BaseException]] = []
+    refusals: Counter[object] = Counter()
     while page := _page(keys, last, batch_size):
         last = page[-1]
-        yield _delete([pk for _, pk in page], least_hours, logged, alias)
+        yield _delete([pk for _, pk in page], least_hours, refusals, alias)
 
 
 def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
@@ -164,7 +169,7 @@ def _page(keys: IdempotencyKeyQuerySet, last: tuple[datetime, int] | None, size:
     return list(keys.order_by("created_at", "pk").values_list("created_at", "pk")[:size])
 
 
-def _delete(pks: list[int], least_hours: float | None, logged: list[type[BaseException]], alias: str) -> Counter[str]:
+def _delete(pks: list[int], least_hours: float | None, refusals: Counter[object], alias: str) -> Counter[str]:
     """Delete those of these keys that are expired, in one transaction, and count them. If some are protected, halve the list
     until these are found, and keep them. A trigger or a signal receiver of the project may protect a key with any error."""
     keys, locked = IdempotencyKey.objects.using(alias), False
@@ -185,18 +190,31 @@ def _delete(pks: list[int], least_hours: float | None, logged: list[type[BaseExc
             raise
         if len(pks) > 1:
             half = len(pks) // 2
-            return _delete(pks[:half], least_hours, logged, alias) + _delete(pks[half:], least_hours, logged, alias)
-        if pks and not isinstance(error, (ProtectedError, RestrictedError, IntegrityError, *logged)):
-            logged.append(type(error))
-            text = "the key with the id %s cannot be deleted: %s"
-            logger.warning(text, *pks, summary(error_text(error)), exc_info=not isinstance(error, Error))
+            return _delete(pks[:half], least_hours, refusals, alias) + _delete(pks[half:], least_hours, refusals, alias)
+        if pks:
+            _note_refusal(pks[0], error, refusals)
         return Counter(protected=len(pks))  # With no key left, the error belongs to the caller's transaction.
+
+
+def _note_refusal(pk: int, error: BaseException, refusals: Counter[object]) -> None:
+    """Log the first refusal of its kind in a pass. Raise the error if it seems to concern every key."""
+    kind = _sqlstate(error) or type(error)
+    refusals[kind] += 1
+    if kind in _OF_ONE_OR_ALL and refusals[kind] > _MOST_OF_ONE:
+        raise error
+    if refusals[kind] == 1:
+        by_design = isinstance(error, ProtectedError | RestrictedError | IntegrityError)
+        text, level = "the key with the id %s cannot be deleted: %s", logging.INFO if by_design else logging.WARNING
+        logger.log(level, text, pk, summary(error_text(error)), exc_info=not by_design and not isinstance(error, Error))
 
 
 def _concerns_all(error: BaseException) -> bool:
     """Return whether the deletion of every key would fail with this error: the database is lost, or a table or column is
-    missing. A limit for the time of a statement or of its wait for a lock may concern a single key."""
-    state = sqlstate_of(error) if isinstance(error, Error) else None
-    if state in _MISSING:
-        return True
-    return isinstance(error, OperationalError | InterfaceError | NotReplicated) and state not in _TIME_LIMITS
+    missing."""
+    state = _sqlstate(error)
+    lost = isinstance(error, OperationalError | InterfaceError | NotReplicated) and state not in _OF_ONE_OR_ALL
+    return lost or state in _MISSING
+
+
+def _sqlstate(error: BaseException) -> str | None:
+    return sqlstate_of(error) if isinstance(error, Error) else None

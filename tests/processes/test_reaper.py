@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
+import psycopg
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import ProgrammingError, connection, transaction
+from django.db import DatabaseError, ProgrammingError, connection, transaction
 from django.db.models import ProtectedError
 from django.db.models.functions import Now
 from django.db.models.signals import post_delete, pre_delete
@@ -155,6 +156,28 @@ def test_a_key_that_a_receiver_protects_is_kept_and_stops_no_other(error, logged
     assert set(IdempotencyKey.objects.values_list("pk", flat=True)) == protected
     assert _warnings(caplog) == ([f"the key with the id {min(protected)} cannot be deleted: {logged}"] if logged else [])
     assert ("in protect" in caplog.text) == bool(logged), "the log names the line of the receiver"
+
+
+@pytest.mark.parametrize("sqlstate", ["42501", "55P03", "57014"])
+@pytest.mark.parametrize(("protected", "ends"), [(3, False), (4, True)])
+def test_an_error_that_may_concern_every_key_ends_the_pass_if_it_is_met_often(sqlstate, protected, ends, monkeypatch):
+    """For example a missing privilege on a table of the project, or a lock on it: else each key would wait for it."""
+    keys = expired_keys(20)
+    refused = {key.pk for key in keys[-protected:]}
+
+    def refuse(instance, **kwargs):
+        if instance.pk in refused:
+            raise DatabaseError("refused") from psycopg.errors.lookup(sqlstate)("refused")
+
+    pre_delete.connect(refuse, sender=IdempotencyKey)
+    try:
+        if ends:
+            with pytest.raises(DatabaseError, match="refused"):
+                reap_once()
+        else:
+            assert reap_once() == ReapPass(deleted=17, protected=3)
+    finally:
+        pre_delete.disconnect(refuse, sender=IdempotencyKey)
 
 
 @pytest.mark.django_db(transaction=True)
