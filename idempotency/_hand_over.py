@@ -2,7 +2,8 @@
 
 A backend is code of the project. It may raise any error, return a wrong value or take too long. The transaction of the enqueuer
 must survive this, because it also holds the jobs of other queues. SystemExit during a hand-over is not caught, because a signal
-handler of the caller may have raised it: the batch is then rolled back, as after a crash.
+handler of the caller may have raised it: the batch is then rolled back, as after a crash. During an import it is taken for an
+error of the module.
 """
 
 import logging

@@ -176,6 +176,7 @@ def _move_batch(alias: str, batch_size: int, state: _Pass) -> bool:
         deadline = time.monotonic() + BATCH_SECONDS
         for queue, of_queue in by_queue.items():
             results |= hand_over(queue, of_queue, deadline)
+            connections[alias].validate_no_broken_transaction()  # The next pass would repeat the hand-overs of other queues.
             if time.monotonic() > deadline:
                 state.had_turn.add(queue)
                 break  # Jobs without a result stay due, for the next batch.

@@ -231,16 +231,16 @@ class CeleryBackend(OneByOne):
 
     def _register(self, module: str, name: str) -> None:
         """Import the modules that a worker imports, and the task's module if JOB_MODULES permits it."""
+        with suppress(ImportError, SystemExit):  # The workers report them. Another module may have this task.
+            if not self._imported:
+                self._imported = True
+                self.app.loader.import_default_modules()
         try:
-            with suppress(ImportError):
-                if not self._imported:
-                    self._imported = True
-                    self.app.loader.import_default_modules()
             with suppress(ImportError, JobNotAllowed):
                 refuse_module(name, module)
                 import_module(module)
         except SystemExit as error:
-            raise JobNotAllowed(f"A module that has Celery tasks exits on import: {error_text(error)}") from error
+            raise JobNotAllowed(f"The module {module} exits on import: {error_text(error)}") from error
 
     def _producer(self) -> Any:
         """Return this thread's connected producer; a connection for each job would be slow.

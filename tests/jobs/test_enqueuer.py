@@ -580,14 +580,15 @@ class Cutting:
 
 @pytest.mark.postgres
 def test_a_batch_whose_connection_is_lost_is_not_handed_over_again_before_the_next_pass(monkeypatch):
-    backend = Cutting()
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: backend)
+    backend, others = Cutting(), Away()
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: backend if queue == "default" else others)
     stage(3)
+    stage(1, queue="other", run_at=timezone.now())
     with pytest.raises(Error):
         enqueue_once()
-    assert len(backend.sent) == 3
+    assert (len(backend.sent), others.offers) == (3, [])
     connection.close()
-    assert enqueue_once() == EnqueuePass(handed_over=3)
+    assert enqueue_once() == EnqueuePass(handed_over=4)
 
 
 class Router:

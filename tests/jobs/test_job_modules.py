@@ -96,6 +96,23 @@ def test_a_module_that_exits_on_import_stops_no_other_queue(backend, broker, set
     assert error.endswith("SystemExit: SHOP_KEY is not set")
 
 
+def test_a_default_module_of_celery_that_exits_does_not_hide_the_task_of_another(settings, tmp_path, monkeypatch):
+    def exit_on_import():
+        raise SystemExit("SHOP_KEY is not set")
+
+    (tmp_path / "tasks_of_a_shop.py").write_text(
+        "from celery import shared_task\nfrom idempotency.contrib.celery import OnceTask\n"
+        "@shared_task(base=OnceTask)\ndef receipt(): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    settings.IDEMPOTENCY = {"JOB_MODULES": ["tasks_of_a_shop"]}
+    monkeypatch.setattr(celery_app.loader, "import_default_modules", exit_on_import)
+    try:
+        CeleryBackend().refuse_name("tasks_of_a_shop.receipt")
+    finally:
+        celery_app.tasks.pop("tasks_of_a_shop.receipt", None)
+
+
 @pytest.mark.parametrize(
     "source",
     [
