@@ -21,7 +21,7 @@ from idempotency.models import IdempotencyKey
 from idempotency.signals import phase_committed
 from idempotency.testing.places import KEYS, Place, What, When, shortened, users_line
 
-_GAP = r"(?:\s|/\*.*?\*/|--[^\n]*\n)+"
+_GAP = r"(?:\s|/\*(?:(?!\*/).)*\*/|--[^\n]*\n)+"
 _NAME = r'"(?:[^"]|"")+"|`[^`]+`|\w+'
 #: A write, with the schema, if it names one, and the table.
 _WRITE = re.compile(

@@ -32,8 +32,6 @@ Send = Callable[[str], Any]
 _CLIENT_TRIES = 4
 #: The number of completer runs. After this number of refused runs, the completer no longer runs a key without any effect.
 _COMPLETER_RUNS = 5
-#: The codes of requests that the completer cannot run until the project is corrected.
-_NEEDS_CORRECTION = (StuckCode.USER_MISSING, StuckCode.VIEW_MISSING)
 #: The statuses that ask a client to retry.
 COME_BACK = (409, 425, 429)
 
@@ -137,7 +135,7 @@ class Stage:
 
     def _complete(self) -> IdempotencyKey | None:
         """Let the completer run the request. Return the key if it is neither finished nor stuck afterwards, and if it is stuck
-        because the completer lacks its sender or its view.
+        because the completer does not know its sender.
 
         A key without any effect, or without the whole request, is not returned if its view has ``on_abandon``: the reaper
         settles the key.
@@ -150,10 +148,10 @@ class Stage:
             with observed(run):
                 complete_once()
             self._note(run)
-            key = self._keys().unfinished().filter(Q(stuck_at=None) | Q(stuck_code__in=_NEEDS_CORRECTION)).first()
+            key = self._keys().unfinished().filter(Q(stuck_at=None) | Q(stuck_code=StuckCode.USER_MISSING)).first()
             if key is None or key.stuck_code:
                 break
-        settled = key is not None and (key.untouched or is_withheld(key)) and has_on_abandon(key)
+        settled = key is not None and not key.stuck_code and (key.untouched or is_withheld(key)) and has_on_abandon(key)
         return None if settled else key
 
     def _keys(self) -> IdempotencyKeyQuerySet:

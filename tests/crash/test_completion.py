@@ -74,10 +74,17 @@ def test_a_view_that_only_its_client_can_finish_is_caught(
         assert "the completer takes over" in failure.course
 
 
-def test_a_view_whose_sender_the_completer_cannot_know_is_caught(serve: Callable[..., None], sender: Sender) -> None:
-    """Each abandoned request would need a person, although a retry of the client runs it."""
+def settle(key: IdempotencyKey) -> None:
+    """Settle an overdue key."""
 
-    @idempotent(recovery_points=["ordered"], scope=lambda request: request.headers["X-Currency"])
+
+@pytest.mark.parametrize("on_abandon", [None, settle])
+def test_a_view_whose_sender_the_completer_cannot_know_is_caught(
+    on_abandon: Any, serve: Callable[..., None], sender: Sender
+) -> None:
+    """Each abandoned request would need a person, although a retry of the client runs it. The reaper settles no stuck key."""
+
+    @idempotent(recovery_points=["ordered"], scope=lambda request: request.headers["X-Currency"], on_abandon=on_abandon)
     def by_header(request: HttpRequest) -> HttpResponseBase:
         return order(request, "eur")
 
@@ -89,10 +96,6 @@ def test_a_view_whose_sender_the_completer_cannot_know_is_caught(serve: Callable
 
 def test_a_value_that_is_kept_is_enough(serve: Callable[..., None], sender: Sender) -> None:
     assert_survives(send_to(keeps_the_session, serve, sender), races=False)
-
-
-def settle(key: IdempotencyKey) -> None:
-    """Settle an overdue key."""
 
 
 @pytest.mark.parametrize(
