@@ -24,7 +24,8 @@ def error_text(error: BaseException, *, withheld: bool = False) -> str:
 
 def storable(text: str) -> str:
     """Return ``text`` without NUL and lone surrogates, which the databases reject, and at most 2,000 characters long."""
-    return cut(text.replace("\x00", "").encode("utf-8", "replace").decode(), _MAX_ERROR_LENGTH) or "No reason was given."
+    text = text.replace("\x00", "").encode("utf-8", "replace").decode()
+    return cut(text, _MAX_ERROR_LENGTH) if text.strip() else "No reason was given."
 
 
 def summary(text: str, length: int = _MAX_SUMMARY_LENGTH) -> str:

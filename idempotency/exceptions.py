@@ -118,7 +118,7 @@ class KeyStuck(IdempotencyError):
     code: str = StuckCode.VIEW_GAVE_UP
 
     def __init__(self, reason: str = "") -> None:
-        super().__init__(reason)
+        super().__init__(reason or ("No reason was given." if type(self) is KeyStuck else ""))
 
     @cached_property
     def reason(self) -> str:

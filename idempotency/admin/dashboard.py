@@ -77,12 +77,12 @@ def numbers(request: HttpRequest, site: AdminSite) -> dict[str, Any]:
     shown: dict[str, Any] = _of_keys(keys, measures.groups_of_stuck_keys(alias, MAX_READ), url)
     shown |= {"keys_url": url, "key_actions": _actions(request, site, IdempotencyKey)}
     shown |= {"max_read": MAX_READ, "more_keys": keys.count == MAX_READ, "as_of": timezone.now(), **_of_processes(processes)}
-    findings = [*doctor.findings_of_keys(keys), *doctor.findings_of_processes(processes)]
+    findings = [*doctor.findings_of_keys(keys, MAX_READ), *doctor.findings_of_processes(processes)]
     if request.user.has_perm("idempotency.view_stagedjob"):
         jobs = measures.staged_jobs(alias, MAX_READ)
         shown |= _of_jobs(jobs, measures.groups_of_failed_jobs(alias, MAX_READ), jobs_url)
         shown |= {"jobs_url": jobs_url, "job_actions": _actions(request, site, StagedJob)}
-        findings += doctor.findings_of_jobs(jobs)
+        findings += doctor.findings_of_jobs(jobs, MAX_READ)
     behind = {
         **{"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"},
         **{"jobs_late": f"{jobs_url}?state=waiting", "jobs_failed": f"{jobs_url}?state=failed"},

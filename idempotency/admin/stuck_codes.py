@@ -23,7 +23,10 @@ class Explanation:
 STUCK_CODES = {
     "attempts_exhausted": Explanation(
         _("The completer ran the request until its attempts were used up. Each run failed."),
-        _("Read the last error and correct its cause. Then complete the key: its attempts are counted from zero again."),
+        _(
+            "Read the last error and correct its cause. If the page shows a last call, check that service: it may have "
+            "forgotten the key of the call. Then complete the key: its attempts are counted from zero again."
+        ),
         "complete",
     ),
     "call_in_doubt": Explanation(
@@ -56,8 +59,9 @@ STUCK_CODES = {
             "overdue requests)."
         ),
         _(
-            "The client no longer retries. If the work is still wanted, complete the key. If not, undo what the request did at "
-            "other services, and answer the key with 410."
+            "The client no longer retries. If the page shows a last call, first check that service: it may have forgotten the "
+            "key of the call, and would repeat the work. If the work is still wanted and not done, complete the key. If not, "
+            "undo what the request did at other services, and answer the key."
         ),
         "complete",
     ),

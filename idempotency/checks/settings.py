@@ -8,13 +8,14 @@ from django.apps import apps
 from django.conf import settings
 from django.contrib.sessions.backends.signed_cookies import SessionStore as SignedCookies
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
-from django.db import connections, router
+from django.db import OperationalError, connections, router
 from django.db.models import DO_NOTHING, PROTECT, RESTRICT, ForeignObjectRel
 from django.utils.module_loading import import_string
 
 from idempotency import conf, scopes
 from idempotency._request.problems import RENDERED_FROM
 from idempotency._store import engine
+from idempotency._text import first_line
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.policy import views_to_check
 
@@ -110,7 +111,8 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.database)
 def check_engine(app_configs: Any, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
-    """E013: a database that uses PostgreSQL's protocol but is another product, or Citus with distributed or replicated tables.
+    """E013: a database that cannot be reached, or that uses PostgreSQL's protocol but is another product, or Citus with
+    distributed or replicated tables.
 
     ``manage.py check --database`` and ``migrate`` run it.
     """
@@ -118,7 +120,12 @@ def check_engine(app_configs: Any, databases: Sequence[str] | None = None, **kwa
     for alias in databases or ():
         connection = connections[alias]
         if connection.vendor == "postgresql" and router.allow_migrate_model(alias, IdempotencyKey):
-            connection.ensure_connection()
+            try:
+                connection.ensure_connection()
+            except OperationalError as error:
+                text = f"The database {alias!r} cannot be reached: {first_line(error)}"
+                found.append(Error(text, hint="Start it, or correct DATABASES.", id="idempotency.E013"))
+                continue
             problem, _ = engine.examine(connection)
             hint = "Route the models of the app 'idempotency' to PostgreSQL."
             found += [Error(problem, hint=hint, id=engine.CHECK_ID)] if problem else []

@@ -106,7 +106,12 @@ class DatabaseCollector(Collector):
 def _gauges(using: str) -> Iterator[GaugeMetricFamily]:
     keys, jobs = measures.unfinished_keys(using), measures.staged_jobs(using)
     yield _gauge("unfinished_keys", "Keys without a response, stuck ones included, refused ones not.", keys.count)
-    yield _by("stuck_keys", "Stuck keys that need manual review, by stuck code.", "code", keys.stuck_by_code)
+    yield _by(
+        "stuck_keys",
+        "Stuck keys, by stuck code. Those with refused_when_rebuilt wait for their clients.",
+        "code",
+        keys.stuck_by_code,
+    )
     oldest = "Age of the oldest unfinished key that is not marked as stuck, or is stuck with unknown_recovery_point."
     yield _gauge("oldest_unfinished_seconds", oldest, keys.oldest)
     yield _gauge("due_jobs", "Staged jobs that are due.", jobs.due)

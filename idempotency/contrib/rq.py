@@ -86,7 +86,10 @@ class RQBackend:
 @lru_cache(maxsize=32)
 def _queue(name: str) -> Queue:
     if name not in django_rq_settings.QUEUES:
-        raise LookupError(f"The setting RQ_QUEUES has no queue {name!r}: add it, or stage these jobs on another queue.")
+        raise LookupError(
+            f"The setting RQ_QUEUES has no queue {name!r}. Add it, run a worker for it (manage.py rqworker {name}), and "
+            "restart the enqueuer. Or stage these jobs on another queue."
+        )
     connection = get_connection(name)
     connection.connection_pool.connection_kwargs.update(_BOUNDS)
     return get_queue(name, connection=connection)

@@ -22,9 +22,8 @@ from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS
 from idempotency.monitoring.measures import COUNT_LIMIT
 
-#: The minimum number of updates for a finding about the HOT share, which is the share of updates that change no index.
-ENOUGH_UPDATES = 1_000
-LOWEST_HOT_RATIO = 0.9
+#: Columns that runs change. An update of an indexed column writes to each index of the table, and is not HOT.
+_CHANGING = ["recovery_point", "locked_at", "last_run_at", "next_run_at", "claim_token", "attempts", "begun", "call_begun_at"]
 #: By default autovacuum starts when a fifth of the rows are dead. If twice that share is dead, autovacuum does not keep up.
 DEAD_SHARE, FEW_DEAD = 0.4, 10_000
 OLDEST_TRANSACTION_SECONDS = 600.0
@@ -75,13 +74,13 @@ def diagnose(*, using: str | None = None) -> Diagnosis:
     return found
 
 
-def findings_of_keys(keys: measures.UnfinishedKeys) -> Iterator[Finding]:
-    """Yield the findings about the unfinished keys. The dashboard shows them too."""
+def findings_of_keys(keys: measures.UnfinishedKeys, limit: int = COUNT_LIMIT) -> Iterator[Finding]:
+    """Yield the findings about the unfinished keys, of which at most ``limit`` were read. The dashboard shows them too."""
     if keys.need_a_person:
         yield Finding(
             "stuck_keys",
             _("Keys that need manual review: %(count)s, the oldest for %(duration)s.")
-            % {"count": _at_least(keys.need_a_person), "duration": duration(keys.stuck_for)},
+            % {"count": _at_least(keys.need_a_person, limit), "duration": duration(keys.stuck_for)},
             _("Open the admin's list of keys with the filter 'stuck': each says why, and offers what can be done."),
         )
     if keys.completer_lag > LATE_SECONDS:
@@ -97,6 +96,7 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
     found.measured |= {
         "keys_unfinished": keys.count,
         "keys_stuck": keys.by_state[KeyState.STUCK],
+        "keys_stuck_by_code": dict(keys.stuck_by_code),
         "keys_acknowledged": keys.by_state[KeyState.ACKNOWLEDGED],
         "completer_lag_seconds": round(keys.completer_lag, 1),
     }
@@ -121,19 +121,22 @@ def _jobs(found: Diagnosis) -> Iterator[Finding]:
     yield from findings_of_jobs(jobs)
 
 
-def findings_of_jobs(jobs: measures.StagedJobs) -> Iterator[Finding]:
+def findings_of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Iterator[Finding]:
     if jobs.oldest > LATE_SECONDS:
         yield Finding(
             "jobs_late",
             _("Staged jobs that are due: %(count)s, the oldest for %(duration)s.")
-            % {"count": _at_least(jobs.due), "duration": duration(jobs.oldest)},
+            % {"count": _at_least(jobs.due, limit), "duration": duration(jobs.oldest)},
             _("Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it cannot reach."),
         )
     if failed := jobs.failed_by_name.total():
         yield Finding(
             "jobs_failed",
-            _("Staged jobs that have failed: %(count)s.") % {"count": _at_least(failed)},
-            _("manage.py staged_jobs list --failed says why. Correct the cause, then staged_jobs retry, or purge."),
+            _("Staged jobs that have failed: %(count)s.") % {"count": _at_least(failed, limit)},
+            _(
+                "manage.py staged_jobs list --failed says why. Correct the cause, then run manage.py staged_jobs retry --all, "
+                "or purge."
+            ),
         )
 
 
@@ -157,7 +160,7 @@ def findings_of_processes(processes: list[measures.Process]) -> Iterator[Finding
                 "process_silent",
                 _("No loop of %(name)s has written a heartbeat for %(duration)s: %(consequence)s.")
                 % {"name": name, "duration": duration(lags[name]), "consequence": otherwise},
-                _("Start it again; see docs/how-to/run-the-processes.md. If it runs, its log has the error."),
+                _("Start it again. If it runs, its log has the error."),
             )
 
 
@@ -170,16 +173,19 @@ def _table(found: Diagnosis) -> Iterator[Finding]:
         [connections[found.database].ops.quote_name(table)],
     )
     updates, hot, live, dead, size = row or (0, 0, 0, 0, 0)
-    ratio = hot / updates if updates else None
+    ratio = hot / updates if updates else None  # Also without extra indexes it depends on the number of phases.
     found.measured |= {"hot_ratio": ratio and round(ratio, 3), "dead_rows": dead, "live_rows": live, "total_bytes": size}
-    if ratio is None or updates < ENOUGH_UPDATES:
-        found.cannot_tell.append(f"The share of HOT updates: there were {updates}, too few to say.")
-    elif ratio < LOWEST_HOT_RATIO:
+    (extra,) = _fetch(
+        found,
+        "SELECT string_agg(DISTINCT i.indexrelid::regclass::text, ', ') FROM pg_index AS i JOIN pg_attribute AS a "
+        "ON a.attrelid = i.indrelid AND a.attnum = ANY(i.indkey) WHERE i.indrelid = to_regclass(%s) AND a.attname = ANY(%s)",
+        [connections[found.database].ops.quote_name(table), _CHANGING],
+    )
+    if extra:
         yield Finding(
-            "hot_ratio",
-            f"{ratio:.0%} of the updates of {table} touched no index; it should be {LOWEST_HOT_RATIO:.0%} or more.",
-            "Drop indexes of your own on columns that change (recovery_point, locked_at, last_run_at); if there are none, end "
-            "long transactions, or lower the table's fillfactor.",
+            "extra_index",
+            f"Indexes of {table} on columns that runs change: {extra}. Each phase then writes to every index of the table.",
+            "Drop them. The admin and the loops do not use them.",
         )
     if dead > FEW_DEAD and dead > DEAD_SHARE * live:
         yield Finding(
@@ -196,7 +202,8 @@ def _transactions(found: Diagnosis) -> Iterator[Finding]:
         "SELECT count(*) FILTER (WHERE query = '<insufficient privilege>'), "
         "(array_agg(pid ORDER BY xact_start) FILTER (WHERE xact_start IS NOT NULL))[1], "
         "COALESCE(extract(epoch FROM clock_timestamp() - min(xact_start)), 0)::double precision "
-        "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()",
+        "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+        "AND backend_type <> 'autovacuum worker'",
     )
     found.measured["oldest_transaction_seconds"] = round(oldest, 1)
     if hidden:
@@ -237,8 +244,8 @@ def _durability(found: Diagnosis) -> Iterator[Finding]:
         )
 
 
-def _at_least(count: int) -> str:
-    return _("%(count)s or more") % {"count": count} if count == COUNT_LIMIT else str(count)
+def _at_least(count: int, limit: int = COUNT_LIMIT) -> str:
+    return _("%(count)s or more") % {"count": count} if count >= limit else str(count)
 
 
 def _fetch(found: Diagnosis, text: str, parameters: list[Any] | None = None) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 from django.db import Error, connections
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.db.models.functions import Now
 from django.utils.translation import gettext_lazy as _
 
@@ -63,9 +63,11 @@ class Heartbeat:
             self._give_up()
 
     def remove(self) -> None:
-        """Delete the heartbeat. The loop calls this method when it stops."""
+        """Delete the heartbeat, and those of killed processes that ran the same loop on this host. The loop calls this method
+        when it stops."""
         try:
-            self._rows().filter(**self._row).delete()
+            here = self._rows().filter(name=self._row["name"], host=self._row["host"])
+            here.filter(Q(pid=self._row["pid"]) | Q(beat_at__lt=Now() - timedelta(seconds=SILENT_SECONDS))).delete()
         except Error:
             self._give_up()
 

@@ -35,6 +35,19 @@ def test_a_heartbeat_is_one_row_that_is_written_now_and_then(django_assert_num_q
     assert [p.silent for p in page.context["processes"] if p.name == "enqueue_jobs"] == [True]
 
 
+@pytest.mark.django_db
+def test_a_loop_that_stops_takes_killed_loops_of_its_host_off_the_list() -> None:
+    """Otherwise a loop that was killed, and then replaced by cron, would be reported for ever."""
+    heartbeat = Heartbeat("reap_keys", using="default")
+    heartbeat.beat()
+    host = ProcessHeartbeat.objects.get().host
+    for pid, minutes in ((1, 10), (2, 1)):
+        ProcessHeartbeat.objects.create(name="reap_keys", host=host, pid=pid, beat_at=ago(minutes=minutes))
+    ProcessHeartbeat.objects.create(name="complete_keys", host=host, pid=3, beat_at=ago(minutes=10))
+    heartbeat.remove()
+    assert set(ProcessHeartbeat.objects.values_list("pid", flat=True)) == {2, 3}
+
+
 @pytest.mark.postgres
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.processes
