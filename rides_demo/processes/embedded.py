@@ -106,7 +106,7 @@ class _EmbeddedServer(Process):
         if "No space left on device" in text:
             return self._disk_full()
         if "another server" in text or "lock file" in text:
-            return f"{self.name} already runs on {self.data}. Stop it first, or choose another folder (another PORT)."
+            return f"{self.name} already runs on {self.data}. Stop it, or choose another folder with the variable PORT."
         if "incompatible with" in text:
             return f"The data in {self.data} belongs to another version of {self.name}. Remove it with `make clean`."
         last = text.strip().splitlines()[-1:] or [f"the process ended with status {self.exit_status}"]

@@ -23,7 +23,8 @@ class Command(BaseCommand):
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--port", type=int, default=settings.PORT, help="loopback port of the web server (default: PORT)")
+        ports = {"type": int, "choices": range(1, 65536), "metavar": "PORT", "default": settings.PORT}
+        parser.add_argument("--port", **ports, help="loopback port of the web server (default: PORT)")
 
     def handle(self, *args: object, port: int, **options: object) -> None:
         stopped = stop_on_signals()
@@ -33,6 +34,8 @@ class Command(BaseCommand):
                 self._say(f"web page  {supervisor.url}/")
                 self._say(f"API       {supervisor.url}/rides  (Authorization: Bearer demo-jane)")
                 self._say(f"admin     {supervisor.url}/admin/  (admin / admin)")
+                limits = " ".join(f"{name}={value}" for name, value in SHORT_LIMITS.items())
+                self._say(f"limits    {limits}  (set them for commands in another terminal)")
                 self._say(f"ready: {supervisor.url}/")
                 stopped.wait()
         except (ProcessError, OSError) as error:
