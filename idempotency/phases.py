@@ -259,7 +259,7 @@ def _write_outcome(key: IdempotencyKey, row: ForeignCall, call: MadeCall, *, usi
 def _insist(write: Callable[[], object], *, using: str, retries: int = 20) -> None:
     """Run ``write``, and retry for ten seconds while the database is unavailable or read-only. Only this process knows the
     outcome of the call. If it cannot be written, the key requires manual intervention."""
-    for left in range(retries, -1, -1):
+    for left in reversed(range(retries + 1)):
         try:
             write()
             return
