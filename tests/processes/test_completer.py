@@ -316,6 +316,25 @@ class WithoutReason(KeyStuck):
         raise AttributeError("no such user")
 
 
+class WithoutCode(KeyStuck):
+    """A code that cannot be made."""
+
+    @property
+    def code(self) -> str:  # type: ignore[override]
+        raise AttributeError("no such code")
+
+
+def test_a_key_becomes_stuck_although_its_code_cannot_be_made(sender: Sender, serve: Any) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        raise WithoutCode("Look.")
+
+    serve(view=view)
+    assert problem(sender.send())["code"] == "key_stuck"
+    key = IdempotencyKey.objects.get()
+    assert (key.stuck_code, key.stuck_reason) == ("view_gave_up", "Look.")
+
+
 def give_up_without_reason(request: HttpRequest, key: IdempotencyKey) -> None:
     raise WithoutReason("Look.")
 
