@@ -564,12 +564,14 @@ def test_whatever_a_backend_raises_refuses_its_job_and_no_other(error, text, at_
 
 
 class Cutting:
-    """A backend during whose first hand-over the connection of the enqueuer is lost."""
+    """A backend during whose first hand-over the connection of the enqueuer is lost. It takes ``most`` jobs at once."""
 
-    def __init__(self):
-        self.sent = []
+    def __init__(self, most):
+        self.most, self.sent = most, []
 
     def hand_over(self, queue, jobs):
+        if len(jobs) > self.most:
+            raise RuntimeError("too many jobs")
         self.sent += [job.pk for job in jobs]
         if len(self.sent) <= len(jobs):
             own = connection.connection.info
@@ -579,14 +581,15 @@ class Cutting:
 
 
 @pytest.mark.postgres
-def test_a_batch_whose_connection_is_lost_is_not_handed_over_again_before_the_next_pass(monkeypatch):
-    backend, others = Cutting(), Away()
+@pytest.mark.parametrize("most", [3, 1])
+def test_a_batch_whose_connection_is_lost_is_not_handed_over_again_before_the_next_pass(most, monkeypatch):
+    backend, others = Cutting(most), Away()
     monkeypatch.setattr(_hand_over, "backend_of", lambda queue: backend if queue == "default" else others)
     stage(3)
     stage(1, queue="other", run_at=timezone.now())
     with pytest.raises(Error):
         enqueue_once()
-    assert (len(backend.sent), others.offers) == (3, [])
+    assert (len(backend.sent), others.offers) == (most, [])
     connection.close()
     assert enqueue_once() == EnqueuePass(handed_over=4)
 

@@ -195,7 +195,7 @@ def refused_outside(view: Any) -> Any:
     @wraps(view)
     def decorated(request: HttpRequest) -> HttpResponseBase:
         if completion_of(request) is not None:
-            return HttpResponse(status=429)
+            return HttpResponse("Slow down.", content_type="text/plain", status=429)
         answer: HttpResponseBase = view(request)
         return answer
 
@@ -219,7 +219,7 @@ def test_what_ends_before_the_views_decorator_releases_the_key_and_says_so(
     assert complete_once() == CompletePass(failed=1)
     key = IdempotencyKey.objects.get()
     assert (key.locked_at, key.recovery_point, key.history[-1]["event"]) == (None, "entry_created", "error")
-    assert "status 429" in key.last_error
+    assert key.last_error.endswith("responded with status 429: Slow down.")
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": tenant_is_gone}
     abandon()
     assert complete_once() == CompletePass(failed=1)
