@@ -594,6 +594,18 @@ def test_a_batch_whose_connection_is_lost_is_not_handed_over_again_before_the_ne
     assert enqueue_once() == EnqueuePass(handed_over=4)
 
 
+@pytest.mark.postgres
+def test_no_other_queue_is_offered_after_the_connection_is_lost(monkeypatch):
+    """The backend reports the loss as the refusal of a job."""
+    cutting, others = Cutting(1), Away()
+    backend = backends.CallableBackend(lambda job: cutting.hand_over(job.queue, [job]))
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: backend if queue == "default" else others)
+    stage_by_age(["default", "other"])
+    with pytest.raises(Error):
+        enqueue_once()
+    assert (len(cutting.sent), others.offers) == (1, [])
+
+
 class Router:
     """A backend that passes its jobs to another one, which takes one at a time and refuses some."""
 
