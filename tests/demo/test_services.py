@@ -61,14 +61,14 @@ def test_a_lost_primary_is_replaced_by_its_standby_at_the_same_address(short_fol
 
 def test_a_second_redis_on_the_same_data_is_refused(short_folder):
     with Redis(short_folder / "redis") as server:
-        with pytest.raises(EmbeddedServerError, match=r"already runs.*another PORT"):
+        with pytest.raises(EmbeddedServerError, match=r"already runs.*another folder with the variable PORT"):
             Redis(short_folder / "redis").start()
         with redis.Redis.from_url(server.url) as client:
             assert client.ping()
 
 
 def test_a_second_server_on_the_same_data_is_refused(postgres):
-    with pytest.raises(EmbeddedServerError, match=r"already runs.*another PORT"):
+    with pytest.raises(EmbeddedServerError, match=r"already runs.*another folder with the variable PORT"):
         Postgres(postgres.data).start()
     assert psycopg.connect(postgres.url).close() is None
 
