@@ -574,9 +574,11 @@ class Cutting:
             raise RuntimeError("too many jobs")
         self.sent += [job.pk for job in jobs]
         if len(self.sent) <= len(jobs):
-            own = connection.connection.info
-            with psycopg.connect(own.dsn, autocommit=True) as other:
-                other.execute("SELECT pg_terminate_backend(%s)", [own.backend_pid])
+            with connection.cursor() as cursor:  # A pooler tells another id of the process than the server.
+                cursor.execute("SELECT pg_backend_pid()")
+                own = cursor.fetchone()
+            with psycopg.connect(connection.connection.info.dsn, autocommit=True) as other:
+                other.execute("SELECT pg_terminate_backend(%s)", own)
         return {}
 
 
