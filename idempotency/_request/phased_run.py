@@ -28,8 +28,8 @@ class Completion:
     outcome: Literal["finished", "stuck", "released"] | None = None
 
     def note(self, key: IdempotencyKey | None) -> None:
-        """Record the key at the end of its run; None if its row is gone, or a failover gave its id to
-        another key."""
+        """Record the key at the end of its run. It is None if its row is gone, or if a failover gave its id to another
+        key."""
         done = key is None or key.recovery_point == FINISHED
         self.key = key or self.key
         self.outcome = "finished" if done else "stuck" if self.key.stuck_code else "released"
