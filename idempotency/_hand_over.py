@@ -27,7 +27,7 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], deadline: float) -> Results
     returned as results, because an exception would roll back the hand-overs of other queues. Jobs that were not offered
     before the deadline have no result."""
     try:
-        if (backend := backend_of(queue)) is None:
+        if (backend := backend_of(queue, using=jobs[0]._state.db)) is None:
             raise LookupError(f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none for '*'.")
     except FAILURES as error:
         return dict.fromkeys((job.pk for job in jobs), error)

@@ -5,7 +5,6 @@ from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol, TypeAlias
 from uuid import UUID
 
@@ -26,6 +25,8 @@ NAME_MAX_ATTEMPTS = 81
 BATCH_SECONDS = 30
 BROKER_TIMEOUT_SECONDS = 10
 _TEN_YEARS = 315_576_000
+#: The backends of this process by their paths.
+_built: dict[str, "Backend"] = {}
 
 
 class BrokerUnavailable(IdempotencyError):
@@ -182,14 +183,17 @@ def _callbacks() -> int:
     return sum(not str(getattr(callback, "__module__", "")).startswith("idempotency.") for callback in waiting)
 
 
-def backend_of(queue: str) -> Backend | None:
-    """Return the backend of a queue, or None if ``IDEMPOTENCY["ENQUEUERS"]`` names none."""
+def backend_of(queue: str, *, using: str | None = None) -> Backend | None:
+    """Return the backend of a queue, or None if ``IDEMPOTENCY["ENQUEUERS"]`` names none. It is built once.
+
+    ``using`` is the database of an open transaction. It gets a savepoint, because a query of the module or of the class may
+    fail.
+    """
     path = backend_path(queue)
-    return None if path is None else _built(path)
-
-
-@lru_cache(maxsize=32)
-def _built(path: str) -> Backend:
-    named = import_string(path)
-    backend: Backend = named() if isinstance(named, type) else CallableBackend(named)
-    return backend
+    if path is None:
+        return None
+    if path not in _built:
+        with nullcontext() if using is None else transaction.atomic(using=using):
+            named = import_string(path)
+            _built[path] = named() if isinstance(named, type) else CallableBackend(named)
+    return _built[path]

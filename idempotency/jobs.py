@@ -4,7 +4,9 @@ Both commit or neither does. The enqueuer then moves the rows to the broker.
 Source: Brandur Leach, "Transactionally Staged Job Drains in Postgres".
 """
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from inspect import isasyncgen, isgenerator
 from typing import Any
@@ -13,7 +15,7 @@ from uuid import UUID
 from asgiref.sync import sync_to_async
 from django.apps import apps
 from django.conf import settings
-from django.db import DEFAULT_DB_ALIAS, router, transaction
+from django.db import DEFAULT_DB_ALIAS, Error, router, transaction
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
@@ -137,14 +139,16 @@ def refuse_module(name: str, module: str | None) -> None:
         )
 
 
-def not_allowed(jobs: Iterable[StagedJob]) -> dict[UUID, Exception]:
+def not_allowed(jobs: Sequence[StagedJob]) -> dict[UUID, Exception]:
     """For each job whose function may not run, map the id of the job to the error. Each name is looked up once."""
-    problems: dict[str, JobNotAllowed] = {}
-    jobs = list(jobs)
+    problems: dict[str, Exception] = {}
     for name in {job.job_name for job in jobs}:
+        imported = name.rpartition(".")[0] in sys.modules
         try:
-            function_of(name)
-        except JobNotAllowed as error:
+            # A query of the module may fail. Without a savepoint, the open transaction would be lost.
+            with nullcontext() if imported else transaction.atomic(using=jobs[0]._state.db):
+                function_of(name)
+        except (JobNotAllowed, Error) as error:
             problems[name] = error
     return {job.pk: problems[job.job_name] for job in jobs if job.job_name in problems}
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from asyncio import CancelledError
 from collections.abc import Awaitable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from inspect import isawaitable
 from typing import Any
@@ -20,7 +20,7 @@ from celery import Celery, Task, current_app
 from celery.exceptions import Ignore, Reject, Retry, TimeLimitExceeded
 from celery.worker.request import Request
 from celery.worker.state import task_ready
-from django.db import InterfaceError, OperationalError
+from django.db import InterfaceError, OperationalError, transaction
 from kombu.exceptions import OperationalError as BrokerError
 
 from idempotency._text import error_text
@@ -178,7 +178,9 @@ class CeleryBackend(OneByOne):
         Raises JobNotAllowed for an unknown task.
         Raises TypeError for a task that could be lost or take effect twice.
         """
-        self.refuse_name(job.job_name)
+        # The module of an unknown task is imported. A query of it may fail.
+        with nullcontext() if job.job_name in self.app.tasks else transaction.atomic(using=job._state.db):
+            self.refuse_name(job.job_name)
         kept = hasattr(self._kept, "producer")
         producer = self._producer()
         by_name = isinstance(job.job_args, dict)

@@ -99,7 +99,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, server: AmqpServer) -> Iterator[Cel
     backend.app = Celery(broker=f"pyamqp://user:secret@{address}//", set_as_current=False)
     backend.app.task(base=OnceTask, name="tests.charge")(charge)
     backend.app.finalize()
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: backend)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: backend)
     yield backend
     with suppress(AttributeError):
         backend._drop_producer()

@@ -246,7 +246,7 @@ def test_slow_queues_take_turns_with_all_others(staged, taken, monkeypatch):
 
     for module in (backends, _hand_over, enqueuer):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: backends.CallableBackend(take_by_case))
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: backends.CallableBackend(take_by_case))
     stage_by_age(staged)
     assert enqueue_once(batch_size=1) == EnqueuePass(handed_over=len(staged))
     assert "".join(order) == taken
@@ -256,7 +256,7 @@ def test_a_batch_in_which_no_job_may_run_is_not_offered(monkeypatch, caplog):
     caplog.set_level("INFO", logger="idempotency")
     broker = Broker()
     broker.runs_functions = True
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: broker)
     stage(2, job_name="nowhere.to_be.found")
     assert enqueue_once() == EnqueuePass(refused=2)
     assert (broker.offers, "refused a batch" in caplog.text) == ([], False)
@@ -338,14 +338,17 @@ def test_a_broker_that_takes_no_writes_burns_nothing(broker, tmp_path, trouble):
     assert enqueue_once().handed_over == 2
 
 
-def test_a_backend_that_cannot_be_built_undoes_nothing_of_other_queues(broker, settings):
-    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "idempotency.contrib.rq.RQBackend", "bad": "tests.kit.jobs.UnbuiltBackend"}}
+@pytest.mark.parametrize(
+    ("backend", "text"), [("UnbuiltBackend", "nobody listens there"), ("BackendOfATable", "brokers_of_tomorrow")]
+)
+def test_a_backend_that_cannot_be_built_undoes_nothing_of_other_queues(backend, text, broker, settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "idempotency.contrib.rq.RQBackend", "bad": f"tests.kit.jobs.{backend}"}}
     stage(2)
     stage(1, queue="bad", run_at=Now())
     assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
     assert enqueue_once() == EnqueuePass()
     assert len(queued(broker)) == 2
-    assert "nobody listens there" in StagedJob.objects.get().last_error
+    assert text in StagedJob.objects.get().last_error
 
 
 @pytest.mark.parametrize("path", ["take_in_a_coroutine", "CoroutineBackend"])
@@ -499,7 +502,7 @@ class Broker:
 @pytest.mark.parametrize(("seconds", "left"), [(-1, 0), (60, 1)])
 def test_a_batch_that_took_too_long_is_committed_before_the_next_queue(seconds, left, monkeypatch):
     monkeypatch.setattr(enqueuer, "BATCH_SECONDS", seconds)
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: broker)
     broker = Broker()
     for queue in "ab":
         stage(1, queue=queue)
@@ -514,7 +517,7 @@ def test_a_batch_that_took_too_long_is_committed_before_the_next_queue(seconds, 
 def test_jobs_are_offered_one_by_one_until_the_broker_is_away_or_the_time_is_up(seconds, error, offered, monkeypatch, caplog):
     caplog.set_level("INFO", logger="idempotency")
     monkeypatch.setattr(enqueuer, "BATCH_SECONDS", seconds)
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: broker)
     broker = Broker(error)
     stage(3)
     with pytest.raises(BrokerUnavailable) if error else nullcontext():
@@ -556,7 +559,7 @@ class Failing(backends.OneByOne):
 def test_whatever_a_backend_raises_refuses_its_job_and_no_other(error, text, at_once, monkeypatch):
     others = Away()
     failing = Failing(error, at_once=at_once)
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: failing if queue == "bad" else others)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: failing if queue == "bad" else others)
     stage_by_age(["a", "bad", "b"])
     assert enqueue_once() == EnqueuePass(handed_over=2, refused=1)
     assert others.offers == ["a", "b"]
@@ -586,7 +589,7 @@ class Cutting:
 @pytest.mark.parametrize("most", [3, 1])
 def test_a_batch_whose_connection_is_lost_is_not_handed_over_again_before_the_next_pass(most, monkeypatch):
     backend, others = Cutting(most), Away()
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: backend if queue == "default" else others)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: backend if queue == "default" else others)
     stage(3)
     stage(1, queue="other", run_at=timezone.now())
     with pytest.raises(Error):
@@ -601,7 +604,7 @@ def test_no_other_queue_is_offered_after_the_connection_is_lost(monkeypatch):
     """The backend reports the loss as the refusal of a job."""
     cutting, others = Cutting(1), Away()
     backend = backends.CallableBackend(lambda job: cutting.hand_over(job.queue, [job]))
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: backend if queue == "default" else others)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: backend if queue == "default" else others)
     stage_by_age(["default", "other"])
     with pytest.raises(Error):
         enqueue_once()
@@ -625,7 +628,7 @@ class Router:
 
 def test_a_backend_may_pass_its_jobs_to_one_that_takes_one_at_a_time(monkeypatch):
     router = Router()
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: router)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: router)
     stage(3)
     stage(1, job_name="shop.jobs.poison")
     assert enqueue_once() == EnqueuePass(handed_over=3, refused=1)
@@ -656,7 +659,7 @@ def test_a_queue_whose_broker_was_away_once_is_offered_again_in_the_same_pass(mo
     """The other queue may have new jobs without end, and the pass lasts as long."""
     broker = Away(a=1)
     monkeypatch.setattr(enqueuer, "UNREACHABLE_SECONDS", 0)
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: broker)
     stage_by_age("abbb")
     assert enqueue_once(batch_size=1) == EnqueuePass(handed_over=4)
     assert "".join(broker.offers) == "ababb"
@@ -666,7 +669,7 @@ def test_a_queue_whose_broker_was_away_once_is_offered_again_in_the_same_pass(mo
 def test_a_pass_names_the_queues_that_are_still_away_and_logs_each_once(monkeypatch, caplog):
     broker = Away(a=9, c=1)
     monkeypatch.setattr(enqueuer, "UNREACHABLE_SECONDS", 0)
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: broker)
     stage_by_age("acbb")
     with pytest.raises(BrokerUnavailable, match=r"^3 jobs were handed over.* queue 'a': timed out$"):
         enqueue_once(batch_size=1)
@@ -676,7 +679,7 @@ def test_a_pass_names_the_queues_that_are_still_away_and_logs_each_once(monkeypa
 
 def test_a_pass_does_not_wait_for_the_end_of_a_mark(monkeypatch, caplog):
     broker = Away(a=1)
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: broker)
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: broker)
     stage_by_age("abb")
     with pytest.raises(BrokerUnavailable, match="2 jobs were handed over"):
         enqueue_once(batch_size=1)
@@ -700,7 +703,7 @@ def test_the_transaction_of_a_batch_has_limits_of_its_own(monkeypatch):
                     limits.append(cursor.fetchone()[0])
             return {}
 
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: Looking())
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: Looking())
     stage(1)
     assert enqueue_once() == EnqueuePass(handed_over=1)
     assert limits == [enqueuer.IDLE_SECONDS * 1000, enqueuer.BROKER_TIMEOUT_SECONDS * 1000]
@@ -753,7 +756,7 @@ def test_nobody_else_writes_while_jobs_are_handed_over(monkeypatch):
 
     connection.ensure_connection()
     monkeypatch.setattr(connection, "transaction_mode", None)  # as Django has it by default
-    monkeypatch.setattr(_hand_over, "backend_of", lambda queue: Looking())
+    monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: Looking())
     stage(1)
     assert enqueue_once() == EnqueuePass(handed_over=1)
     assert refused == ["database is locked"]

@@ -131,6 +131,34 @@ def test_a_module_that_cannot_be_imported_stops_no_other_queue(source, broker, s
     assert StagedJob.objects.get().last_error.startswith("JobNotAllowed: The job jobs_of_a_shop.job cannot be imported: ")
 
 
+QUERY = "from django.db import connection\nwith connection.cursor() as c: c.execute('SELECT * FROM table_of_tomorrow')\n"
+
+
+@pytest.mark.parametrize("backend", [RQ, "idempotency.contrib.celery.CeleryBackend"])
+def test_a_module_whose_query_fails_on_import_stops_no_other_queue(backend, broker, settings, tmp_path, monkeypatch):
+    """For example because it is deployed before its migration."""
+    (tmp_path / "jobs_that_query.py").write_text(QUERY)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings.IDEMPOTENCY = {"JOB_MODULES": ["jobs_that_query", "rides_demo"], "ENQUEUERS": {"other": backend, "*": RQ}}
+    StagedJobFactory()
+    StagedJobFactory(job_name="jobs_that_query.job", queue="other")
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    assert "table_of_tomorrow" in StagedJob.objects.get().last_error
+
+
+@pytest.mark.postgres
+def test_a_module_that_hides_a_failed_query_is_imported_by_the_next_pass(broker, settings, tmp_path, monkeypatch):
+    (tmp_path / "jobs_that_hide.py").write_text(f"try:\n    exec({QUERY!r})\nexcept Exception: pass\ndef job(): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings.IDEMPOTENCY = {"JOB_MODULES": ["jobs_that_hide", "rides_demo"]}
+    StagedJobFactory()
+    job = StagedJobFactory(job_name="jobs_that_hide.job")
+    assert enqueue_once() == EnqueuePass(handed_over=1, refused=1)
+    StagedJob.objects.update(run_at=Now())
+    assert enqueue_once() == EnqueuePass(handed_over=1)
+    assert queued(broker)[1:] == [str(job.pk)]
+
+
 def test_rows_staged_before_the_deploy_wait_for_one_that_allows_them(broker, settings):
     old, often = StagedJobFactory(job_name=RECORD), StagedJobFactory(job_name=RECORD, refusals=MAX_ATTEMPTS, last_error="x")
     new = StagedJobFactory()

@@ -175,13 +175,13 @@ class Celery(Broker):
     @contextmanager
     def through(self, url: str) -> Iterator[None]:
         former, app.conf.broker_write_url = app.conf.broker_write_url, broker_url(url)
-        backends._built.cache_clear()
+        backends._built.clear()
         with pytest.MonkeyPatch.context() as patch:
             for name in ("socket_timeout", "socket_connect_timeout"):
                 patch.setitem(celery_backend._BOUNDS["redis"], name, IMPATIENCE_SECONDS)
             yield
         app.conf.broker_write_url = former
-        backends._built.cache_clear()
+        backends._built.clear()
 
 
 class Tasks(Broker):

@@ -133,6 +133,14 @@ class UnbuiltBackend:
         raise ConnectionRefusedError("nobody listens there")
 
 
+class BackendOfATable:
+    """A backend whose constructor reads a table that no migration has created yet."""
+
+    def __init__(self) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT * FROM brokers_of_tomorrow")
+
+
 class PickyBackend(RQBackend):
     """A backend that refuses each batch in which a job is named ``poison``."""
 
