@@ -203,7 +203,7 @@ def _transactions(found: Diagnosis) -> Iterator[Finding]:
         "(array_agg(pid ORDER BY xact_start) FILTER (WHERE xact_start IS NOT NULL))[1], "
         "COALESCE(extract(epoch FROM clock_timestamp() - min(xact_start)), 0)::double precision "
         "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
-        "AND backend_type <> 'autovacuum worker'",
+        "AND backend_type IS DISTINCT FROM 'autovacuum worker'",  # It is NULL in sessions of other roles.
     )
     found.measured["oldest_transaction_seconds"] = round(oldest, 1)
     if hidden:

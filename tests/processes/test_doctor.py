@@ -160,6 +160,26 @@ def test_an_old_transaction_is_found_and_named(monkeypatch):
     assert f"pg_terminate_backend({session.result()})" in finding.cure
 
 
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+def test_transactions_that_a_role_may_not_see_are_not_taken_for_none():
+    gate = Gate()
+
+    def idle():
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+            gate.wait_here()
+
+    with background(idle), transaction.atomic(), connection.cursor() as cursor:
+        gate.wait_until_reached()
+        cursor.execute("CREATE ROLE few_rights; GRANT SELECT ON ALL TABLES IN SCHEMA public TO few_rights; SET ROLE few_rights")
+        told = diagnose().cannot_tell
+        cursor.execute("RESET ROLE")
+        transaction.set_rollback(True)
+        gate.open()
+    assert "GRANT pg_read_all_stats" in "\n".join(told)
+
+
 def reset_statistics():
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_stat_force_next_flush()")
