@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 from django.db import Error, connections
-from django.db.models import Q, QuerySet
+from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.utils.translation import gettext_lazy as _
 
@@ -36,6 +36,19 @@ def silent_here(names: Iterable[str], *, using: str) -> list[str]:
 
 def _this_host() -> str:
     return socket.gethostname()[:100]
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether this host may have a process with this id."""
+    if os.name != "posix":
+        return True  # There, os.kill() would end it.
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # of another user
+    return True
 
 
 class Heartbeat:
@@ -67,7 +80,9 @@ class Heartbeat:
         when it stops."""
         try:
             here = self._rows().filter(name=self._row["name"], host=self._row["host"])
-            here.filter(Q(pid=self._row["pid"]) | Q(beat_at__lt=Now() - timedelta(seconds=SILENT_SECONDS))).delete()
+            silent = here.filter(beat_at__lt=Now() - timedelta(seconds=SILENT_SECONDS)).values_list("pid", flat=True)
+            killed = [pid for pid in silent if not _is_running(pid)]
+            here.filter(pid__in=[self._row["pid"], *killed]).delete()
         except Error:
             self._give_up()
 

@@ -1,5 +1,7 @@
 """Heartbeats: each loop has a row while it runs, the dashboard shows it, and a loop works on without the table."""
 
+import os
+import subprocess
 from typing import Any
 
 import pytest
@@ -37,15 +39,26 @@ def test_a_heartbeat_is_one_row_that_is_written_now_and_then(django_assert_num_q
 
 @pytest.mark.django_db
 def test_a_loop_that_stops_takes_killed_loops_of_its_host_off_the_list() -> None:
-    """Otherwise a loop that was killed, and then replaced by cron, would be reported for ever."""
+    """Otherwise a loop that was killed, and then replaced by cron, would be reported for ever. One that runs and fails in each
+    pass is still reported."""
     heartbeat = Heartbeat("reap_keys", using="default")
     heartbeat.beat()
     host = ProcessHeartbeat.objects.get().host
-    for pid, minutes in ((1, 10), (2, 1)):
-        ProcessHeartbeat.objects.create(name="reap_keys", host=host, pid=pid, beat_at=ago(minutes=minutes))
-    ProcessHeartbeat.objects.create(name="complete_keys", host=host, pid=3, beat_at=ago(minutes=10))
+    killed = [ended() for _ in range(3)]
+    kept = {("reap_keys", host, os.getppid(), 10), ("reap_keys", host, killed[1], 1), ("reap_keys", "other", killed[0], 10)}
+    kept |= {("complete_keys", host, killed[2], 10)}
+    for name, of_host, pid, minutes in kept | {("reap_keys", host, killed[0], 10)}:
+        ProcessHeartbeat.objects.create(name=name, host=of_host, pid=pid, beat_at=ago(minutes=minutes))
     heartbeat.remove()
-    assert set(ProcessHeartbeat.objects.values_list("pid", flat=True)) == {2, 3}
+    left = ProcessHeartbeat.objects.values_list("name", "host", "pid")
+    assert set(left) == {row[:3] for row in kept}
+
+
+def ended() -> int:
+    """Return the id of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
 
 
 @pytest.mark.postgres
