@@ -38,11 +38,12 @@ TRAFFIC_RETENTION_MINUTES = 8 * 24 * 60
 RESTS_FOR_A_BATCH = 19
 #: The SQLSTATEs of a missing table and of a missing column.
 _MISSING = ("42P01", "42703")
-#: The SQLSTATEs of a missing privilege, of ``lock_timeout`` and of ``statement_timeout``. They may concern a single key, whose
-#: trigger refuses the change or is slow, or every key.
-_OF_ONE_OR_ALL = ("42501", "55P03", "57014")
-#: The number of keys that a pass keeps because of such an error; with one more, the error ends the pass.
-_MOST_OF_ONE = 3
+#: The SQLSTATEs of ``lock_timeout`` and of ``statement_timeout``. They may concern single keys, for which a trigger is slow, or
+#: every key, while a table is locked.
+_TIME_LIMITS = ("55P03", "57014")
+#: After this number of keys that met a time limit, a pass no longer searches for such keys, because each attempt waits as long
+#: again: of the keys that were to be deleted together, it keeps all.
+_MOST_WAITS = 3
 #: A batch may have waited for locks, which is no load.
 _LONGEST_REST_SECONDS = 60.0
 #: The interval at which a sleeping reaper checks for SIGTERM.
@@ -188,32 +189,35 @@ def _delete(pks: list[int], least_hours: float | None, refusals: Counter[object]
     except (Exception, CancelledError) as error:
         if committed or not locked or _concerns_all(error):
             raise
-        if len(pks) > 1:
+        kind = _kind(error)
+        if len(pks) > 1 and (kind != _TIME_LIMITS or refusals[kind] < _MOST_WAITS):
             half = len(pks) // 2
             return _delete(pks[:half], least_hours, refusals, alias) + _delete(pks[half:], least_hours, refusals, alias)
         if pks:
-            _note_refusal(pks[0], error, refusals)
+            refusals[kind] += 1
+            if refusals[kind] == 1:
+                _log_refusal(pks[0], error)
         return Counter(protected=len(pks))  # With no key left, the error belongs to the caller's transaction.
 
 
-def _note_refusal(pk: int, error: BaseException, refusals: Counter[object]) -> None:
-    """Log the first refusal of its kind in a pass. Raise the error if it seems to concern every key."""
-    kind = _sqlstate(error) or type(error)
-    refusals[kind] += 1
-    if kind in _OF_ONE_OR_ALL and refusals[kind] > _MOST_OF_ONE:
-        raise error
-    if refusals[kind] == 1:
-        by_design = isinstance(error, ProtectedError | RestrictedError | IntegrityError)
-        text, level = "the key with the id %s cannot be deleted: %s", logging.INFO if by_design else logging.WARNING
-        logger.log(level, text, pk, summary(error_text(error)), exc_info=not by_design and not isinstance(error, Error))
+def _log_refusal(pk: int, error: BaseException) -> None:
+    by_design = isinstance(error, ProtectedError | RestrictedError | IntegrityError)
+    text, level = "the key with the id %s cannot be deleted: %s", logging.INFO if by_design else logging.WARNING
+    logger.log(level, text, pk, summary(error_text(error)), exc_info=not by_design and not isinstance(error, Error))
 
 
 def _concerns_all(error: BaseException) -> bool:
     """Return whether the deletion of every key would fail with this error: the database is lost, or a table or column is
     missing."""
     state = _sqlstate(error)
-    lost = isinstance(error, OperationalError | InterfaceError | NotReplicated) and state not in _OF_ONE_OR_ALL
+    lost = isinstance(error, OperationalError | InterfaceError | NotReplicated) and state not in _TIME_LIMITS
     return lost or state in _MISSING
+
+
+def _kind(error: BaseException) -> object:
+    """Return the kind of a refusal; a pass logs the first one of each kind."""
+    state = _sqlstate(error)
+    return _TIME_LIMITS if state in _TIME_LIMITS else state or type(error)
 
 
 def _sqlstate(error: BaseException) -> str | None:
