@@ -125,18 +125,24 @@ class OneByOne:
             if position and time.monotonic() > deadline:  # The first job is always offered, so that each batch makes progress.
                 return results | dict.fromkeys((left.pk for left in waiting[position:]), NotOffered())
             try:
-                if self.follow_up_seconds and job.hand_overs >= MAX_ATTEMPTS:
-                    raise NoEffect
+                again = self._offered_again(job)  # Before the hand-over, because it may raise.
                 # The queue may be in this database. An error there must not break the transaction of the enqueuer.
                 with hand_over_savepoint(job._state.db) if self.uses_database else nullcontext():
                     refuse_generator(f"The backend of the queue {queue!r}", awaited(self.hand_over_one(queue, job)))
-                if self.follow_up_seconds:
-                    results[job.pk] = OfferAgain(self.follow_up_seconds * 2**job.hand_overs)
+                if again is not None:
+                    results[job.pk] = again
             except BrokerUnavailable as error:  # The jobs before this one were sent; keep their results.
                 return results | dict.fromkeys((left.pk for left in waiting[position:]), error)
             except (Exception, CancelledError) as error:
                 results[job.pk] = error
         return results
+
+    def _offered_again(self, job: StagedJob) -> OfferAgain | None:
+        if not self.follow_up_seconds:
+            return None
+        if job.hand_overs >= MAX_ATTEMPTS:
+            raise NoEffect
+        return OfferAgain(min(self.follow_up_seconds * 2**job.hand_overs, _TEN_YEARS))
 
     def _effects(self, jobs: Sequence[StagedJob]) -> dict[UUID, HandOverResult]:
         # A retried job has no hand-overs, but keeps its last error.

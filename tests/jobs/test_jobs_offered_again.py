@@ -193,6 +193,17 @@ def test_a_job_is_offered_again_after_a_second_to_ten_years(seconds: Any) -> Non
         OfferAgain(seconds)
 
 
+@pytest.mark.parametrize(("seconds", "handed_over"), [(0.4, 0), (Decimal(30), 0), (300e6, 1)])
+def test_a_queue_with_a_time_that_cannot_be_stored_gets_no_job(
+    seconds: Any, handed_over: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each pass would hand the job over, and count it as refused. A time that only grows too long is cut."""
+    monkeypatch.setattr(ForgetfulQueue, "follow_up_seconds", seconds)
+    StagedJobFactory(hand_overs=1)
+    assert enqueue_once() == EnqueuePass(handed_over=handed_over, refused=1 - handed_over)
+    assert len(handed) == handed_over
+
+
 @pytest.mark.postgres
 def test_a_job_whose_effect_cannot_be_looked_up_is_not_handed_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enqueuer, "BROKER_TIMEOUT_SECONDS", 1)
