@@ -11,12 +11,14 @@ from django import forms
 from django.contrib import messages
 from django.http import HttpRequest
 from django.utils.functional import Promise
+from django.utils.text import format_lazy
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from idempotency import interventions
 from idempotency._states import KeyState
 from idempotency.admin.answering import AnswerFields
+from idempotency.admin.stuck_codes import LAST_CALL
 from idempotency.exceptions import NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
 
@@ -113,10 +115,14 @@ BUTTONS = {
     "complete": Button(
         label=_("Complete now"),
         permission="complete_idempotencykey",
-        explanation=_(
-            "This process runs the view now, from the recovery point of the key, as the user who sent the request. Completed "
-            "work is not repeated. If the run fails, the completer retries the request, and its attempts are counted from zero "
-            "again."
+        explanation=format_lazy(
+            "{} {}",
+            _(
+                "This process runs the view now, from the recovery point of the key, as the user who sent the request. "
+                "Completed work is not repeated. If the run fails, the completer retries the request, and its attempts are "
+                "counted from zero again."
+            ),
+            LAST_CALL,
         ),
         possible=lambda key: (
             key.state not in (KeyState.IN_FLIGHT, KeyState.REFUSED, KeyState.FINISHED)

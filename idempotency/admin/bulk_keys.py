@@ -5,13 +5,14 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from django.db import router
+from django.utils.text import format_lazy
 from django.utils.translation import gettext, gettext_noop, ngettext_lazy
 from django.utils.translation import gettext_lazy as _
 
 from idempotency import interventions
 from idempotency._states import KeyState
 from idempotency.admin.bulk import CHANGED, FINISHED, RUNNING, BulkAction, Group
-from idempotency.admin.stuck_codes import STUCK_CODES
+from idempotency.admin.stuck_codes import LAST_CALL, STUCK_CODES
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
 
@@ -57,9 +58,13 @@ class HandBack(_OfKeys):
     """Hand unfinished keys back to the completer."""
 
     name, label, permission = "hand_back", _("Hand back to the completer"), "complete_idempotencykey"
-    explanation = _(
-        "The completer runs these requests, each from its recovery point and as the user who sent it. Their attempts are "
-        "counted from zero again."
+    explanation = format_lazy(
+        "{} {}",
+        _(
+            "The completer runs these requests, each from its recovery point and as the user who sent it. Their attempts are "
+            "counted from zero again."
+        ),
+        LAST_CALL,
     )
     done = ngettext_lazy(
         "%(count)s key was handed back to the completer.", "%(count)s keys were handed back to the completer.", "count"

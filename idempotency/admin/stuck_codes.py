@@ -20,12 +20,19 @@ class Explanation:
         return self.best == "answer"
 
 
+#: A part of the explanation of each action that runs a request again.
+LAST_CALL = _(
+    "If the page of a key shows a last call, that call is made again, with the same key of the call. Its service may have "
+    "forgotten that key, so check the service first. If the call took effect, do the missing steps by hand and answer the key."
+)
+
 STUCK_CODES = {
     "attempts_exhausted": Explanation(
         _("The completer ran the request until its attempts were used up. Each run failed."),
         _(
             "Read the last error and correct its cause. If the page shows a last call, check that service: it may have "
-            "forgotten the key of the call. Then complete the key: its attempts are counted from zero again."
+            "forgotten the key of the call. If the call took effect, do the missing steps by hand and answer the key. If it "
+            "did not, complete the key: its attempts are counted from zero again."
         ),
         "complete",
     ),
