@@ -106,8 +106,9 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
         yield Finding(
             "reaper_late",
             f"Keys that should have been deleted {duration(REAPER_LATE_SECONDS)} ago: {_at_least(to_reap)}.",
-            "Start manage.py reap_keys --loop. If it counts them as 'protected', something in your project prevents the "
-            "deletion: a row that refers to the key, for example with on_delete=PROTECT, a trigger, or a signal receiver.",
+            "Start manage.py reap_keys --loop. If it counts them as 'protected', something prevents the deletion: a row that "
+            "refers to the key, for example with on_delete=PROTECT, a trigger, a signal receiver, or a missing privilege. Its "
+            "log names the error.",
         )
 
 
@@ -203,7 +204,7 @@ def _transactions(found: Diagnosis) -> Iterator[Finding]:
         "(array_agg(pid ORDER BY xact_start) FILTER (WHERE xact_start IS NOT NULL))[1], "
         "COALESCE(extract(epoch FROM clock_timestamp() - min(xact_start)), 0)::double precision "
         "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
-        "AND backend_type IS DISTINCT FROM 'autovacuum worker'",  # It is NULL in sessions of other roles.
+        "AND usesysid IS NOT NULL",  # An autovacuum worker has no role.
     )
     found.measured["oldest_transaction_seconds"] = round(oldest, 1)
     if hidden:
