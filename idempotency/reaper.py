@@ -41,8 +41,8 @@ _MISSING = ("42P01", "42703")
 #: The SQLSTATEs of ``lock_timeout`` and of ``statement_timeout``. They may concern single keys, for which a trigger is slow, or
 #: every key, while a table is locked.
 _TIME_LIMITS = ("55P03", "57014")
-#: After this number of keys that met a time limit, a pass no longer searches for such keys, because each attempt waits as long
-#: again: of the keys that were to be deleted together, it keeps all.
+#: After this number of keys of a batch that met a time limit, the batch is not searched for further ones, because each attempt
+#: waits as long again: of keys that were to be deleted together, all are kept.
 _MOST_WAITS = 3
 #: A batch may have waited for locks, which is no load.
 _LONGEST_REST_SECONDS = 60.0
@@ -54,8 +54,8 @@ _ASK_SECONDS = 0.1
 class ReapPass:
     """The counts of one pass.
 
-    Keys and messages that were deleted, keys that rows of the project protect, and overdue keys that were settled or became
-    stuck.
+    Keys and messages that were deleted, expired keys that could not be deleted (protected), and overdue keys that were settled
+    or became stuck.
     """
 
     deleted: int = 0
@@ -78,8 +78,8 @@ def reap_once(
 
     Each batch is deleted in one transaction, followed by a pause. A pass deletes finished and refused keys after the retention,
     messages of the inbox after 30 days, and counts of requests after 8 days. It keeps the message of a job that is still
-    staged. The ``on_delete`` action of each foreign key to IdempotencyKey is applied. A key that a row of the project protects
-    is kept.
+    staged. The ``on_delete`` action of each foreign key to IdempotencyKey is applied. A key that cannot
+    be deleted is kept, for example because a row or a trigger of the project protects it; the reason is logged.
 
     Unfinished keys that are not refused are overdue after RETENTION_HOURS, which count from their creation or from the last
     hand-back. If no run holds an overdue key, ``on_abandon`` of its view settles the key. If the view has no ``on_abandon``, or
@@ -138,7 +138,11 @@ def _reap_expired(alias: str, least_hours: float | None, batch_size: int) -> Ite
     refusals: Counter[object] = Counter()
     while page := _page(keys, last, batch_size):
         last = page[-1]
-        yield _delete([pk for _, pk in page], least_hours, refusals, alias)
+        refusals[_TIME_LIMITS] = 0
+        counts = _delete([pk for _, pk in page], least_hours, refusals, alias)
+        yield counts
+        if not counts["deleted"] and refusals[_TIME_LIMITS] >= _MOST_WAITS:
+            return  # A table seems to be locked. The other batches would wait too.
 
 
 def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
@@ -171,8 +175,8 @@ def _page(keys: IdempotencyKeyQuerySet, last: tuple[datetime, int] | None, size:
 
 
 def _delete(pks: list[int], least_hours: float | None, refusals: Counter[object], alias: str) -> Counter[str]:
-    """Delete those of these keys that are expired, in one transaction, and count them. If some are protected, halve the list
-    until these are found, and keep them. A trigger or a signal receiver of the project may protect a key with any error."""
+    """Delete those of these keys that are expired, in one transaction, and count them. If some cannot be deleted, halve the
+    list until these are found, and keep them. A trigger or a signal receiver of the project may refuse with any error."""
     keys, locked = IdempotencyKey.objects.using(alias), False
     committed: list[bool] = []
     try:
@@ -189,21 +193,24 @@ def _delete(pks: list[int], least_hours: float | None, refusals: Counter[object]
     except (Exception, CancelledError) as error:
         if committed or not locked or _concerns_all(error):
             raise
-        kind = _kind(error)
-        if len(pks) > 1 and (kind != _TIME_LIMITS or refusals[kind] < _MOST_WAITS):
+        waited = _sqlstate(error) in _TIME_LIMITS
+        if len(pks) > 1 and not (waited and refusals[_TIME_LIMITS] >= _MOST_WAITS):
             half = len(pks) // 2
             return _delete(pks[:half], least_hours, refusals, alias) + _delete(pks[half:], least_hours, refusals, alias)
         if pks:
-            refusals[kind] += 1
-            if refusals[kind] == 1:
-                _log_refusal(pks[0], error)
+            refusals[_TIME_LIMITS] += waited
+            _log_refusal(pks[0], error, refusals)
         return Counter(protected=len(pks))  # With no key left, the error belongs to the caller's transaction.
 
 
-def _log_refusal(pk: int, error: BaseException) -> None:
-    by_design = isinstance(error, ProtectedError | RestrictedError | IntegrityError)
-    text, level = "the key with the id %s cannot be deleted: %s", logging.INFO if by_design else logging.WARNING
-    logger.log(level, text, pk, summary(error_text(error)), exc_info=not by_design and not isinstance(error, Error))
+def _log_refusal(pk: int, error: BaseException, refusals: Counter[object]) -> None:
+    """Log the first refusal of its kind in a pass."""
+    kind = _sqlstate(error) or type(error)
+    refusals[kind] += 1
+    if refusals[kind] == 1:
+        by_design = isinstance(error, ProtectedError | RestrictedError | IntegrityError)
+        text, level = "the key with the id %s cannot be deleted: %s", logging.INFO if by_design else logging.WARNING
+        logger.log(level, text, pk, summary(error_text(error)), exc_info=not by_design and not isinstance(error, Error))
 
 
 def _concerns_all(error: BaseException) -> bool:
@@ -212,12 +219,6 @@ def _concerns_all(error: BaseException) -> bool:
     state = _sqlstate(error)
     lost = isinstance(error, OperationalError | InterfaceError | NotReplicated) and state not in _TIME_LIMITS
     return lost or state in _MISSING
-
-
-def _kind(error: BaseException) -> object:
-    """Return the kind of a refusal; a pass logs the first one of each kind."""
-    state = _sqlstate(error)
-    return _TIME_LIMITS if state in _TIME_LIMITS else state or type(error)
 
 
 def _sqlstate(error: BaseException) -> str | None:

@@ -159,29 +159,31 @@ def test_a_key_that_a_receiver_protects_is_kept_and_stops_no_other(error, logged
 
 
 @pytest.mark.parametrize(
-    ("sqlstate", "refused", "deleted", "attempts"),
+    ("sqlstate", "refused", "most", "counts", "attempts"),
     [
-        ("42501", 5, 27, 12),
-        ("55P03", 1, 31, 5),
-        ("57014", 5, 24, 10),  # Of the lists 4 to 7, which holds the fifth, all are kept.
-        ("55P03", 32, 0, 12),  # The second page is attempted once.
-        ("42501", 32, 0, 62),
+        ("42501", 5, 16, (27, 5), 12),
+        ("42501", 32, 16, (0, 32), 62),
+        ("55P03", 1, 16, (31, 1), 5),
+        ("57014", 5, 16, (24, 8), 10),  # Of the keys 4 to 7, the first is refused, and all are kept.
+        ("57014", 3, 8, (29, 3), 9),  # The second batch is only too large.
+        ("55P03", 32, 16, (0, 16), 11),  # The second batch is not attempted.
     ],
 )
-def test_no_error_of_single_keys_keeps_the_reaper_from_all_others(sqlstate, refused, deleted, attempts, caplog):
-    """They are the oldest, which each pass meets first: an append-only ledger refuses them, or a table is locked for long."""
+def test_no_error_of_single_keys_keeps_the_reaper_from_all_others(sqlstate, refused, most, counts, attempts, caplog):
+    """They are the oldest, which each pass meets first: an append-only ledger refuses them, or a table is locked for long. A
+    batch with more than ``most`` keys meets a time limit too."""
     keys = {key.pk for key in expired_keys(32)[:refused]}
     ProcessedMessage.objects.create(source="shop", message_id="1", processed_at=ago(days=31))
     seen = []
 
-    def refuse(instance, **kwargs):
-        if instance.pk in keys:
+    def refuse(instance, origin, **kwargs):
+        if instance.pk in keys or origin.count() > most:
             seen.append(instance.pk)
             raise DatabaseError("refused") from psycopg.errors.lookup(sqlstate)("refused")
 
     pre_delete.connect(refuse, sender=IdempotencyKey)
     try:
-        assert reap_once(batch_size=16) == ReapPass(deleted=deleted, protected=32 - deleted, messages=1)
+        assert reap_once(batch_size=16) == ReapPass(*counts, messages=1)
     finally:
         pre_delete.disconnect(refuse, sender=IdempotencyKey)
     assert (len(seen), len(_warnings(caplog))) == (attempts, 1)
