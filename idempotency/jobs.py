@@ -4,9 +4,7 @@ Both commit or neither does. The enqueuer then moves the rows to the broker.
 Source: Brandur Leach, "Transactionally Staged Job Drains in Postgres".
 """
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from datetime import datetime
 from inspect import isasyncgen, isgenerator
 from typing import Any
@@ -143,10 +141,9 @@ def not_allowed(jobs: Sequence[StagedJob]) -> dict[UUID, Exception]:
     """For each job whose function may not run, map the id of the job to the error. Each name is looked up once."""
     problems: dict[str, Exception] = {}
     for name in {job.job_name for job in jobs}:
-        imported = name.rpartition(".")[0] in sys.modules
         try:
             # A query of the module may fail. Without a savepoint, the open transaction would be lost.
-            with nullcontext() if imported else transaction.atomic(using=jobs[0]._state.db):
+            with transaction.atomic(using=jobs[0]._state.db):
                 function_of(name)
         except (JobNotAllowed, Error) as error:
             problems[name] = error

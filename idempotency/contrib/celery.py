@@ -20,7 +20,7 @@ from celery import Celery, Task, current_app
 from celery.exceptions import Ignore, Reject, Retry, TimeLimitExceeded
 from celery.worker.request import Request
 from celery.worker.state import task_ready
-from django.db import InterfaceError, OperationalError, transaction
+from django.db import Error, InterfaceError, OperationalError, transaction
 from kombu.exceptions import OperationalError as BrokerError
 
 from idempotency._text import error_text
@@ -233,16 +233,20 @@ class CeleryBackend(OneByOne):
 
     def _register(self, module: str, name: str) -> None:
         """Import the modules that a worker imports, and the task's module if JOB_MODULES permits it."""
-        with suppress(ImportError, SystemExit):  # The workers report them. Another module may have this task.
-            if not self._imported:
-                self._imported = True
-                self.app.loader.import_default_modules()
+        try:
+            with suppress(ImportError, SystemExit):  # The workers report them. Another module may have this task.
+                if not self._imported:
+                    self._imported = True  # before the import, which runs the system checks, and they call this method
+                    self.app.loader.import_default_modules()
+        except Error as error:
+            self._imported = False
+            raise JobNotAllowed(f"The modules of Celery cannot be imported: {error_text(error)}") from error
         try:
             with suppress(ImportError, JobNotAllowed):
                 refuse_module(name, module)
                 import_module(module)
-        except SystemExit as error:
-            raise JobNotAllowed(f"The module {module} exits on import: {error_text(error)}") from error
+        except (SystemExit, Error) as error:
+            raise JobNotAllowed(f"The module {module} cannot be imported: {error_text(error)}") from error
 
     def _producer(self) -> Any:
         """Return this thread's connected producer; a connection for each job would be slow.

@@ -5,7 +5,7 @@ from functools import partial
 from uuid import uuid4
 
 import pytest
-from django.db import transaction
+from django.db import ProgrammingError, transaction
 from django.db.models.functions import Now
 
 from idempotency import backends, jobs
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 RECORD = "tests.kit.jobs.record"
 RQ = "idempotency.contrib.rq.RQBackend"
+QUERY = "from django.db import connection\nwith connection.cursor() as c: c.execute('SELECT * FROM table_of_tomorrow')\n"
 #: A function of no app, one that a module of an app has imported, something that is no function, and what is not there.
 FOREIGN = [
     "os.system",
@@ -113,6 +114,23 @@ def test_a_default_module_of_celery_that_exits_does_not_hide_the_task_of_another
         celery_app.tasks.pop("tasks_of_a_shop.receipt", None)
 
 
+def test_the_default_modules_of_celery_are_imported_again_after_an_error_of_the_database(settings, tmp_path, monkeypatch):
+    """For example after the migration. Else the names that they register would be unknown until the next restart."""
+    calls = []
+
+    def fail_once():
+        calls.append(1)
+        if len(calls) == 1:
+            raise ProgrammingError("no such table: table_of_tomorrow")
+
+    monkeypatch.setattr(celery_app.loader, "import_default_modules", fail_once)
+    backend = CeleryBackend()
+    for count, error in ((1, "table_of_tomorrow"), (2, "No Celery task"), (2, "No Celery task")):
+        with pytest.raises(JobNotAllowed, match=error):
+            backend.refuse_name("charge")
+        assert len(calls) == count
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -131,9 +149,6 @@ def test_a_module_that_cannot_be_imported_stops_no_other_queue(source, broker, s
     assert StagedJob.objects.get().last_error.startswith("JobNotAllowed: The job jobs_of_a_shop.job cannot be imported: ")
 
 
-QUERY = "from django.db import connection\nwith connection.cursor() as c: c.execute('SELECT * FROM table_of_tomorrow')\n"
-
-
 @pytest.mark.parametrize("backend", [RQ, "idempotency.contrib.celery.CeleryBackend"])
 def test_a_module_whose_query_fails_on_import_stops_no_other_queue(backend, broker, settings, tmp_path, monkeypatch):
     """For example because it is deployed before its migration."""
@@ -148,6 +163,7 @@ def test_a_module_whose_query_fails_on_import_stops_no_other_queue(backend, brok
 
 @pytest.mark.postgres
 def test_a_module_that_hides_a_failed_query_is_imported_by_the_next_pass(broker, settings, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "jobs_that_hide", raising=False)
     (tmp_path / "jobs_that_hide.py").write_text(f"try:\n    exec({QUERY!r})\nexcept Exception: pass\ndef job(): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     settings.IDEMPOTENCY = {"JOB_MODULES": ["jobs_that_hide", "rides_demo"]}
