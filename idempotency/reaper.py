@@ -78,8 +78,9 @@ def reap_once(
 
     Each batch is deleted in one transaction, followed by a pause. A pass deletes finished and refused keys after the retention,
     messages of the inbox after 30 days, and counts of requests after 8 days. It keeps the message of a job that is still
-    staged. The ``on_delete`` action of each foreign key to IdempotencyKey is applied. A key that cannot
-    be deleted is kept, for example because a row or a trigger of the project protects it; the reason is logged.
+    staged. The ``on_delete`` action of each foreign key to IdempotencyKey is applied. A key that cannot be
+    deleted is kept, for example because a row or a trigger of the project protects it; the reason is logged. If time limits
+    prevent the deletion of a whole batch, a table seems to be locked, and the pass leaves the later keys to the next one.
 
     Unfinished keys that are not refused are overdue after RETENTION_HOURS, which count from their creation or from the last
     hand-back. If no run holds an overdue key, ``on_abandon`` of its view settles the key. If the view has no ``on_abandon``, or

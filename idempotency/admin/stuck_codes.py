@@ -22,7 +22,7 @@ class Explanation:
 
 #: A part of the explanation of each action that runs a request again.
 LAST_CALL = _(
-    "If the page of a key shows a last call, that call may be made again, with the same key of the call. Its service may have "
+    "If the page of a key shows a last call, that call may be made again with its former key. The service may have "
     "forgotten that key, so check the service first. If the call took effect, do the missing steps by hand and answer the key."
 )
 

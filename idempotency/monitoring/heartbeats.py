@@ -41,13 +41,11 @@ def _this_host() -> str:
 def _is_running(pid: int) -> bool:
     """Return whether this host may have a process with this id."""
     if os.name != "posix":
-        return True  # There, os.kill() would end it.
+        return True  # On Windows, signal 0 is Ctrl-C.
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # of another user
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)  # It may be a process of another user.
     return True
 
 

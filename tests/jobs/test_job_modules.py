@@ -114,8 +114,8 @@ def test_a_default_module_of_celery_that_exits_does_not_hide_the_task_of_another
         celery_app.tasks.pop("tasks_of_a_shop.receipt", None)
 
 
-def test_the_default_modules_of_celery_are_imported_again_after_an_error_of_the_database(settings, tmp_path, monkeypatch):
-    """For example after the migration. Else the names that they register would be unknown until the next restart."""
+def test_the_default_modules_of_celery_are_imported_again_after_an_error_of_the_database(monkeypatch):
+    """For example after the migration. Otherwise the names that they register would be unknown until the next restart."""
     calls = []
 
     def fail_once():
