@@ -17,9 +17,10 @@ from django.db.transaction import TransactionManagementError
 from idempotency import conf
 from idempotency._async import either_context
 from idempotency._store import replication
+from idempotency._store.cursors import own_cursor
 from idempotency._store.database_errors import has_ended
 from idempotency._store.engine import is_citus, lock_timeout
-from idempotency._store.transactions import MARKER, own_cursor
+from idempotency._store.transactions import MARKER
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
 

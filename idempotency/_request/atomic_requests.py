@@ -16,7 +16,7 @@ from django.urls import URLResolver, get_resolver, get_urlconf
 
 from idempotency._request.lookup import every_view, options_of
 from idempotency._request.options import Options
-from idempotency._store.transactions import atomic_aliases
+from idempotency._store.several_databases import atomic_aliases
 
 _METHODS = ("POST", "PUT", "PATCH", "DELETE")
 

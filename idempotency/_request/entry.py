@@ -19,7 +19,7 @@ from idempotency._request.responses import HTTP_EXCEPTIONS, SAFE_METHODS
 from idempotency._request.view_call import Call
 from idempotency._store import events
 from idempotency._store.database_errors import connection_lost
-from idempotency._store.transactions import atomic_request
+from idempotency._store.several_databases import atomic_request
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated
 from idempotency.signals import RequestOutcome

@@ -15,7 +15,8 @@ from idempotency._request.view_call import Call
 from idempotency._request.wait import Patience
 from idempotency._store import claims, events, fence
 from idempotency._store.claims import Claim, ClaimedRequest, Outcome
-from idempotency._store.transactions import atomic_request, durable_transaction, prepare_commits
+from idempotency._store.several_databases import atomic_request, prepare_commits
+from idempotency._store.transactions import durable_transaction
 from idempotency._text import first_line
 
 logger = logging.getLogger("idempotency")

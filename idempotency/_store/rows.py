@@ -13,8 +13,8 @@ from django.db.models import DEFERRED
 
 from idempotency import conf
 from idempotency._store import engine, round_trips, statements
+from idempotency._store.cursors import classified_errors, own_cursor
 from idempotency._store.round_trips import Result, StaleStatement
-from idempotency._store.transactions import classified_errors, own_cursor
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 

@@ -2,16 +2,14 @@
 
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.backends.utils import CursorWrapper, debug_transaction
-from django.db.transaction import TransactionManagementError
+from django.db.backends.utils import debug_transaction
 from django.db.utils import DatabaseError, Error, OperationalError
 from psycopg import IsolationLevel, generators
 from psycopg.errors import error_from_result
@@ -19,15 +17,8 @@ from psycopg.pq import DiagnosticField, ExecStatus
 
 from idempotency import conf
 from idempotency._store import engine, round_trips
-from idempotency._store.database_errors import (
-    NOT_SUPPORTED,
-    as_lost,
-    drop_connection,
-    has_ended,
-    refuse_second_wait,
-    sqlstate_of,
-)
-from idempotency._store.replication import confirmed_commit
+from idempotency._store.cursors import classified_errors
+from idempotency._store.database_errors import NOT_SUPPORTED, drop_connection, has_ended, refuse_second_wait, sqlstate_of
 from idempotency.conf import Isolation
 from idempotency.exceptions import TransactionEnded
 
@@ -191,47 +182,6 @@ def durable_transaction(
         vars(connection).pop(_BEGIN_HOOK, None)
 
 
-def atomic_aliases(view: Callable[..., Any] | None = None) -> list[str]:
-    """Return the databases with ATOMIC_REQUESTS from which the view is not excluded; without a view, all of them."""
-    left_out = getattr(view, "_non_atomic_requests", ())
-    return [name for name, of in connections.settings.items() if of.get("ATOMIC_REQUESTS") and name not in left_out]
-
-
-@contextmanager
-def atomic_request(view: Callable[..., Any], *, besides: str | None = None) -> Iterator[list[str]]:
-    """Run the block in a transaction on each database with ATOMIC_REQUESTS, unless the view is ``non_atomic_requests``. Yield
-    their aliases, without ``besides``: its transaction is already open, and commits after these."""
-    aliases = [name for name in atomic_aliases(view) if name != besides]
-    with ExitStack() as stack:
-        for alias in aliases:
-            stack.enter_context(transaction.atomic(using=alias))
-        yield aliases
-
-
-def prepare_commits(aliases: list[str], committed: list[str], *, last: str) -> None:
-    """Check for errors of the COMMITs of ``aliases`` and ``last`` while all can still be rolled back.
-
-    After its COMMIT, each alias is added to ``committed``. Its on_commit hooks are moved to the COMMIT of ``last``. A
-    serialization failure or a lost connection can still make a COMMIT fail.
-    Raises IntegrityError for a deferred constraint.
-    Raises TransactionManagementError for a transaction that is broken or that the view has ended, whose COMMIT would be a
-    silent rollback.
-    """
-    for alias in (last, *aliases):
-        if has_ended(connections[alias]):
-            raise TransactionManagementError(f"The view has ended its transaction on {alias!r} by COMMIT or ROLLBACK.")
-        connections[alias].validate_no_broken_transaction()
-        if connections[alias].features.can_defer_constraint_checks:
-            connections[alias].check_constraints()
-    for alias in aliases:
-        connection = connections[alias]
-        if len(connection.atomic_blocks) == 1:  # More in a TestCase, which never commits.
-            hooks, connection.run_on_commit = connection.run_on_commit, []
-            for _, hook, robust in hooks:  # type: ignore[misc]  # the stubs know two of the three
-                transaction.on_commit(hook, using=last, robust=robust)
-            transaction.on_commit(partial(committed.append, alias), using=alias)
-
-
 def _send_beginning(connection: BaseDatabaseWrapper, text: str) -> None:
     own: psycopg.Connection[Any] = connection.connection
     with debug_transaction(connection, text), connection.wrap_database_errors, own.lock:
@@ -256,37 +206,3 @@ def _leave(connection: BaseDatabaseWrapper) -> None:
     except BaseException:
         drop_connection(connection)
         raise
-
-
-@contextmanager
-def own_cursor(using: str, factory: type[psycopg.Cursor[Any]] = psycopg.Cursor) -> Iterator[CursorWrapper]:
-    """Yield a cursor for this app's statements, which PostgreSQL can prepare. Django binds parameters in the client by
-    default, so that each text differs. These are bound in the server. With ``prepare_threshold`` in the OPTIONS of the
-    database, they are parsed and planned once."""
-    connection = connections[using]
-    if connection.vendor != "postgresql":
-        with connection.cursor() as cursor:
-            yield cursor
-        return
-    # A health check while the cursor opens would replace the connection, and the kind of cursor.
-    psycopg_connection = engine.opened(connection)
-    former = psycopg_connection.cursor_factory
-    psycopg_connection.cursor_factory = factory
-    try:
-        cursor = connection.cursor()
-    finally:
-        psycopg_connection.cursor_factory = former
-    with classified_errors(connection), cursor:
-        yield cursor
-
-
-@contextmanager
-def classified_errors(connection: BaseDatabaseWrapper, *, own: bool = True) -> Iterator[None]:
-    """Classify the errors of a block on an open connection, and confirm its commits. Without ``own`` the block has statements
-    of a view too."""
-    with confirmed_commit(connection):
-        try:
-            with engine.worker_errors(connection):
-                yield
-        except DatabaseError as error:
-            raise as_lost(error, connection, own=own)  # noqa: B904 - its cause is set

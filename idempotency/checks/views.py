@@ -17,7 +17,7 @@ from idempotency import conf, scopes
 from idempotency._request.lookup import class_of, options_of
 from idempotency._request.outside import foreign_dispatches, handlers, outside, wrapped
 from idempotency._request.view_call import View, access_is_checked_inside
-from idempotency._store.transactions import atomic_aliases
+from idempotency._store.several_databases import atomic_aliases
 from idempotency.models import IdempotencyKey
 from idempotency.policy import Protected, allowed_methods, views_to_check
 

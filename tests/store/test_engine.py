@@ -15,9 +15,10 @@ from django.db import DatabaseError, IntegrityError, InternalError, OperationalE
 from pytest_django import Settings
 
 from idempotency._store import engine
+from idempotency._store.cursors import own_cursor
 from idempotency._store.database_errors import connection_lost, retryable_failure
 from idempotency._store.replication import confirm
-from idempotency._store.transactions import durable_transaction, own_cursor
+from idempotency._store.transactions import durable_transaction
 from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
