@@ -13,18 +13,21 @@ from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.contrib.sessions.backends.base import UpdateError
 from django.contrib.sessions.backends.signed_cookies import SessionStore as SignedCookies
+from django.db.models import Model
 from django.http import HttpRequest
 from django.utils.crypto import salted_hmac
-
-from idempotency.models import RETIRED_SCOPE
 
 logger = logging.getLogger("idempotency")
 
 Scope = Callable[[HttpRequest], str]
 
 _MAX_LENGTH = 200
+#: The types of identifiers that ``attribute()`` reads.
+_IDENTIFIERS = (str, int, UUID)
 #: The prefix of the scopes of a project's ``scope=`` function, so that they never equal ``user:<pk>`` and the others here.
 PROJECT_PREFIX = "scope="
+#: The attribute of a request that ``set_other_sender()`` sets.
+_OTHER_SENDER = "_idempotency_other_sender"
 
 
 def user(request: HttpRequest) -> str:
@@ -85,7 +88,8 @@ def user_or_session(request: HttpRequest) -> str:
     """
     if is_no_user(request):
         who = getattr(request, "user", None)
-        who = who if getattr(who, "is_authenticated", False) else request.auth  # type: ignore[attr-defined]
+        if getattr(request, _OTHER_SENDER, False) or not getattr(who, "is_authenticated", bool(who)):
+            who = request.auth  # type: ignore[attr-defined]
         logger.warning(
             "No scope: the sender is authenticated, but is not a saved %s: it is a %s. Give the view a scope= that names the "
             "account, for example with idempotency.scopes.attribute.",
@@ -99,24 +103,31 @@ def user_or_session(request: HttpRequest) -> str:
 def attribute(path: str) -> Scope:
     """Return a scope that reads an identifier from the request, such as "tenant.pk" or "auth.account_id".
 
-    The identifier is a string, an integer or a UUID. It is stored as it is, so it must not be a credential. A request in
-    which it is missing, None or empty has no scope and is refused.
+    The identifier is a string, an integer or a UUID. It is stored as it is, so it must not be a credential. The scope also has
+    the type of the identifier, so 7 and "7" differ. If the identifier is an attribute of a model instance, the scope has the
+    label of the model: the user 5 and the partner 5 differ. Examples are ``request.auth:str:acme`` and
+    ``request.tenant.pk:shop.tenant:int:7``. A request in which the identifier is missing, None or empty has no scope and is
+    refused.
 
     The scope raises TypeError for any other type, because its text may change or may not be unique.
     """
 
     def scope(request: HttpRequest) -> str:
+        owner: Any = None
         value: Any = request
         for name in path.split("."):
-            value = getattr(value, name, None)
+            owner, value = value, getattr(value, name, None)
         if value is None or value == "":
             return ""
-        if isinstance(value, bool) or not isinstance(value, str | int | UUID):
+        kind = next((each.__name__.lower() for each in _IDENTIFIERS if isinstance(value, each)), None)
+        if kind is None or isinstance(value, bool):
             raise TypeError(
                 f"The scope attribute({path!r}) found a {type(value).__name__}, not an identifier. Name a string, an integer "
                 f"or a UUID in it, such as {path + '.pk'!r}, or pass scope= a function that returns one."
             )
-        return f"{path}:{value}"
+        # A proxy has the rows of its concrete model.
+        label = f"{owner._meta.concrete_model._meta.label_lower}:" if isinstance(owner, Model) else ""  # type: ignore[union-attr]
+        return f"request.{path}:{label}{kind}:{value}"
 
     scope.reads = (path,)  # type: ignore[attr-defined]
     return scope
@@ -144,10 +155,9 @@ def scope_of(request: HttpRequest, scope: Scope | None) -> str:
     """Return the scope of a request, or an empty string without one. Such a request is refused, because two senders must not
     share a scope. Raises ValueError for a scope that cannot be stored."""
     found = _named(scope or user_or_session, request)
-    if not isinstance(found, str) or len(found) > _MAX_LENGTH or found.startswith(RETIRED_SCOPE) or "\x00" in found:
+    if not isinstance(found, str) or len(found) > _MAX_LENGTH or "\x00" in found:
         raise ValueError(
-            f"The function scope= must return a string of at most {_MAX_LENGTH - len(PROJECT_PREFIX)} characters without NUL. "
-            f"A scope of idempotency.scopes.attribute() must not begin with {RETIRED_SCOPE!r}."
+            f"The function scope= must return a string of at most {_MAX_LENGTH - len(PROJECT_PREFIX)} characters without NUL."
         )
     return found
 
@@ -162,10 +172,19 @@ def _named(scope: Scope, request: HttpRequest) -> str:
 def user_of(request: HttpRequest) -> Any:
     """Return the signed-in user, or None."""
     who = getattr(request, "user", None)
+    if getattr(request, _OTHER_SENDER, False):
+        return None
     return who if isinstance(who, get_user_model()) and who.pk is not None else None
 
 
 def is_no_user(request: HttpRequest) -> bool:
     """Return whether the sender is authenticated but is not a Django user: an API key (``request.auth``) or its account."""
-    authenticated = getattr(getattr(request, "user", None), "is_authenticated", False) or getattr(request, "auth", None)
+    who = getattr(request, "user", None)
+    # An account need not have the attribute.
+    authenticated = getattr(who, "is_authenticated", bool(who)) or getattr(request, "auth", None)
     return bool(authenticated) and user_of(request) is None
+
+
+def set_other_sender(request: HttpRequest) -> None:
+    """Record that an API key or its account sent the request, although ``request.user`` is the user of a session cookie."""
+    setattr(request, _OTHER_SENDER, True)

@@ -26,6 +26,7 @@ from idempotency._request.lookup import FINDERS
 from idempotency._request.options import Options
 from idempotency._request.phased_run import completion_of
 from idempotency.policy import views_to_check
+from idempotency.scopes import set_other_sender
 
 Run = Callable[..., Any]
 
@@ -130,13 +131,33 @@ def _let_the_completer_in(operation: Operation) -> None:
         return None
 
     def run(request: HttpRequest) -> Any:
-        return let_in(request) if is_completer(request) else authenticate(request)
+        if is_completer(request):
+            return let_in(request)
+        before = getattr(request, "user", None)
+        error = authenticate(request)
+        if error is None:
+            _note_sender(operation, request, before)
+        return error
 
     async def run_async(request: HttpRequest) -> Any:
-        return await (sync_to_async(let_in)(request) if is_completer(request) else authenticate(request))
+        if is_completer(request):
+            return await sync_to_async(let_in)(request)
+        before = getattr(request, "user", None)
+        error = await authenticate(request)
+        if error is None:
+            _note_sender(operation, request, before)
+        return error
 
     asked: Run = run_async if iscoroutinefunction(authenticate) else run
     operation._run_authentication = asked  # type: ignore[method-assign]
+
+
+def _note_sender(operation: Operation, request: HttpRequest, before: Any) -> None:
+    """Tell the scopes if ``request.user`` did not send the request: an authenticator returned no user and left
+    ``request.user`` unchanged, so that it may be the user of a session cookie that the client sends beside an API key."""
+    is_user = isinstance(request.auth, get_user_model())  # type: ignore[attr-defined]
+    if not is_user and getattr(request, "user", None) is before and _unrepeatable(operation):
+        set_other_sender(request)
 
 
 def _unrepeatable(operation: Operation) -> list[str]:

@@ -208,7 +208,55 @@ def test_scope_may_be_what_the_authentication_returns(serve: Serve) -> None:
     mine, again = (post(client, {"name": "one"}, **{"X-Api-Key": "secret-1"}) for _ in range(2))
     theirs = post(client, {"name": "one"}, **{"X-Api-Key": "secret-2"})
     assert (again.content, "Idempotent-Replayed" in theirs) == (mine.content, False)
-    assert set(IdempotencyKey.objects.values_list("scope", flat=True)) == {"auth:account-1", "auth:account-2"}
+    assert set(IdempotencyKey.objects.values_list("scope", flat=True)) == {
+        "request.auth:str:account-1",
+        "request.auth:str:account-2",
+    }
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_session_cookie_beside_an_api_key_is_not_the_sender(
+    serve: Serve, client: Client, is_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    api = new_api()
+    payments(api, Key(), moved=False, is_async=is_async)
+    serve(api)
+    for secret in ("secret-1", "secret-2"):
+        refused = post(client, {}, **{"X-Api-Key": secret})
+        assert (refused.status_code, refused.json()["code"]) == (400, "scope_missing")
+    assert "it is a str" in caplog.text
+    assert not IdempotencyKey.objects.exists()
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_completer_does_not_run_the_request_of_an_api_key_as_the_user_of_the_cookie(
+    serve: Serve, client: Client, settings: Settings, prepared: bool
+) -> None:
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": account_of} if prepared else {}
+    api = new_api()
+    charged = payments(api, Key(), moved=True, scope=scopes.attribute("auth"))
+    serve(api)
+    assert post(client, {}, **{"X-Api-Key": "secret-1"}).status_code == 503
+    key = completed()
+    assert (key.user_id, key.stuck_code, charged) == (None, *(("", ["account-1"]) if prepared else ("user_missing", [])))
+
+
+class ProfileOfUser(SessionAuth):
+    """An authenticator that reads the user of the session, and returns a part of it."""
+
+    def authenticate(self, request: HttpRequest, key: str | None) -> Any:
+        """Return the name of the user."""
+        return request.user.get_username() if request.user.is_authenticated else None
+
+
+@pytest.mark.parametrize("auth", [django_auth, ProfileOfUser(), [Key(), django_auth]])
+def test_an_authenticator_of_the_session_names_its_user(serve: Serve, client: Client, auth: Any) -> None:
+    api = new_api(auth=auth)
+    add_entries(api)
+    serve(api)
+    first, second = (post(client, {"name": "one"}) for _ in range(2))
+    assert (first.status_code, second["Idempotent-Replayed"]) == (201, "true")
+    assert IdempotencyKey.objects.get().scope == f"user:{UserFactory._meta.model.objects.get().pk}"
 
 
 @pytest.mark.parametrize("debug", [True, False])
@@ -412,7 +460,7 @@ def test_completer_does_not_pass_an_api_key_as_an_anonymous_user(serve: Serve, s
 
 def account_of(request: HttpRequest, key: IdempotencyKey) -> None:
     """Say who sent the request, from its scope."""
-    request.auth = key.scope.removeprefix("auth:")
+    request.auth = key.scope.removeprefix("request.auth:str:")
 
 
 def test_prepare_request_says_which_api_key_it_was(serve: Serve, settings: Settings) -> None:

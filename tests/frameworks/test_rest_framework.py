@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from django.apps import apps
+from django.contrib.auth.models import AnonymousUser
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.http import HttpRequest, HttpResponse
 from django.test import Client
@@ -14,6 +16,7 @@ from django.urls import path
 from django.utils.decorators import method_decorator
 from pytest_django import Settings
 from rest_framework import exceptions, generics, renderers, serializers, status
+from rest_framework.authentication import BaseAuthentication
 from rest_framework.decorators import api_view, renderer_classes
 from rest_framework.permissions import BasePermission, IsAuthenticated
 from rest_framework.response import Response
@@ -73,6 +76,36 @@ def client() -> APIClient:
 def post(client: Any, data: Any, **extra: Any) -> Any:
     """Send data under the one key of these tests."""
     return client.post("/view/", data, headers={"Idempotency-Key": "key-1", **extra.pop("headers", {})}, **extra)
+
+
+class Anybody(BaseAuthentication):
+    """An authenticator of a project, which returns the credentials of its class."""
+
+    returned: Any
+
+    def authenticate(self, request: Any) -> Any:
+        """Return the credentials."""
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [(SimpleNamespace(name="Acme"), None), (None, "account-1"), (AnonymousUser(), "account-1")],
+    ids=["account", "auth", "auth and nobody"],
+)
+def test_a_session_cookie_beside_another_account_is_not_the_sender(serve: Serve, returned: Any) -> None:
+    class Pay(APIView):
+        authentication_classes = [type("Account", (Anybody,), {"returned": returned})]
+
+        @idempotent
+        def post(self, request: Any) -> Response:
+            return Response(status=201)
+
+    serve(Pay.as_view())
+    client = Client()
+    client.force_login(UserFactory())
+    assert post(client, {}).json()["code"] == "scope_missing"
+    assert not IdempotencyKey.objects.exists()
 
 
 def test_generic_view_creates_once(serve: Serve, client: APIClient) -> None:

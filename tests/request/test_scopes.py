@@ -10,6 +10,7 @@ from unittest.mock import Mock
 from uuid import UUID
 
 import pytest
+from django.apps import apps
 from django.contrib.auth import login, logout
 from django.contrib.auth.decorators import login_required, permission_required
 from django.contrib.auth.models import Permission
@@ -170,7 +171,7 @@ def test_scopes_can_be_made_of_parts(kind: Kind, serve: Serve, sender: Sender) -
 def test_an_attribute_of_the_request_is_a_scope(serve: Serve, sender: Sender) -> None:
     serve(view=login_required(idempotent(scope=scopes.attribute("user.username"))(create)))
     assert sender.send().status_code == 201
-    assert IdempotencyKey.objects.get().scope == f"user.username:{sender.user.username}"
+    assert IdempotencyKey.objects.get().scope == f"request.user.username:rides_demo.user:str:{sender.user.username}"
     serve(view=login_required(idempotent(scope=scopes.attribute("tenant.pk"))(create)))
     assert problem(sender.send(key="other"))["code"] == "scope_missing"
 
@@ -181,9 +182,29 @@ def _with(**attributes: Any) -> HttpRequest:
     return request
 
 
-@pytest.mark.parametrize("value", ["acme", 7, UUID(int=7)])
-def test_an_attribute_is_an_identifier(value: Any) -> None:
-    assert scopes.attribute("auth")(_with(auth=value)) == f"auth:{value}"
+@pytest.mark.parametrize(("value", "kind"), [("acme", "str"), ("7", "str"), (7, "int"), (UUID(int=7), "uuid")])
+def test_an_attribute_is_an_identifier(value: Any, kind: str) -> None:
+    assert scopes.attribute("auth")(_with(auth=value)) == f"request.auth:{kind}:{value}"
+
+
+@pytest.mark.parametrize("name", ["user", "session", "expired"])
+def test_an_attribute_cannot_take_the_scope_of_a_user_or_session_or_of_a_retired_key(name: str) -> None:
+    found = scopes.scope_of(_with(**{name: "7"}), scopes.attribute(name))
+    assert found.startswith("request.")
+
+
+def test_a_proxy_is_the_account_of_its_model() -> None:
+    class Supplier(Account):
+        class Meta:
+            proxy = True
+            app_label = "tests"
+
+    try:
+        scope = scopes.attribute("auth.pk")
+        assert scope(_with(auth=Supplier(pk=7))) == scope(_with(auth=Account(pk=7))) == "request.auth.pk:tests.account:int:7"
+    finally:
+        del apps.all_models["tests"]["supplier"]
+        apps.clear_cache()
 
 
 @pytest.mark.parametrize("value", [Account(pk=7), object(), {"sub": 7, "exp": 1}, [7], b"acme", 1.5, True, False, Decimal(7)])
@@ -203,6 +224,28 @@ def test_two_accounts_of_one_name_are_strangers(serve: Serve, client: Client, tr
     serve(view=_authenticated(idempotent(scope=scopes.attribute("auth.pk"))(work), "auth", accounts.__getitem__))
     answers = [client.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": who}) for who in "12"]
     assert [answer.json() for answer in answers] == [{"balance": 1}, {"balance": 2}]
+
+
+def test_accounts_of_two_models_with_one_id_are_strangers(serve: Serve, client: Client, transactional_db: None) -> None:
+    work = Counted(lambda request: JsonResponse({"paid_by": str(request.auth)}, status=201))
+    accounts = {"user": UserFactory(pk=5, username="jane"), "partner": Account(pk=5, name="Acme")}
+    serve(view=_authenticated(idempotent(scope=scopes.attribute("auth.pk"))(work), "auth", accounts.__getitem__))
+    answers = [client.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": who}) for who in accounts]
+    assert [answer.json() for answer in answers] == [{"paid_by": "jane"}, {"paid_by": "Acme"}]
+
+
+def test_a_number_and_its_digits_are_two_accounts(serve: Serve, client: Client, transactional_db: None) -> None:
+    accounts: dict[str, Any] = {"number": 7, "digits": "7"}
+    serve(
+        view=_authenticated(
+            idempotent(scope=scopes.attribute("auth.id"))(work := Counted()),
+            "auth",
+            lambda who: SimpleNamespace(id=accounts[who]),
+        )
+    )
+    for who in accounts:
+        assert client.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": who}).status_code == 201
+    assert work.runs == 2
 
 
 class TokenUser:
@@ -250,6 +293,16 @@ def test_who_is_named_by_request_auth_alone_does_not_get_the_answers_of_the_sess
     refused = visitor.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": "alice"})
     assert (refused.status_code, problem(refused)["code"], work.runs) == (400, "scope_missing", 0)
     assert "it is a dict" in caplog.text
+
+
+@pytest.mark.parametrize("who", [SimpleNamespace(name="alice"), "account-1"])
+def test_an_account_without_is_authenticated_does_not_get_the_answers_of_the_session(
+    who: Any, serve: Serve, visitor: Client
+) -> None:
+    """An authenticator of Django REST framework may set any object as ``request.user``."""
+    serve(view=_authenticated(plain(work := Counted()), "user", lambda name: who))
+    refused = visitor.post("/view/", headers={"Idempotency-Key": "key-1", "Authorization": "alice"})
+    assert (refused.status_code, problem(refused)["code"], work.runs) == (400, "scope_missing", 0)
 
 
 def test_field_for_who_is_signed_in_without_being_a_user_leaves_the_session_alone(serve: Serve, visitor: Client) -> None:
@@ -474,8 +527,3 @@ def test_scope_of_ones_own_in_joined_scopes_is_nobody_elses() -> None:
 def test_scope_that_copies_the_name_of_one_of_the_apps_is_still_ones_own() -> None:
     mine = wraps(scopes.user)(scope_by_header("X-Account"))
     assert scopes.scope_of(_with(headers={"X-Account": "user:7"}), mine) == "scope=user:7"
-
-
-def test_attribute_cannot_take_the_scope_of_a_retired_key() -> None:
-    with pytest.raises(ValueError, match="expired:"):
-        scopes.scope_of(_with(expired=7), scopes.attribute("expired"))
