@@ -15,7 +15,7 @@ from idempotency._request.view_call import Call
 from idempotency._request.wait import Patience
 from idempotency._store import claims, events, fence
 from idempotency._store.claims import Claim, ClaimedRequest, Outcome
-from idempotency._store.several_databases import atomic_request, prepare_commits
+from idempotency._store.several_databases import OtherTransactions
 from idempotency._store.transactions import durable_transaction
 from idempotency._text import first_line
 
@@ -78,7 +78,7 @@ class _PlainRun:
         would repeat the other writes unnoticed.
         """
         call, using, before = self._call, self._using, self.before
-        committed: list[str] = []
+        others = OtherTransactions(call.view, last=using)
         try:
             first = claims.first_of_plain(self._captured, using=using)
             with durable_transaction(self._options.level(), using=using, first=first) as own:
@@ -87,22 +87,20 @@ class _PlainRun:
                     return claim, None
                 # Registered first: an exception in a hook of the view must not skip it.
                 transaction.on_commit(before.note_committed, using=using)
-                with atomic_request(call.view, besides=using) as others:
+                with others.opened():
                     with call.bound(claim.key):
                         response = respond()
                     if stored := responses.is_stored(response):
                         # Other databases commit before this one.
-                        ends = None if others else own
+                        ends = None if others.used else own
                         fence.finish(claim.key, *responses.stored_parts(response), using=using, ends=ends)
-                        if others:
-                            prepare_commits(others, committed, last=using)
+                        others.prepare_commits()
                     else:
-                        for alias in (using, *others):
-                            transaction.set_rollback(True, using=alias)
+                        others.set_rollback()
         except Error as error:
-            if not committed or before.committed:
+            if not others.committed or before.committed:
                 raise
-            logger.error("COMMIT succeeded in %r, but failed for the key in %r: %s", committed, using, first_line(error))
+            logger.error("COMMIT succeeded in %r, but failed for the key in %r: %s", others.committed, using, first_line(error))
             raise problems.database_unavailable() from None  # Attempts would retry an error with a cause.
         if not stored:
             before.put_back()

@@ -115,10 +115,11 @@ def sqlstate_of(error: Error) -> str | None:
 
 
 def has_ended(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether there is no open transaction. A closed connection gets the error of its next statement."""
+    """Return whether a transaction in which a statement was sent is not open any more. A closed connection gets the error of
+    its next statement."""
     own = connection.connection
     if own is None or connection.closed_in_transaction:
         return False
     if connection.vendor == "postgresql":
         return bool(own.info.transaction_status == TransactionStatus.IDLE)
-    return not own.in_transaction
+    return connection.vendor == "sqlite" and not own.in_transaction  # Other drivers do not tell.

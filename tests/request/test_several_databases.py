@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -199,6 +200,95 @@ def test_a_replay_asks_nothing_of_the_other_database(serve: Serve, sender: Sende
     sender.send()
     with django_assert_num_queries(0, connection=connections["shard_b"]):
         assert sender.send()["Idempotent-Replayed"] == "true"
+
+
+def sent(alias: str, work: Callable[[], object]) -> list[str]:
+    """Return the messages that libpq sent to the database during ``work``."""
+    connections[alias].ensure_connection()
+    server = connections[alias].connection.pgconn
+    with TemporaryFile("w+") as lines:
+        server.trace(lines.fileno())
+        try:
+            work()
+        finally:
+            server.untrace()
+        lines.seek(0)
+        return [line for line in lines if line.split("\t")[1] == "F"]
+
+
+def test_nothing_is_sent_to_a_database_that_the_view_does_not_use(serve: Serve, sender: Sender) -> None:
+    serve(view=idempotent(lambda request: JsonResponse({"id": Entry.objects.create(name="made").pk}, status=201)))
+    sender.send(key="before")
+    assert sent("shard_b", lambda: sender.send()) == []
+    assert entries() == (2, 0)
+
+
+def test_a_database_that_the_view_does_not_use_has_not_committed(serve: Serve, sender: Sender) -> None:
+    """The serialization failure at the COMMIT of the key is retried in the process."""
+    failures = iter([True])
+
+    def work(request: HttpRequest) -> JsonResponse:
+        account("view", "default")
+        if next(failures, False):
+            rival("default")
+        return JsonResponse({}, status=201)
+
+    serve(view=idempotent(isolation="serializable")(work))
+    assert sender.send().status_code == 201
+    assert set(Account.objects.values_list("name", flat=True)) == {"rival sees 0", "view sees 1"}
+
+
+def test_hooks_of_a_database_that_the_view_does_not_use_run_when_the_key_is_committed(serve: Serve, sender: Sender) -> None:
+    seen: list[int] = []
+
+    def work(request: HttpRequest) -> JsonResponse:
+        transaction.on_commit(lambda: seen.append(elsewhere(IdempotencyKey.objects.finished().count)), using="shard_b")
+        return JsonResponse({}, status=201)
+
+    serve(view=idempotent(work))
+    assert sender.send().status_code == 201
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("way", ["copy", "psycopg"])
+def test_statements_that_no_wrapper_sees_are_seen(way: str, serve: Serve, sender: Sender) -> None:
+    """COPY, and statements on psycopg's own connection: their deferred constraints are checked before the first COMMIT."""
+
+    def work(request: HttpRequest) -> JsonResponse:
+        other = connections["shard_b"]
+        if way == "psycopg":
+            other.connection.execute("INSERT INTO tests_entry (name, idempotency_key_id) VALUES ('broken', -1)")
+        else:
+            with other.cursor() as cursor, cursor.copy("COPY tests_entry (name, idempotency_key_id) FROM STDIN") as rows:
+                rows.write_row(["broken", -1])
+        Entry.objects.create(name="made")
+        return JsonResponse({}, status=201)
+
+    serve(view=idempotent(work))
+    assert sender.send().status_code == 500
+    assert (entries(), IdempotencyKey.objects.count()) == ((0, 0), 0)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_wrapper_that_the_view_leaves_stays(left: bool, serve: Serve, sender: Sender) -> None:
+    other = connections["shard_b"]
+
+    def own(execute: Any, *statement: Any) -> Any:
+        return execute(*statement)
+
+    def work(request: HttpRequest) -> JsonResponse:
+        if left:
+            other.execute_wrappers.append(own)
+        else:
+            other.execute_wrappers.clear()
+        return JsonResponse({}, status=201)
+
+    serve(view=idempotent(work))
+    try:
+        assert sender.send().status_code == 201
+        assert other.execute_wrappers == ([own] if left else [])
+    finally:
+        other.execute_wrappers.clear()
 
 
 @pytest.fixture
