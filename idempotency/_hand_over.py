@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from django.db import connections
 
 from idempotency._async import FAILURES, awaited
+from idempotency._boundary import boundary
 from idempotency._text import error_text
 from idempotency.backends import Backend, BrokerUnavailable, NotOffered, Results, backend_of, hand_over_savepoint
 from idempotency.jobs import not_allowed
@@ -26,6 +27,11 @@ def hand_over(queue: str, jobs: Sequence[StagedJob], deadline: float) -> Results
     """Hand over the jobs of one queue: all at once, or one by one if the backend raised an error for all of them. Errors are
     returned as results, because an exception would roll back the hand-overs of other queues. Jobs that were not offered
     before the deadline have no result."""
+    with boundary():
+        return _hand_over(queue, jobs, deadline)
+
+
+def _hand_over(queue: str, jobs: Sequence[StagedJob], deadline: float) -> Results:
     try:
         if (backend := backend_of(queue, using=jobs[0]._state.db)) is None:
             raise LookupError(f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none for '*'.")

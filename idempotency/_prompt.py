@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import close_old_connections, connections, transaction
 from django.db.models.signals import post_save
 from django.dispatch import receiver
 
@@ -42,7 +42,7 @@ class _Mover(threading.Thread):
         try:
             while self.wake.wait(LINGER_SECONDS):
                 self.wake.clear()
-                connections[self.alias].close_if_unusable_or_obsolete()
+                close_old_connections()
                 enqueue_once(batch_size=BATCH_SIZE, using=self.alias, stop=partial(next, iter([False, True])))
         except Exception as error:
             global _paused_until

@@ -12,6 +12,7 @@ from django.db import InterfaceError, OperationalError, connections, transaction
 from django.utils.module_loading import import_string
 
 from idempotency._async import awaited
+from idempotency._boundary import drop_broken_connections
 from idempotency.exceptions import IdempotencyError
 from idempotency.inbox import STAGED_JOBS, took_effect
 from idempotency.jobs import backend_path, refuse_generator
@@ -128,7 +129,7 @@ class OneByOne:
                 again = self._offered_again(job)  # Before the hand-over, because it may raise.
                 # The queue may be in this database. An error there must not break the transaction of the enqueuer.
                 with hand_over_savepoint(job._state.db) if self.uses_database else nullcontext():
-                    refuse_generator(f"The backend of the queue {queue!r}", awaited(self.hand_over_one(queue, job)))
+                    self._hand_over_within_boundary(queue, job)
                 if again is not None:
                     results[job.pk] = again
             except BrokerUnavailable as error:  # The jobs before this one were sent; keep their results.
@@ -136,6 +137,19 @@ class OneByOne:
             except (Exception, CancelledError) as error:
                 results[job.pk] = error
         return results
+
+    def _hand_over_within_boundary(self, queue: str, job: StagedJob) -> None:
+        """Hand one job over, and check the connections to other databases before the next one."""
+        try:
+            refuse_generator(f"The backend of the queue {queue!r}", awaited(self.hand_over_one(queue, job)))
+        except BaseException:
+            drop_broken_connections()
+            raise
+        if aliases := drop_broken_connections():
+            raise RuntimeError(
+                f"The hand-over left a transaction open on {', '.join(map(repr, aliases))}. It was rolled back. Commit it in "
+                "the hand-over, for example with transaction.atomic()."
+            )
 
     def _offered_again(self, job: StagedJob) -> OfferAgain | None:
         if not self.follow_up_seconds:

@@ -1,0 +1,70 @@
+"""The boundary of project code that a loop runs: the checks of connections that Django makes around a request.
+
+A loop sends no signals of requests. Without these checks, one lost connection would fail all later runs of its thread.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from idempotency._store.database_errors import drop_connection, has_ended
+
+
+@contextmanager
+def boundary() -> Iterator[None]:
+    """Run project code with the connections of this thread checked, before and after it, as around a request.
+
+    Before the block, lost connections are closed. After the block, these connections are closed:
+
+    - connections that were lost, or that are older than CONN_MAX_AGE
+    - connections without autocommit, or in a transaction that was not opened by ``atomic()``
+
+    The checks concern the connections to all databases. A connection inside ``atomic()`` stays as it is, so that the block
+    may run in a transaction of the loop.
+    """
+    for connection in _open_connections():
+        if not connection.is_usable():
+            drop_connection(connection)
+    try:
+        yield
+    finally:
+        drop_broken_connections()
+        for connection in _open_connections():
+            connection.close_if_unusable_or_obsolete()
+
+
+def drop_broken_connections() -> list[str]:
+    """Close the connections that were lost, or that project code left without autocommit or in a transaction. Return the
+    aliases of those whose transaction was open, and is now rolled back.
+
+    Unlike ``boundary()``, this function needs no round trip unless a statement has failed, and keeps old connections. It
+    therefore suits the end of each single job.
+    """
+    rolled_back = []
+    for connection in _open_connections():
+        autocommit = connection.get_autocommit()
+        changed = autocommit != connection.settings_dict["AUTOCOMMIT"]
+        if changed or (autocommit and _in_transaction(connection)):
+            if _in_transaction(connection):
+                rolled_back.append(connection.alias)
+            drop_connection(connection)
+        elif connection.errors_occurred:
+            if connection.is_usable():
+                connection.errors_occurred = False
+            else:
+                drop_connection(connection)
+    return rolled_back
+
+
+def _open_connections() -> list[BaseDatabaseWrapper]:
+    """Return the open connections of this thread that are not inside ``atomic()``."""
+    wrappers = connections.all(initialized_only=True)
+    return [wrapper for wrapper in wrappers if wrapper.connection is not None and not wrapper.in_atomic_block]
+
+
+def _in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether a transaction is open, for example after a BEGIN that the project sent itself. Other databases than
+    PostgreSQL and SQLite do not tell."""
+    return connection.vendor in ("postgresql", "sqlite") and not has_ended(connection)
