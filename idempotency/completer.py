@@ -33,9 +33,6 @@ logger = logging.getLogger("idempotency")
 
 #: The number of refused runs after which a key without any effect is left to its client.
 _RUNS_BEFORE_REFUSED = 5
-#: The codes for requests that only their client can send again. If the view has ``on_abandon``, such a key is not marked as
-#: stuck, because the reaper settles it.
-_ONLY_ITS_CLIENT = (StuckCode.BODY_REDACTED, StuckCode.BODY_NOT_KEPT)
 #: The longest wait between two runs of one key. With it, 25 attempts span three days: a long weekend.
 _MAX_DELAY_SECONDS = 4 * 3600
 #: The longest time after which the completer looks again at a key whose recovery point is unknown.
@@ -179,12 +176,13 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
     try:
         response = run_again(completion)
         refused = responses.is_refusal(response)
-        told = responses.described(response, withheld=False)  # A request with withheld parts was not rebuilt.
+        told = responses.described(response, withheld=False)  # A request without its body was not rebuilt.
         ended = f"A decorator or the framework, outside of @idempotent, responded with {told}"
     except KeyStuck as error:  # CannotRun, or raised by PREPARE_REQUEST.
         code, reason = cause_of(error)
         ended = f"The completer cannot run this request: {reason}"
-        for_on_abandon = code in _ONLY_ITS_CLIENT and has_on_abandon(key)
+        # Only its client can send such a request again. With ``on_abandon``, the reaper settles it.
+        for_on_abandon = code == StuckCode.BODY_NOT_KEPT and has_on_abandon(key)
         if not for_on_abandon and _mark_stuck(key, code, reason, alias):
             return "stuck"
         logger.warning("the completer cannot run key %s (%s): %s", key.key_hash, code, reason, extra=events.about(key))

@@ -34,8 +34,6 @@ class StuckCode(StrEnum):
     VIEW_MISSING = "view_missing"
     #: The sender of the request is gone, inactive, not allowed, or unknown.
     USER_MISSING = "user_missing"
-    #: Parts of the request were redacted.
-    BODY_REDACTED = "body_redacted"
     #: The body of the request was not stored.
     BODY_NOT_KEPT = "body_not_kept"
 
@@ -47,7 +45,6 @@ OPEN_TO_RETRIES = (
     StuckCode.REFUSED_WHEN_REBUILT,
     StuckCode.VIEW_MISSING,
     StuckCode.USER_MISSING,
-    StuckCode.BODY_REDACTED,
     StuckCode.BODY_NOT_KEPT,
 )
 

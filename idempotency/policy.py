@@ -64,7 +64,6 @@ class Policy:
     isolation: str
     #: The alias of the database or the dotted path of a function; empty if the router decides.
     using: str
-    redact: tuple[str, ...]
     store_body: bool
     #: The names of the session values and attributes that are stored for the completer.
     keep: tuple[str, ...]
@@ -128,7 +127,6 @@ def policy_of(view: Protected) -> Policy:
         scope=_dotted(options.scope) or "idempotency.scopes.user_or_session",
         isolation=isolation or "the connection's own",
         using=_dotted(options.using),
-        redact=tuple(options.redact),
         store_body=options.store_body,
         keep=tuple(options.keep),
         replay_check=_dotted(options.replay_check),

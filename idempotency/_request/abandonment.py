@@ -11,7 +11,6 @@ from idempotency._async import FAILURES, awaited
 from idempotency._request import responses
 from idempotency._request.lookup import on_abandon_of
 from idempotency._request.options import OnAbandon
-from idempotency._request.stored_request import is_withheld
 from idempotency._request.view_call import rendered
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import accepts_writes
@@ -74,12 +73,12 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
         if responses.is_stored(response):
             fence.finish(key, *responses.stored_parts(response), using=using)
             return True
-        told = responses.described(response, withheld=is_withheld(key))
+        told = responses.described(response, withheld=key.request_body is None)
         failure = f"The response of on_abandon cannot be stored: {told}"
     except LockLost:
         raise
     except FAILURES as error:
-        withheld = is_withheld(key)
+        withheld = key.request_body is None
         failure = f"on_abandon failed: {_text.error_text(error, withheld=withheld)}"
         logger.error("on_abandon of key %s failed", key.key_hash, exc_info=not withheld, extra=events.about(key))
     fence.mark_stuck(key, StuckCode.ON_ABANDON, failure, using=using)

@@ -16,9 +16,9 @@ FORM = "application/x-www-form-urlencoded"
 _FILE = re.compile(rb"filename", re.IGNORECASE)
 
 
-def body_to_store(request: HttpRequest, *, framework: bool, redacted: bool) -> tuple[bytes | None, str]:
+def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[bytes | None, str]:
     """Return the body to store and its content type. Of a multipart request the fields are stored as a form, but with files
-    nothing. For a ``framework`` the body is stored as it came, if it is in memory and nothing is to be ``redacted``."""
+    nothing. For a ``framework`` the body is stored as it came, if it is in memory."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
     read_into_memory(request)
     if framework and is_multipart(request) and not request._read_started:  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ def body_to_store(request: HttpRequest, *, framework: bool, redacted: bool) -> t
     _refuse_cut_body(request, len(whole) if whole is not None else getattr(request._stream, "_pos", None))
     if request.FILES:
         return None, content_type
-    if framework and not redacted and whole is not None and not _FILE.search(whole):  # A handler may skip a file.
+    if framework and whole is not None and not _FILE.search(whole):  # A handler may skip a file.
         return whole, content_type
     return fields, FORM
 

@@ -123,6 +123,6 @@ def _reachable(using: str, options: Options) -> Iterator[None]:
     except Error as error:
         if not connection_lost(error, using):
             raise
-        text = summary(error_text(error, withheld=options.withholds))
+        text = summary(error_text(error, withheld=not options.store_body))
         logger.warning("the database %r cannot be reached: %s", using, text)
         raise problems.database_unavailable() from error

@@ -45,7 +45,6 @@ class Options:
     wait_seconds: float = 0
     isolation: ChosenIsolation = "from settings"
     using: str | Callable[[HttpRequest], str] | None = None
-    redact: Sequence[str] = ()
     store_body: bool = True
     keep: Sequence[str] = ()
     retention_hours: int | None = None
@@ -53,9 +52,9 @@ class Options:
     replay_check: ReplayCheck | None = None
 
     def __post_init__(self) -> None:
-        for name, items in (("recovery_points", "names"), ("redact", "dotted paths"), ("keep", "names")):
+        for name in ("recovery_points", "keep"):
             if isinstance(given := getattr(self, name), str):
-                raise ValueError(f"The option {name} must be a list of {items}, such as [{given!r}].")
+                raise ValueError(f"The option {name} must be a list of names, such as [{given!r}].")
             object.__setattr__(self, name, None if given is None else tuple(given))
         if self.key_from is not None:
             refuse_key_from(self.key_from)
@@ -94,17 +93,10 @@ class Options:
         refuse_keep(self.keep)
         if self.keep and self.recovery_points is None:
             raise ValueError("The option keep needs recovery_points: the completer runs phased views only.")
-        for path in self.redact:
-            if any(path == name or path.startswith(f"{name}.") for name in self.keep):
-                raise ValueError(f"The option redact has {path!r}, which the option keep stores. Remove one of them.")
 
     def every_point(self) -> tuple[str, ...]:
         """Return all recovery points in order, with the first and the last; empty for a plain view."""
         return (STARTED, *self.recovery_points, FINISHED) if self.recovery_points is not None else ()
-
-    @property
-    def withholds(self) -> bool:
-        return bool(self.redact) or not self.store_body
 
     def alias(self, request: HttpRequest) -> str:
         if callable(self.using):

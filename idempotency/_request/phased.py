@@ -84,7 +84,7 @@ def run_claimed(call: Call, options: Options, key: IdempotencyKey, *, completion
     except BaseException as error:
         # After an HTTP exception _in_attempts() has released the key.
         if not run.finished and not isinstance(error, responses.HTTP_EXCEPTIONS):
-            _release(run.key, error_text(error, withheld=options.withholds), using=using)
+            _release(run.key, error_text(error, withheld=not options.store_body), using=using)
         raise
     finally:
         if completion is not None and completion.outcome is None:
@@ -106,7 +106,7 @@ def _in_attempts(call: Call, run: PhasedRun, options: Options) -> HttpResponseBa
         # Outside the attempt, because a further attempt would need the lock.
         if run.finished:
             raise _not_committed(type(error).__name__) from error
-        _let_go(run, error_text(error, withheld=options.withholds), refusal=True)
+        _let_go(run, error_text(error, withheld=not options.store_body), refusal=True)
         raise
 
 
@@ -128,7 +128,7 @@ def _respond(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
     # Do not store an early response to the rebuilt request: the client might get another one.
     if not run.finished and (not definitive or (early and run.by_completer)):
         refusal = 400 <= response.status_code < 500
-        told = responses.described(response, withheld=options.withholds)
+        told = responses.described(response, withheld=not options.store_body)
         _let_go(run, f"The view responded with {told}", refusal=refusal)
         return response
     if early:

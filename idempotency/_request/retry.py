@@ -63,7 +63,7 @@ class Attempts:
         logger.info(
             "a request%s is run again inside the process: %s",
             f" of key {key.key_hash}" if key is not None else "",
-            f"{failure} failure ({type(error).__name__})",  # Its message may quote redacted values.
+            f"{failure} failure ({type(error).__name__})",  # Its message may quote the body.
             extra=about(key) if key is not None else None,
         )
         return True

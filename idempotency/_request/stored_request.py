@@ -34,7 +34,6 @@ from idempotency._request.fingerprint import (
 from idempotency._request.kept import give_back, kept_values
 from idempotency._request.key_header import header
 from idempotency._request.options import Options
-from idempotency._request.redaction import redacted_body, redacted_target
 from idempotency._store.claims import ClaimedRequest
 from idempotency._store.fence import storable_code
 from idempotency._text import error_text, printable
@@ -44,8 +43,6 @@ from idempotency.scopes import is_no_user, user_of
 
 #: Stored for the rebuilt request, with host, scheme and mount point.
 _KEPT_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "Stripe-Version")
-#: The mark of redacted parts: the request cannot be rebuilt.
-_REDACTED = "redacted"
 #: The mark with the mount point of the site, unless it is the root.
 _SCRIPT_NAME = "script_name"
 #: The mark of a multipart request, whose fields are stored as a form.
@@ -92,7 +89,7 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
     truncated body, and the exceptions of Django for a body that is too large or invalid. If the values of ``keep=`` cannot be
     stored, ``unstorable`` has the error, which names the ``view``: a request that is only answered needs them no more. With
     ``framework``, the view has parsers of its own, as in Django REST framework."""
-    body, content_type = body_to_store(request, framework=framework, redacted=bool(options.redact))
+    body, content_type = body_to_store(request, framework=framework)
     headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
     headers |= {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
     marks = {
@@ -105,21 +102,17 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
     snapshot, unstorable = _kept(request, options, view)
     user = user_of(request)
     # An empty body contains no secret, and the completer can run it.
-    kept, path, taken = (body if options.store_body or not body else None), target(request), False
-    if options.redact:
-        path, from_query = redacted_target(path, options.redact)
-        kept, from_body = redacted_body(kept, content_type, options.redact) if kept is not None else (None, False)
-        taken = from_query or from_body
-    # The completer cannot run a request without all its parts.
-    marks |= {_REDACTED: "true"} if taken else {_KEPT: snapshot if kept is not None else ""}
-    # With a secret, parts that are not stored cannot be guessed from the fingerprint.
-    secret = settings.SECRET_KEY if options.withholds else None
+    kept = body if options.store_body or not body else None
+    # The completer cannot run a request without its body.
+    marks[_KEPT] = snapshot if kept is not None else ""
+    # With a secret, a body that is not stored cannot be guessed from the fingerprint.
+    secret = None if options.store_body else settings.SECRET_KEY
     return ClaimedRequest(
         scope=scope,
         idempotency_key=key,
         user_id=user.pk if user is not None else None,
         request_method=(request.method or "")[:20],
-        request_path=path,
+        request_path=target(request),
         request_body=kept,
         request_content_type=printable(content_type),
         request_headers=headers | {name: value for name, value in marks.items() if value},
@@ -174,15 +167,8 @@ def sender_is_no_user(key: IdempotencyKey) -> bool:
     return _NO_USER in key.request_headers
 
 
-def is_withheld(key: IdempotencyKey) -> bool:
-    return key.request_body is None or _REDACTED in key.request_headers
-
-
 def rebuild(key: IdempotencyKey) -> HttpRequest:
     """Return the request of a key. Raises CannotRun if that is not possible."""
-    if _REDACTED in key.request_headers:
-        reason = "Parts of the request were redacted, so only its client can send it again."
-        raise CannotRun(StuckCode.BODY_REDACTED, reason)
     if key.request_body is None:
         reason = "The body of the request was not stored, so only its client can send it again."
         raise CannotRun(StuckCode.BODY_NOT_KEPT, reason)

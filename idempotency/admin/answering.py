@@ -134,10 +134,10 @@ def template_for(key: IdempotencyKey, *, using: str) -> IdempotencyKey | None:
     """Return the newest key with the method and path of ``key`` and a stored 2xx, among the newest MAX_SEARCHED keys.
 
     Return None if there is no such key, or if the form cannot hold its response. Return None also if the path has no protected
-    view, or if the view withholds parts of its requests, because a response may quote them.
+    view, or if the view stores no body, because a response may quote it.
     """
     options = options_for(key)
-    if options is None or options.withholds:
+    if options is None or not options.store_body:
         return None
     path = key.request_path.partition("?")[0]
     keys = IdempotencyKey.objects.using(using)

@@ -6,8 +6,7 @@ from typing import Any
 from django.utils.translation import gettext as _
 
 from idempotency import conf
-from idempotency._request.redaction import REDACTED
-from idempotency._request.stored_request import address_of, client_headers, is_withheld
+from idempotency._request.stored_request import address_of, client_headers
 from idempotency.admin.belongings import Linked
 from idempotency.admin.history import history_of
 from idempotency.admin.reading import MAX_SHOWN_CHARACTERS
@@ -36,16 +35,13 @@ def curl(key: IdempotencyKey) -> str:
         notes.append(_("Left out: the body, which is too long or no text."))
     elif body:
         parts.append(f"--data-raw {shlex.quote(body)}")
-    if key.request_body is not None and is_withheld(key):
-        notes.append(_("Redacted values are %(mark)s.") % {"mark": REDACTED})
     return "\n".join([*(f"# {note}" for note in notes), " \\\n  ".join(parts)])
 
 
 def as_json(key: Any, linked: list[Linked]) -> dict[str, Any]:
     """Return the key for a ticket or a script: its columns except SECRET, the bodies as text, and the rows that belong to it.
 
-    Redacted values, and values that are not stored, appear as in the row. A body that is not UTF-8 is null. The field
-    ``..._bytes`` is the length of the body.
+    A body that is not stored, or is not UTF-8, is null. The field ``..._bytes`` is the length of the stored body.
     """
     skipped = (*SECRET, *_BODIES, "history", "user")
     columns = {field.name: field.value_from_object(key) for field in key._meta.concrete_fields if field.name not in skipped}

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 from django.utils.translation import gettext as _
 from django.utils.translation import npgettext
@@ -17,7 +16,7 @@ from idempotency._states import KeyState, retention_of
 from idempotency._store.history import HistoryEvent
 from idempotency._text import duration
 from idempotency.admin.history import history_of, is_whole
-from idempotency.admin.reading import first_line_of, masked
+from idempotency.admin.reading import encodable, first_line_of
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
@@ -268,12 +267,12 @@ def facts(key: Any) -> dict[str, Any]:
     }
 
 
-def _last_error(key: IdempotencyKey) -> dict[str, SafeString]:
+def _last_error(key: IdempotencyKey) -> dict[str, str]:
     """Return the last error of an unfinished key: its first line, and the whole text if it is longer."""
     line = "" if key.finished_at else first_line_of(key.last_error)
     return {
-        "error_line": masked(line),
-        "whole_error": masked("" if key.finished_at or is_error_on_top(key) else key.last_error),
+        "error_line": encodable(line),
+        "whole_error": encodable("" if key.finished_at or is_error_on_top(key) else key.last_error),
     }
 
 

@@ -21,7 +21,7 @@ from idempotency.admin import answering, belongings, copying, key_page
 from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
 from idempotency.admin.history import history_of
 from idempotency.admin.key_timeline import KeyTimeline
-from idempotency.admin.reading import ReadOnlyAdmin, masked, preformatted, pretty
+from idempotency.admin.reading import ReadOnlyAdmin, encodable, preformatted, pretty
 from idempotency.admin.refusals import refused
 from idempotency.models import IdempotencyKey
 from idempotency.templatetags.idempotency_admin import moment
@@ -74,8 +74,8 @@ class KeyPageAdmin(ReadOnlyAdmin):
         return value is not None and str(value) not in _EMPTY
 
     @admin.display(description=_("request"))
-    def request(self, key: IdempotencyKey) -> SafeString:
-        return masked(f"{key.request_method} {key.request_path}")
+    def request(self, key: IdempotencyKey) -> str:
+        return encodable(f"{key.request_method} {key.request_path}")
 
     @admin.display(description=_("user"))
     def sender(self, key: Any) -> str:
@@ -126,7 +126,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
             "buttons": offered(key, partial(self.holds, request)),
             "missing": offered(key, lambda permission: not self.holds(request, permission)),
             "looked_at": looked,
-            "curl": masked(copying.curl(key)),
+            "curl": encodable(copying.curl(key)),
             "linked": belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
         return super().render_change_form(request, context, *args, **kwargs)

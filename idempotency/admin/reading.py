@@ -13,12 +13,11 @@ from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.urls import NoReverseMatch, reverse
 from django.utils.functional import cached_property
-from django.utils.html import escape, format_html
-from django.utils.safestring import SafeString, mark_safe
-from django.utils.translation import gettext, ngettext
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
+from django.utils.translation import ngettext
 
-from idempotency._request.redaction import REDACTED
 from idempotency._text import summary
 from idempotency.admin.refusals import refused
 
@@ -27,7 +26,6 @@ MAX_COUNT = 5000
 #: The pages of a list cover at most this many rows, because each page reads the rows of all pages before it.
 MAX_DEPTH = 100_000
 MAX_SHOWN_CHARACTERS = 20_000
-_ENCODED_REDACTED = "%5Bredacted%5D"
 
 
 class AtLeast(int):
@@ -132,21 +130,17 @@ def pretty(value: Any) -> str:
 
 
 def preformatted(text: str) -> SafeString:
-    """Return ``text`` with its line breaks and with redacted values masked, cut at MAX_SHOWN_CHARACTERS."""
+    """Return ``text`` with its line breaks, cut at MAX_SHOWN_CHARACTERS."""
     shown = text
     if len(text) > MAX_SHOWN_CHARACTERS:
         length = ngettext("(%(count)s character)", "(%(count)s characters)", len(text)) % {"count": len(text)}
         shown = f"{text[:MAX_SHOWN_CHARACTERS]}\n… {length}"
-    return format_html('<pre class="idem-text">{}</pre>', masked(shown))
+    return format_html('<pre class="idem-text">{}</pre>', encodable(shown))
 
 
-def masked(text: str) -> SafeString:
-    """Return ``text`` escaped, with a mark in place of each redacted value."""
-    # JSON may contain a lone surrogate, which UTF-8 cannot encode.
-    escaped = str(escape(text.encode("utf-8", "replace").decode()))
-    title, word = gettext("not kept: see redact="), gettext("redacted")
-    mask = str(format_html('<mark class="idem-redacted" title="{}">{}</mark>', title, word))
-    return mark_safe(escaped.replace(REDACTED, mask).replace(_ENCODED_REDACTED, mask))  # nosec B308, B703  # both are escaped above
+def encodable(text: str) -> str:
+    """Return ``text`` without lone surrogates, which JSON may contain and UTF-8 cannot encode."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def may_view(site: AdminSite, request: HttpRequest, model: type[Model]) -> bool:

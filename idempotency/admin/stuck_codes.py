@@ -120,9 +120,4 @@ STUCK_CODES = {
         ),
         "answer",
     ),
-    "body_redacted": Explanation(
-        _("Parts of the request were redacted, so only its client can send it again."),
-        _("Proceed as for body_not_kept."),
-        "answer",
-    ),
 }

@@ -14,7 +14,6 @@ from django.db.models import Q
 from idempotency import conf
 from idempotency._request.lookup import has_on_abandon
 from idempotency._request.responses import stored_headers
-from idempotency._request.stored_request import is_withheld
 from idempotency._states import IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
 from idempotency.exceptions import StuckCode
@@ -137,7 +136,7 @@ class Stage:
         """Let the completer run the request. Return the key if it is neither finished nor stuck afterwards, and if it is stuck
         because the completer does not know its sender.
 
-        A key without any effect, or without the whole request, is not returned if its view has ``on_abandon``: the reaper
+        A key without any effect, or without a stored body, is not returned if its view has ``on_abandon``: the reaper
         settles the key.
         """
         limits, key = conf.get(), None
@@ -151,7 +150,9 @@ class Stage:
             key = self._keys().unfinished().filter(Q(stuck_at=None) | Q(stuck_code=StuckCode.USER_MISSING)).first()
             if key is None or key.stuck_code:
                 break
-        settled = key is not None and not key.stuck_code and (key.untouched or is_withheld(key)) and has_on_abandon(key)
+        if key is None or key.stuck_code:
+            return key
+        settled = (key.untouched or key.request_body is None) and has_on_abandon(key)
         return None if settled else key
 
     def _keys(self) -> IdempotencyKeyQuerySet:

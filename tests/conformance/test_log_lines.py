@@ -157,9 +157,9 @@ def test_07_each_line_about_a_key_names_it_by_its_hash(serve: Serve, sender: Sen
         stuck=two_phases(lambda request: None, refused),
         failing=two_phases(lambda request: None, failing),
         settled=two_phases(lambda request: None, failing, on_abandon=abandoned),
-        redacted=two_phases(lambda request: None, failing, redact=["card"]),
+        bodiless=two_phases(lambda request: None, failing, store_body=False),
     )
-    names = ("stuck", "failing", "settled", "redacted")
+    names = ("stuck", "failing", "settled", "bodiless")
     assert [send(sender, f"{KEY}-{name}", url=f"/{name}/") for name in names] == [409, 500, 500, 500]
     # A retry of the client's resumes it, and fails again.
     assert send(sender, f"{KEY}-failing", url="/failing/") == 500

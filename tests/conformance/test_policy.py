@@ -93,7 +93,7 @@ def test_37_printed_retention_is_the_time_after_which_the_key_is_new(serve: Serv
 
 
 def test_37_policy_reads_as_text_too(serve: Serve) -> None:
-    serve(rides=phased(Counted(), redact=["card"]), notes=plain(Counted(), required=False))
+    serve(rides=phased(Counted(), store_body=False), notes=plain(Counted(), required=False))
     text = printed()
     for part in (
         "POST PUT PATCH DELETE /rides/",
@@ -102,7 +102,7 @@ def test_37_policy_reads_as_text_too(serve: Serve) -> None:
         "key max length: 255",
         "required: False",
         "recovery points: started, unused, finished",
-        "redact: card",
+        "store body: False",
         "retention hours: 72",
         "never stored statuses: 401, 403, 408",
     ):

@@ -1,4 +1,4 @@
-"""Number 53: what ``redact=`` and ``store_body=False`` name stands in no table and no log line of the app."""
+"""Number 53: a body that ``store_body=False`` does not store stands in no table and no log line of the app."""
 
 import json
 import logging
@@ -22,8 +22,6 @@ Kind = Callable[..., View]
 Serve = Callable[..., None]
 
 NUMBER = "4242424242424242"
-WITHHOLDING: list[dict[str, Any]] = [{"redact": ["card.number"]}, {"store_body": False}]
-withholding = pytest.mark.parametrize("options", WITHHOLDING, ids=["redact", "store_body"])
 
 
 def everything_stored() -> str:
@@ -73,17 +71,15 @@ def database_gone(request: HttpRequest) -> HttpResponse:
 
 
 @both_kinds
-@withholding
 @pytest.mark.parametrize("work", [invalid, refused_by_the_database, database_gone])
 def test_53_error_that_quotes_a_value_leaves_it_nowhere(
     work: Callable[[HttpRequest], HttpResponse],
-    options: dict[str, Any],
     kind: Kind,
     serve: Serve,
     sender: Sender,
     hidden: Callable[[], bool],
 ) -> None:
-    serve(view=kind(work, **options))
+    serve(view=kind(work, store_body=False))
     for _ in range(2):
         assert sender.send(body={"card": {"number": NUMBER}}).status_code in (500, 503)
     if kind is phased and work is invalid:
@@ -94,17 +90,14 @@ def test_53_error_that_quotes_a_value_leaves_it_nowhere(
     assert hidden()
 
 
-@withholding
-def test_53_error_between_phases_leaves_the_value_nowhere(
-    options: dict[str, Any], serve: Serve, sender: Sender, hidden: Callable[[], bool]
-) -> None:
+def test_53_error_between_phases_leaves_the_value_nowhere(serve: Serve, sender: Sender, hidden: Callable[[], bool]) -> None:
     def call() -> None:
         raise RuntimeError(f"the bank refused {NUMBER}")
 
     def on_abandon(key: IdempotencyKey) -> HttpResponse:
         raise RuntimeError(f"cannot undo {NUMBER}")
 
-    serve(view=two_phases(lambda request: None, create, call=call, on_abandon=on_abandon, **options))
+    serve(view=two_phases(lambda request: None, create, call=call, on_abandon=on_abandon, store_body=False))
     assert sender.send(body={"card": {"number": NUMBER}}).status_code == 500
     make_older(1000 * 3600, "created_at", "last_run_at")
     complete_once()
@@ -115,10 +108,9 @@ def test_53_error_between_phases_leaves_the_value_nowhere(
 
 
 @both_kinds
-@withholding
 @pytest.mark.postgres
 def test_53_retry_inside_the_process_leaves_the_value_nowhere(
-    options: dict[str, Any], kind: Kind, serve: Serve, sender: Sender, hidden: Callable[[], bool]
+    kind: Kind, serve: Serve, sender: Sender, hidden: Callable[[], bool]
 ) -> None:
     failures = [1]
 
@@ -132,24 +124,22 @@ def test_53_retry_inside_the_process_leaves_the_value_nowhere(
                 raise ValueError(number_of(request)) from error
         return create(request)
 
-    serve(view=kind(work, **options))
+    serve(view=kind(work, store_body=False))
     assert sender.send(body={"card": {"number": NUMBER}}).status_code == 201
     assert hidden()
 
 
 @both_kinds
-@withholding
 @pytest.mark.parametrize("card", [{"number": NUMBER}, NUMBER, int(NUMBER), [NUMBER], [{"number": [NUMBER]}], [[NUMBER]]])
 def test_53_value_in_any_place_of_its_parent_is_not_kept(
     card: Any,
-    options: dict[str, Any],
     kind: Kind,
     serve: Serve,
     sender: Sender,
     settings: Settings,
     hidden: Callable[[], bool],
 ) -> None:
-    serve(view=kind(create, **options))
+    serve(view=kind(create, store_body=False))
     sent = [sender.send(body={"card": card}) for _ in range(2)]
     assert sent[1]["Idempotent-Replayed"] == "true"
     assert sender.send(body={"card": {"number": NUMBER[::-1]}}).status_code == 422
@@ -157,7 +147,7 @@ def test_53_value_in_any_place_of_its_parent_is_not_kept(
 
 
 @both_kinds
-def test_error_of_a_view_that_withholds_nothing_is_kept_with_its_text(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_error_of_a_view_that_stores_the_body_is_kept_with_its_text(kind: Kind, serve: Serve, sender: Sender) -> None:
     serve(view=kind(invalid))
     assert sender.send(body={"card": {"number": NUMBER}}).status_code == 500
     if kind is phased:

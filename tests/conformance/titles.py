@@ -53,6 +53,6 @@ TITLES = {
     50: "a view that is rolled back leaves request, session and messages as they were",
     51: "tenants in schemas of one database do not meet each other's locks",
     52: "a read-only or demoted database is one that cannot be reached",
-    53: "what redact= and store_body=False name is nowhere in the tables and log lines of the app",
+    53: "a body that store_body=False does not store is nowhere in the tables and log lines of the app",
     57: "a database that the view does not use changes nothing; a decoded body is whole; hooks of frameworks run once",
 }

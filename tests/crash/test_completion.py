@@ -118,12 +118,11 @@ def test_a_refusal_before_any_effect_leaves_the_request_to_its_client(
     assert_survives(send_to(refuses, serve, sender), races=False)
 
 
-@pytest.mark.parametrize("withheld", [{"redact": ["pin"]}, {"store_body": False}])
 @pytest.mark.parametrize("on_abandon", [None, settle])
-def test_a_request_that_is_not_stored_whole_is_left_to_its_client_or_to_on_abandon(
-    withheld: dict[str, Any], on_abandon: Any, serve: Callable[..., None], sender: Sender
+def test_a_request_whose_body_is_not_stored_is_left_to_its_client_or_to_on_abandon(
+    on_abandon: Any, serve: Callable[..., None], sender: Sender
 ) -> None:
-    @idempotent(recovery_points=["ordered"], on_abandon=on_abandon, **withheld)
+    @idempotent(recovery_points=["ordered"], on_abandon=on_abandon, store_body=False)
     def with_pin(request: HttpRequest) -> HttpResponseBase:
         return order(request, "eur")
 

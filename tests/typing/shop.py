@@ -21,7 +21,7 @@ def bare(request: HttpRequest, number: int) -> JsonResponse:
     return JsonResponse({"number": number})
 
 
-@idempotent(wait_seconds=2, redact=["card.number"])
+@idempotent(wait_seconds=2, store_body=False)
 def with_options(request: HttpRequest, *, name: str = "") -> HttpResponse:
     return HttpResponse(name)
 
