@@ -1,5 +1,6 @@
 """Transactions: their isolation level, their time limits, and their first and last statement."""
 
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,13 @@ _LEVELS: dict[Isolation, IsolationLevel] = {
 MARKER = "current_setting('idempotency.transaction', true)"
 _OR_ENDED = f", sqrt(CASE WHEN {MARKER} = %(marker)s THEN 1 ELSE -1 END)"
 
+_CURE = (
+    " All its work is rolled back. In a view, @idempotent opens this transaction: run such code between two phases of a phased "
+    "view (recovery_points=[...]). If it must not run twice, run it there in foreign_call()."
+)
+_DURABLE = "transaction.atomic(durable=True) was entered inside a transaction of this app." + _CURE
+_CLOSED = "The connection was closed inside a transaction of this app, for example by close_old_connections()." + _CURE
+
 #: A hook of Django that ``atomic()`` calls, if the connection has it, to begin a transaction.
 _BEGIN_HOOK = "_start_transaction_under_autocommit"
 
@@ -45,12 +53,35 @@ class First:
     row: tuple[Any, ...] | None = None
 
 
+class OwnBlock(transaction.Atomic):
+    """The block of a transaction of this app. A durable block directly inside it breaks the transaction, because the view may
+    hide the error."""
+
+    def __init__(self, using: str, *, durable: bool) -> None:
+        self.is_broken = False
+        super().__init__(using, savepoint=True, durable=durable)
+
+    @property
+    def _from_testcase(self) -> bool:
+        # Django reads this of the innermost block before it enters a durable one.
+        if sys._getframe(1).f_code is transaction.Atomic.__enter__.__code__:
+            self.is_broken = True
+            transaction.set_rollback(True, using=self.using)
+            raise RuntimeError(_DURABLE)
+        return False
+
+    @_from_testcase.setter
+    def _from_testcase(self, value: bool) -> None:
+        """Ignore the value that ``Atomic`` sets."""
+
+
 class OwnTransaction:
     """The transaction of ``durable_transaction``."""
 
     def __init__(
         self, connection: BaseDatabaseWrapper, isolation: Isolation | None, *, of_phase: bool, first: First | None
     ) -> None:
+        self.block = OwnBlock(connection.alias, durable=True)
         self._connection, self._isolation, self._of_phase, self._first = connection, isolation, of_phase, first
         self._merged = False
         #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
@@ -127,6 +158,19 @@ class OwnTransaction:
             with classified_errors(self._connection):
                 then(round_trips.run(self._connection, text, parameters, after=["COMMIT"]).row)
 
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Raise RuntimeError instead of any other error after the connection was closed in the block, or a durable block was
+        entered."""
+        try:
+            yield
+        except Exception as error:
+            if self._connection.closed_in_transaction:
+                raise RuntimeError(_CLOSED) from error
+            if self.block.is_broken:
+                raise RuntimeError(_DURABLE) from error
+            raise
+
 
 def refuse_outer_transaction(using: str) -> None:
     """Raise RuntimeError inside a transaction, whose rollback would undo committed phases. As in Django's
@@ -170,7 +214,7 @@ def durable_transaction(
                 connection.close()  # Django opens a new one.
             engine.opened(connection)  # Receivers of ``connection_created`` may begin transactions of theirs.
             vars(connection)[_BEGIN_HOOK] = own.begin
-        with classified_errors(connection, own=False), transaction.atomic(using=using, durable=True):
+        with classified_errors(connection, own=False), own.block, own.named_errors():
             begun = True
             yield own
             own.end()
