@@ -72,12 +72,15 @@ class Attempts:
 class RequestState:
     """The state of a request before its first attempt, which a view may change and a second attempt must find unchanged. It
     contains the attributes of the request, the view and rows. It also contains the lists, dicts and sets in the first two and
-    in the arguments, but neither nested lists nor attributes of other objects."""
+    in the arguments, but neither nested lists nor attributes of other objects. A value that cannot be copied, such as a lock or
+    an open file, is kept by reference. Then there is no second attempt, because the first may have changed the value."""
 
     def __init__(self, call: Call) -> None:
         self.request = call.request
         self.committed = False
         self._attributes = dict(vars(call.request))
+        #: The names of attributes that cannot be copied.
+        self._by_reference: list[str] = []
         #: The parsers of a framework use these in each attempt, and they may count.
         self._handlers = [copy(handler) for handler in self._attributes.get("_upload_handlers", ())]
         self._seen = None if call.seen_request is call.request else call.seen_request
@@ -99,7 +102,7 @@ class RequestState:
             # Check the exact type, because isinstance() would load a lazy object.
             kind = type(value)
             if kind in _CONTAINERS:
-                self._saved.append((value, _shallow(value), {}))
+                self._save_contents(value)
                 if kind is QueryDict:
                     holders.append((value, ()))  # ``_mutable``
             elif kind is SimpleLazyObject:
@@ -112,8 +115,25 @@ class RequestState:
             mutable = tuple(name for name, value in vars(row).items() if isinstance(value, _MUTABLE))
             holders += [(row, mutable), (row._state, ("fields_cache",))]
         for holder, names in holders:
-            if (state := getattr(holder, "__dict__", None)) is not None:
-                self._saved.append((state, dict(state), {name: _copy(state[name]) for name in names if name in state}))
+            self._save_attributes(holder, names)
+
+    def _save_attributes(self, holder: Any, names: tuple[str, ...]) -> None:
+        """Save the attributes of an object, and copies of those with these names."""
+        if (state := getattr(holder, "__dict__", None)) is None:
+            return
+        copies = {}
+        for name in names:
+            if name in state:
+                try:
+                    copies[name] = _copy(state[name])
+                except Exception:  # A lock, a client or an open file is in it, for example.
+                    self._by_reference.append(name)
+                    if type(state[name]) in _CONTAINERS:
+                        self._save_contents(state[name])
+        self._saved.append((state, dict(state), copies))
+
+    def _save_contents(self, container: Any) -> None:
+        self._saved.append((container, _shallow(container), {}))
 
     def note_committed(self) -> None:
         """Record that the work is committed: later calls of ``put_back`` do nothing."""
@@ -127,10 +147,17 @@ class RequestState:
             _refill(container, contents | {name: _copy(value) for name, value in copied.items()} if copied else contents)
 
     def restore(self) -> bool:
-        """Restore the state, rewind body and files, and reload the user. Return False if that is not possible: an upload is
-        closed, or another transaction has changed a row that the request holds. A view that computes with such a row would
-        overwrite that change."""
+        """Restore the state, rewind body and files, and reload the user. Return False if that is not possible: a value could
+        not be copied, an upload is closed, or another transaction has changed a row that the request holds. A view that
+        computes with such a row would overwrite that change."""
         self.put_back()
+        if self._by_reference:
+            logger.info(
+                "a request is not run again inside the process, because it has values that cannot be copied, in the "
+                "attributes %s",
+                ", ".join(self._by_reference),
+            )
+            return False
         attributes = self._attributes
         if self._handlers:
             vars(self.request)["_upload_handlers"] = [copy(handler) for handler in self._handlers]

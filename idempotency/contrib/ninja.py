@@ -6,7 +6,8 @@ exception its writes are rolled back, and the exception handlers of the API resp
 """
 
 from collections.abc import Callable
-from copy import deepcopy
+from contextlib import suppress
+from copy import copy, deepcopy
 from functools import wraps
 from inspect import iscoroutinefunction, unwrap
 from typing import Any
@@ -101,12 +102,11 @@ def _protect(operation: Operation, protect: Callable[[Run], Run]) -> None:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a parsed value, or the value itself if it cannot be copied, such as a file."""
+    """Return a copy of a parsed value. Its parts are shared if one of them cannot be copied, such as a file."""
     if isinstance(value, BaseModel | dict | list):
-        try:
-            return deepcopy(value)
-        except TypeError:
-            pass
+        for make in (deepcopy, copy):
+            with suppress(Exception):
+                return make(value)
     return value
 
 
