@@ -47,7 +47,7 @@ class Settings:
     #: The number of further attempts in the process after a serialization failure or a deadlock.
     SERIALIZATION_RETRIES: int = 15
     #: Isolation of atomic phases; None is the connection's own level.
-    PHASE_ISOLATION: Isolation | None = "serializable"
+    PHASE_ISOLATION: Isolation | None = None
     #: Isolation of plain views; None is the connection's own level, as under ATOMIC_REQUESTS.
     PLAIN_ISOLATION: Isolation | None = None
     #: True makes the app wait until the synchronous standbys have all earlier commits. It waits before it sends a replay,

@@ -11,6 +11,7 @@ from pathlib import Path
 import dj_database_url
 import django
 from django.core.exceptions import ImproperlyConfigured
+from psycopg import IsolationLevel
 
 from rides_demo.processes.embedded import postgres_url, redis_url
 from rides_demo.processes.ports import sandbox_port
@@ -96,6 +97,8 @@ if "postgresql" in DATABASES["default"]["ENGINE"]:
     # PostgreSQL prepares a statement at its fifth use, which halves the time of a replay.
     _options.setdefault("prepare_threshold", 5)
     _options.setdefault("connect_timeout", 5)
+    # As in the article. SERIALIZABLE protects only where each transaction of the project has it.
+    _options.setdefault("isolation_level", IsolationLevel.SERIALIZABLE)
 elif "sqlite" in DATABASES["default"]["ENGINE"]:
     # A transaction that begins as IMMEDIATE waits for the write lock. A deferred one that reads
     # first fails instead.
@@ -126,6 +129,7 @@ IDEMPOTENCY["INBOX_IDLE_SECONDS"] = IDEMPOTENCY.get("LOCK_TIMEOUT_SECONDS", 90)
 # The completer does not know the token of the client.
 IDEMPOTENCY["PREPARE_REQUEST"] = "rides_demo.auth.prepare_request"
 
+IDEMPOTENCY["PHASE_ISOLATION"] = "serializable"
 IDEMPOTENCY["CONFIRM_REPLICATED"] = os.environ.get("CONFIRM_REPLICATED") == "1"
 
 #: None means the real Stripe, which needs STRIPE_API_KEY. The default is the sandbox of `make

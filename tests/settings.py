@@ -21,7 +21,7 @@ if "DATABASE_URL" not in os.environ:
     os.environ["RIDES_TEST_POSTGRES"] = "embedded"
 
 from rides_demo.settings import *  # noqa: E402, F403
-from rides_demo.settings import BASE_DIR, DATABASES, INSTALLED_APPS, LOGGING  # noqa: E402
+from rides_demo.settings import BASE_DIR, DATABASES, IDEMPOTENCY, INSTALLED_APPS, LOGGING  # noqa: E402
 
 
 def _pooler(section: str) -> str:
@@ -46,6 +46,9 @@ elif os.environ.get("RIDES_TEST_PGBOUNCER") == "1":
 if os.environ.get("RIDES_TEST_POOL") == "1":
     exec(_pooler("Django's pool"))
     DATABASES["default"]["OPTIONS"]["pool"]["max_size"] = 80  # As many threads as a test has.
+# The tests of the app run at the default level of a Django project, which those of the demo do not change.
+DATABASES["default"]["OPTIONS"].pop("isolation_level", None)
+IDEMPOTENCY.pop("PHASE_ISOLATION")
 # A second database, for the tests of sharding: pytest-django makes it in a run that has some of them; processes get its name.
 DATABASES["shard_b"] = deepcopy(DATABASES["default"])
 DATABASES["shard_b"]["NAME"] = os.environ.get("RIDES_TEST_SHARD_B", f"{DATABASES['default']['NAME']}_b")

@@ -17,7 +17,7 @@ from django.utils import translation
 from idempotency._request.options import OnAbandon, Options
 from idempotency._request.stored_request import urlconf_of
 from idempotency._request.view_call import View
-from idempotency._store.database_errors import accepts_writes, retryable_failure
+from idempotency._store.database_errors import accepts_writes, serialization_failed
 from idempotency._store.events import about
 from idempotency._text import error_text
 from idempotency.models import IdempotencyKey
@@ -73,7 +73,7 @@ def options_for(key: IdempotencyKey) -> Options | None:
     try:
         return _options_for(key)
     except Exception as error:  # A path converter may raise anything, also errors of another database.
-        if isinstance(error, Error) and (retryable_failure(error, None) or not accepts_writes(str(key._state.db))):
+        if isinstance(error, Error) and (serialization_failed(error) or not accepts_writes(str(key._state.db))):
             raise
         logger.warning("the path of key %s does not resolve: %s", key.key_hash, error_text(error), extra=about(key))
         return None

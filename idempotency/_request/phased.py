@@ -96,7 +96,7 @@ def _in_attempts(call: Call, run: PhasedRun, options: Options) -> HttpResponseBa
     if run.key.recovery_point not in run.order:
         raise CannotRun(StuckCode.UNKNOWN_RECOVERY_POINT, replays.unknown_point(run.key))
     try:
-        for attempt in Attempts(RequestState(call), lambda: run.level):
+        for attempt in Attempts(RequestState(call), lambda: run.level, using=run.using):
             with attempt:
                 run.begin_attempt()
                 with call.bound(run.key):

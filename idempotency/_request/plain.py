@@ -59,7 +59,7 @@ class _PlainRun:
         """Claim the key and respond; repeat after a serialization failure, and wait while another request holds the key. The
         response is None if the key could not be claimed."""
         try:
-            for attempt in Attempts(self.before, self._options.level):
+            for attempt in Attempts(self.before, self._options.level, using=self._using):
                 with attempt:
                     while True:
                         claim, response = self._in_transaction(respond)

@@ -39,8 +39,8 @@ class Attempts:
     are repeated. The loop ends after SERIALIZATION_RETRIES, or if the request cannot be restored; the caller then responds
     with a conflict."""
 
-    def __init__(self, before: "RequestState", isolation: Callable[[], Isolation | None]) -> None:
-        self._before, self._isolation = before, isolation
+    def __init__(self, before: "RequestState", isolation: Callable[[], Isolation | None], *, using: str) -> None:
+        self._before, self._isolation, self._using = before, isolation, using
         self._unique_violations = 0
 
     def __iter__(self) -> "Iterator[Attempts]":
@@ -55,7 +55,7 @@ class Attempts:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        failure = retryable_failure(error, self._isolation()) if isinstance(error, Exception) else None
+        failure = retryable_failure(error, self._isolation(), using=self._using) if isinstance(error, Exception) else None
         self._unique_violations += failure == "unique"
         if failure is None or self._unique_violations > _UNIQUE_RETRIES:
             return False

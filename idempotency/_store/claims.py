@@ -17,7 +17,7 @@ from django.db import Error, connections
 
 from idempotency._store import statements
 from idempotency._store.advisory_locks import HOLDER, lock_parameters, way_of
-from idempotency._store.database_errors import connection_lost, refuse_second_wait, retryable_failure
+from idempotency._store.database_errors import connection_lost, refuse_second_wait, serialization_failed
 from idempotency._store.history import HistoryEvent
 from idempotency._store.late_releases import release_later
 from idempotency._store.rows import born, execute, fetch, fetch_key, key_of_row, statements_for, token_parameter, vendor
@@ -215,7 +215,7 @@ def _parsed(values: tuple[Any, ...] | None, sent: float, request: ClaimedRequest
 def _raise_unless_race(error: Error, key: IdempotencyKey, token: uuid.UUID, using: str) -> None:
     """Raise the error of a claim statement, unless another claim won under a high level of isolation. After a lost connection
     or standby, release the claim: it may have been committed."""
-    if retryable_failure(error, None) is not None and not connections[using].in_atomic_block:
+    if serialization_failed(error) and not connections[using].in_atomic_block:
         return
     sent = vendor(using) == "postgresql" and connections[using].connection is not None
     if sent and connection_lost(error, using):

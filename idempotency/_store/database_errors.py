@@ -1,5 +1,6 @@
 """The classification of database errors: what may be retried, what means that the database is lost, and what has ended."""
 
+from contextlib import suppress
 from typing import Literal
 
 from django.db import connections
@@ -22,19 +23,44 @@ class WriterBusy(OperationalError):
     """The write lock of SQLite was not free within the connection's timeout. A retry would only wait again."""
 
 
-def retryable_failure(error: BaseException | None, isolation: Isolation | None) -> Literal["serialization", "unique"] | None:
+def serialization_failed(error: BaseException | None) -> bool:
+    """Return whether the transaction lost against a concurrent one: a retry of the same work may succeed."""
+    while error is not None and not isinstance(error, WriterBusy):
+        if isinstance(error, Error) and (sqlstate_of(error) in _RETRYABLE_SQLSTATES or _is_locked(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def retryable_failure(
+    error: Exception, isolation: Isolation | None, *, using: str
+) -> Literal["serialization", "unique"] | None:
     """Return "serialization" or "unique" if a retry of the same work may succeed, else None. A unique violation above READ
     COMMITTED is "unique". It may come from ``get_or_create``, which would have waited and found the row at that level; but it
     may also be a bug of the view."""
-    while error is not None and not isinstance(error, WriterBusy):
-        if isinstance(error, Error):
-            sqlstate = sqlstate_of(error)
-            if sqlstate in _RETRYABLE_SQLSTATES or _is_locked(error):
-                return "serialization"
-            if sqlstate == _UNIQUE_VIOLATION and isolation in ("repeatable read", "serializable"):
-                return "unique"
-        error = error.__cause__
-    return None
+    if serialization_failed(error):
+        return "serialization"
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, Error) and sqlstate_of(cause) == _UNIQUE_VIOLATION):
+        cause = cause.__cause__
+    above = cause is not None and effective_isolation(isolation, using) != "read committed"
+    return "unique" if above else None
+
+
+def effective_isolation(isolation: Isolation | None, using: str) -> str:
+    """Return the level of the transactions that begin with ``isolation`` on an open connection to PostgreSQL. If it is None,
+    the level comes from the option ``isolation_level`` of the database, or else from a default of the session, the role or
+    the server, which takes one query. If that query fails, return "read committed", at which the fewest errors are retried."""
+    if isolation is not None:
+        return isolation
+    connection = connections[using]
+    with suppress(Error):
+        if (level := getattr(connection.connection, "isolation_level", None)) is not None:
+            return str(level.name.replace("_", " ").lower())
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW default_transaction_isolation")
+            return str(cursor.fetchone()[0])
+    return "read committed"
 
 
 def refuse_second_wait(error: Error) -> None:

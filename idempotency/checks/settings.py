@@ -1,4 +1,6 @@
-"""System checks of settings and databases. The ids are listed in docs/reference.md. Only E013 queries a database."""
+"""System checks of settings and databases. The ids are listed in docs/reference.md. Only
+E013 and W017 query a database.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
@@ -15,6 +17,7 @@ from django.utils.module_loading import import_string
 from idempotency import conf, scopes
 from idempotency._request.problems import RENDERED_FROM
 from idempotency._store import engine
+from idempotency._store.database_errors import effective_isolation
 from idempotency._text import first_line
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.policy import views_to_check
@@ -112,7 +115,7 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 @register(Tags.database)
 def check_engine(app_configs: Any, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
     """E013: a database that cannot be reached, or that uses PostgreSQL's protocol but is another product, or Citus with
-    distributed or replicated tables.
+    distributed or replicated tables. W017: two isolation levels in one database.
 
     ``manage.py check --database`` and ``migrate`` run it.
     """
@@ -128,8 +131,24 @@ def check_engine(app_configs: Any, databases: Sequence[str] | None = None, **kwa
                 continue
             problem, _ = engine.examine(connection)
             hint = "Route the models of the app 'idempotency' to PostgreSQL."
-            found += [Error(problem, hint=hint, id=engine.CHECK_ID)] if problem else []
+            found += [Error(problem, hint=hint, id=engine.CHECK_ID)] if problem else _mixed_levels(alias)
     return found
+
+
+def _mixed_levels(alias: str) -> list[CheckMessage]:
+    if not conf.are_valid():
+        return []
+    others, limits = effective_isolation(None, alias), conf.get()
+    return [
+        Warning(
+            f"{setting} is {level!r}, but other transactions in the database {alias!r} run at {others!r}.",
+            hint="Above 'read committed', a transaction that waits for a lock reads data from before the lock. Remove the "
+            "setting, or set OPTIONS['isolation_level'] of the database to the same level.",
+            id="idempotency.W017",
+        )
+        for setting, level in (("PHASE_ISOLATION", limits.PHASE_ISOLATION), ("PLAIN_ISOLATION", limits.PLAIN_ISOLATION))
+        if level not in (None, others)
+    ]
 
 
 @register

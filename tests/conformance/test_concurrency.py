@@ -14,7 +14,7 @@ from idempotency.models import IdempotencyKey
 from tests.kit.ageing import make_older
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import WAIT_SECONDS, Gate, elsewhere, in_background
-from tests.kit.views import Counted, both_kinds, create, phased, plain, two_phases
+from tests.kit.views import Counted, both_kinds, create, plain, two_phases
 from tests.kit.waiting import eventually
 from tests.models import Account, Entry
 
@@ -190,8 +190,8 @@ def test_31_silent_transaction_of_a_plain_view_is_ended_by_the_database(
 
 
 def serializable(kind: Kind) -> Callable[..., View]:
-    """Return the kind with its transactions under SERIALIZABLE, which is the default of phases."""
-    return kind if kind is phased else partial(kind, isolation="serializable")
+    """Return the kind with its transactions under SERIALIZABLE."""
+    return partial(kind, isolation="serializable")
 
 
 class Rivalry:

@@ -172,7 +172,8 @@ def test_31_late_run_changes_nothing_after_another_took_over(service: Service) -
 @both
 @pytest.mark.postgres
 @pytest.mark.adapter
-def test_32_serialization_failure_is_retried_inside_the_request(service: Service) -> None:
+def test_32_serialization_failure_is_retried_inside_the_request(service: Service, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"PHASE_ISOLATION": "serializable", "PLAIN_ISOLATION": "serializable"}
     account = Account.objects.create(name="one")
 
     def interfere() -> None:
@@ -186,7 +187,7 @@ def test_32_serialization_failure_is_retried_inside_the_request(service: Service
         Account.objects.filter(pk=account.pk).update(balance=balance + 1)
         return Reply({"balance": balance + 1, "name": request.user.first_name})
 
-    work = service.serve(Work(do), **({} if service.phased else {"isolation": "serializable"}))
+    work = service.serve(Work(do))
     first, second = service.send(), service.send()
     assert (first.status_code, first.json()) == (201, {"balance": 101, "name": "x"})
     assert second.content == first.content

@@ -25,6 +25,7 @@ from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey, ProcessedMessage
 from tests.frameworks.kinds import KINDS, Job
 from tests.kit.commands import run
+from tests.kit.database import default_isolation
 
 RIGHT = {"*": "idempotency.contrib.rq.RQBackend", "mail": "tests.kit.jobs.PickyBackend"}
 
@@ -297,6 +298,20 @@ def test_a_retention_without_effect_is_a_warning(settings):
     for hours in (72, 87_600):
         assert said(settings, idempotent(retention_hours=hours)(answer)) == []
     assert said(settings, idempotent(retention_hours=71)(answer)) == ["idempotency.W016"]
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("setting", ["PHASE_ISOLATION", "PLAIN_ISOLATION"])
+def test_a_level_beside_that_of_the_other_transactions_is_a_warning(settings, setting):
+    def found():
+        return [message.id for message in run_checks(databases=["default"]) if message.id == "idempotency.W017"]
+
+    for level, wanted in ((None, []), ("read committed", []), ("serializable", ["idempotency.W017"])):
+        settings.IDEMPOTENCY = {setting: level}
+        assert found() == wanted
+    with default_isolation("serializable"):
+        assert found() == []
 
 
 def deployed():

@@ -33,8 +33,8 @@ Serve = Callable[..., None]
 
 
 def serializable(kind: Kind) -> Callable[..., View]:
-    """Return the kind with transactions under SERIALIZABLE, which is the default of phases."""
-    return kind if kind is phased else partial(kind, isolation="serializable")
+    """Return the kind with transactions under SERIALIZABLE."""
+    return partial(kind, isolation="serializable")
 
 
 def disturb(account: Account) -> None:
@@ -331,7 +331,7 @@ def test_isolation_of_the_view_and_of_the_connection_around_it(kind: Kind, serve
     sender.send()
     assert sender.send("/strict/", key="key-2").status_code == 500
     sender.send("/strict/", key="key-3")
-    assert levels == ["repeatable read" if kind is plain else "serializable", "serializable", "serializable"]
+    assert levels == ["repeatable read", "serializable", "serializable"]
     assert connection.connection.isolation_level == IsolationLevel.REPEATABLE_READ
     assert connection.get_autocommit()
     connection.close()
@@ -462,7 +462,8 @@ def test_retry_finds_the_messages_as_they_were(kind: Kind, serve: Serve, sender:
 
 
 @pytest.mark.postgres
-def test_retry_goes_on_from_the_last_committed_phase(serve: Serve, sender: Sender) -> None:
+def test_retry_goes_on_from_the_last_committed_phase(serve: Serve, sender: Sender, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"PHASE_ISOLATION": "serializable"}
     serve(
         view=two_phases(
             first := Counted(), second := Counted(Disturbed(times=3, then=lambda request: HttpResponse(status=201)))

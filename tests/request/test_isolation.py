@@ -1,15 +1,18 @@
 """Anomalies between two requests with different keys at each level: the tables of docs/explanation/isolation.md."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import connection
 from django.db.models import F, Sum
 from django.http import HttpRequest, HttpResponse, JsonResponse
+from psycopg import IsolationLevel
 
-from tests.kit.database import waits_for_a_lock
+from tests.kit.database import default_isolation, held_transaction, waits_for_a_lock
 from tests.kit.serving import Sender, another_client
 from tests.kit.threads import WAIT_SECONDS, Gate, at_once, elsewhere, in_background
 from tests.kit.views import Counted, phased, plain
@@ -268,6 +271,72 @@ def test_row_that_came_after_the_snapshot_is_found_by_another_run_whatever_the_s
     serve(view=KINDS[kind](counted := Counted(work), isolation=level))
     assert sender.send().status_code == 200
     assert counted.runs == 2
+
+
+@contextmanager
+def option_of_the_database(level: str) -> Iterator[None]:
+    """Set the option ``isolation_level`` of the database, as a project does, for new connections."""
+    options = connection.settings_dict["OPTIONS"]
+    former = options.get("isolation_level")
+    connection.close()
+    options["isolation_level"] = getattr(IsolationLevel, level.replace(" ", "_").upper())
+    try:
+        yield
+    finally:
+        connection.close()
+        del options["isolation_level"]
+        if former is not None:
+            options["isolation_level"] = former
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", [option_of_the_database, default_isolation])
+@pytest.mark.parametrize(("level", "runs"), [("read committed", 1), ("repeatable read", 2), ("serializable", 2)])
+def test_level_that_the_project_sets_for_all_its_transactions_decides_what_is_run_again(
+    level: str, runs: int, source: Callable[[str], Any], kind: str, serve: Serve, sender: Sender
+) -> None:
+    def work(request: HttpRequest) -> HttpResponse:
+        Account.objects.count()
+        if counted.runs == 1:
+            elsewhere(lambda: name_it_uniquely(request))
+        name_it_uniquely(request)
+        return HttpResponse()
+
+    serve(view=KINDS[kind](counted := Counted(work)))
+    with source(level):
+        assert sender.send().status_code == 200
+    assert counted.runs == runs
+
+
+# A lock that the transaction waits for
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", [None, *LEVELS])
+def test_decision_after_a_lock_is_right_at_the_level_of_the_project(
+    level: str | None, kind: str, serve: Serve, sender: Sender
+) -> None:
+    """Both sides lock the row of the last seat, and then count. Above READ COMMITTED the count is older than the lock."""
+
+    def book(name: str) -> bool:
+        Account.objects.select_for_update().get(name="row")
+        if free := not Entry.objects.filter(name__startswith="seat").exists():
+            Entry.objects.create(name=f"seat of {name}")
+        return free
+
+    def work(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(status=201 if book("the request") else 422)
+
+    sold = {row[0]: int(row[2]) for row in rows_of("level of the request")}
+    assert list(sold) == LEVELS
+    seats = sold[level or "read committed"]
+    Account.objects.create(name="row")
+    serve(view=KINDS[kind](work, **({} if level is None else {"isolation": level})))
+    with held_transaction(lambda: book("other code")):
+        answer = in_background(another_client(sender).send)
+        eventually(waits_for_a_lock)
+    assert answer.result(WAIT_SECONDS).status_code == (422 if seats == 1 else 201)
+    assert Entry.objects.count() == seats
 
 
 def test_the_same_key_never_meets_itself(serve: Serve, sender: Sender) -> None:

@@ -87,7 +87,7 @@ def test_methods_of_a_class_have_a_policy_for_each_set_of_options() -> None:
     of_methods = {policy.methods: policy for policy in found(path("", login_required(PerMethod.as_view())))}
     assert of_methods.keys() == {("POST",), ("PUT", "PATCH")}
     assert of_methods["POST",].recovery_points == ("started", "paid", "finished")
-    assert of_methods["POST",].isolation == "serializable"
+    assert of_methods["POST",].isolation == "the connection's own"
     assert of_methods["PUT", "PATCH"].required is False
     assert of_methods["PUT", "PATCH"].recovery_points == ()
     assert {policy.view for policy in of_methods.values()} == {"tests.request.test_policy.PerMethod"}

@@ -398,7 +398,7 @@ def test_what_is_run_again_inside_the_process_is_locked_and_not_refused(bank: An
 
     def forbid_what_is_taken(key: IdempotencyKey) -> None:
         try:
-            with atomic_phase(key) as phase:
+            with atomic_phase(key, isolation="serializable") as phase:
                 Account.objects.create(name="taken")
                 phase.set_recovery_point("ordered")
         except IntegrityError as error:

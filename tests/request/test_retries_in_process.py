@@ -312,7 +312,7 @@ def test_row_that_somebody_has_changed_since_is_read_by_its_middleware_again(
 
     found: list[int] = []
     Account.objects.create(name="purse", balance=100)
-    view = idempotent(isolation="serializable", scope=everybody)(pay) if kind is plain else phased(pay, scope=everybody)
+    view = kind(pay, isolation="serializable", scope=everybody)
     serve(view=under(load, view))
     refused = sender.send()
     assert (refused.status_code, refused.json()["code"]) == (409, "conflict")

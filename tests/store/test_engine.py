@@ -16,7 +16,7 @@ from pytest_django import Settings
 
 from idempotency._store import engine
 from idempotency._store.cursors import own_cursor
-from idempotency._store.database_errors import connection_lost, retryable_failure
+from idempotency._store.database_errors import connection_lost, serialization_failed
 from idempotency._store.replication import confirm
 from idempotency._store.transactions import durable_transaction
 from idempotency.exceptions import NotReplicated
@@ -237,7 +237,7 @@ class TestErrorsOfWorkers:
     def test_a_serialization_failure_is_retried(self) -> None:
         with refused_commit("40001"), pytest.raises(OperationalError, match="the cause") as caught:
             commit()
-        assert retryable_failure(caught.value, None) == "serialization"
+        assert serialization_failed(caught.value)
 
     def test_a_violated_constraint_is_one(self) -> None:
         with refused_commit("23503"), pytest.raises(IntegrityError, match="the cause"):
