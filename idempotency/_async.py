@@ -124,3 +124,13 @@ def awaited(result: Any) -> Any:
         return await result
 
     return async_to_sync(run)() if isawaitable(result) else result
+
+
+def in_own_context(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Call the function in a copy of the context, so that a context variable that it sets is lost when it returns."""
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return copy_context().run(function, *args, **kwargs)
+
+    return call

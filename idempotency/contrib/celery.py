@@ -23,6 +23,7 @@ from celery.worker.state import task_ready
 from django.db import Error, InterfaceError, OperationalError, transaction
 from kombu.exceptions import OperationalError as BrokerError
 
+from idempotency._async import in_own_context
 from idempotency._text import error_text
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
 from idempotency.exceptions import JobNotAllowed, MessageInProgress
@@ -108,6 +109,10 @@ class OnceTask(Task):  # type: ignore[misc]
         if request.get(_UNDER_WAY):
             return self.run(*args, **kwargs)
         setattr(request, _UNDER_WAY, True)
+        return self._run_once(request, *args, **kwargs)
+
+    @in_own_context
+    def _run_once(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             with process_once(STAGED_JOBS, request.id, using=request.get(SHARD_HEADER)) as first:
                 result = self.run(*args, **kwargs) if first else None

@@ -17,6 +17,7 @@ from redis.retry import Retry as RedisRetry
 from redis.sentinel import SentinelConnectionPool
 from rq import Queue, Retry
 
+from idempotency._async import in_own_context
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, HandOverResult
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once
@@ -56,7 +57,7 @@ class RQBackend:
         Raises ValueError if Redis answers, but closes the connection when it receives these jobs.
         """
         rq_queue, result_ttl = _queue(queue), get_result_ttl(queue)
-        shard = [alias] if (alias := shard_of(jobs[0])) else []
+        shard = list(filter(None, [shard_of(jobs[0])]))
         calls = [
             Queue.prepare_data(
                 run_once,
@@ -116,6 +117,7 @@ class _AskedToComeBack(Exception):
     """Raised to roll back the run of a job that returned a Retry."""
 
 
+@in_own_context
 def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> Any:
     """Run a job through the inbox and return its result; a second hand-over does nothing.
 

@@ -12,6 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import InterfaceError, OperationalError
 from django.utils import timezone
 
+from idempotency._async import in_own_context
 from idempotency.backends import BrokerUnavailable, OneByOne
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.jobs import JobArgs, call_job, shard_of, stage_job
@@ -128,6 +129,7 @@ def _by_name(task: Task[Any, Any], args: Any, kwargs: Any) -> dict[str, Any]:
 
 # This task is defined after StagedBackend, because the decorator reads the default backend.
 @task
+@in_own_context
 def run_staged(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> None:
     """Run a staged job through the inbox; a second delivery does nothing."""
     with process_once(STAGED_JOBS, job_id, using=using) as first:

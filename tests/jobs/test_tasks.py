@@ -106,7 +106,7 @@ def test_the_enqueuer_hands_it_to_the_backend_with_the_workers():
     assert enqueue_once() == EnqueuePass(handed_over=1)
     row = DBTaskResult.objects.get()
     assert (row.task_path, row.backend_name, row.queue_name) == ("idempotency.contrib.tasks.run_staged", "worker", "mail")
-    assert row.args_kwargs["args"] == ["tests.kit.jobs.record", [1], result.id]
+    assert row.args_kwargs["args"] == ["tests.kit.jobs.record", [1], result.id, "default"]
 
 
 def test_the_worker_runs_a_function_that_is_a_task():
