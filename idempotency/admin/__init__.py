@@ -6,4 +6,8 @@ only the functions of ``idempotency.interventions`` change them. Each of these r
 permission to view the rows.
 """
 
-from idempotency.admin import job_list, keys, message_list  # noqa: F401 - they register themselves
+# These modules register their admins.
+from idempotency.admin.job_list import StagedJobAdmin as StagedJobAdmin
+from idempotency.admin.keys import IdempotencyKeyAdmin as IdempotencyKeyAdmin
+from idempotency.admin.message_list import ForeignCallAdmin as ForeignCallAdmin
+from idempotency.admin.message_list import ProcessedMessageAdmin as ProcessedMessageAdmin

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from django import forms
+from django.db.models import QuerySet
 from django.http import HttpResponse
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -130,8 +131,9 @@ def _same(one: str, other: str) -> bool:
         return one == other
 
 
-def template_for(key: IdempotencyKey, *, using: str) -> IdempotencyKey | None:
-    """Return the newest key with the method and path of ``key`` and a stored 2xx, among the newest MAX_SEARCHED keys.
+def template_for(key: IdempotencyKey, keys: QuerySet[Any]) -> IdempotencyKey | None:
+    """Return the newest of ``keys`` with the method and path of ``key`` and a stored 2xx, among the newest MAX_SEARCHED keys of
+    the database.
 
     Return None if there is no such key, or if the form cannot hold its response. Return None also if the path has no protected
     view, or if the view stores no body, because a response may quote it.
@@ -140,8 +142,7 @@ def template_for(key: IdempotencyKey, *, using: str) -> IdempotencyKey | None:
     if options is None or not options.store_body:
         return None
     path = key.request_path.partition("?")[0]
-    keys = IdempotencyKey.objects.using(using)
-    recent = keys.order_by("-created_at").values("pk")[:MAX_SEARCHED]
+    recent = IdempotencyKey.objects.using(keys.db).order_by("-created_at").values("pk")[:MAX_SEARCHED]
     alike = keys.filter(pk__in=recent, request_method=key.request_method, response_code__range=(200, 299))
     found = alike.filter(request_path=path) | alike.filter(request_path__startswith=f"{path}?")
     template = found.only("response_code", "response_headers", "response_body").order_by("-created_at").first()

@@ -15,7 +15,7 @@ from django.utils.html import strip_tags
 from django.utils.translation import gettext, gettext_noop, ngettext
 
 from idempotency._text import duration, error_text
-from idempotency.admin.reading import admin_url, first_line_of, may_view
+from idempotency.admin.reading import admin_url, first_line_of, viewable
 from idempotency.inbox import STAGED_JOBS
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.templatetags.idempotency_admin import ago, written
@@ -104,15 +104,22 @@ def _column(name: Any, row: Any, row_admin: Any) -> str:
 
 
 def _jobs(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked:
-    jobs = list(StagedJob.objects.using(using).filter(idempotency_key=key.pk).order_by("run_at")[: MAX_LINKED + 1])
+    every, visible = _rows_of(StagedJob, site, request)
+    jobs = list(every.using(using).filter(idempotency_key=key.pk).order_by("run_at")[: MAX_LINKED + 1])
     messages = ProcessedMessage.objects.using(using).filter(source=STAGED_JOBS, message_id__in=[str(job.pk) for job in jobs])
     processed = {message.message_id: message.processed_at for message in messages} if jobs else {}
-    rows, visible = [], may_view(site, request, StagedJob)
+    rows = []
     for job in jobs[:MAX_LINKED]:
         error = first_line_of(job.last_error) if visible else gettext(NOT_VISIBLE)
         state = _state_of_job(job, error, processed.get(str(job.pk)), key.read_at)
         rows.append(Row(job.job_name, admin_url(site, request, StagedJob, job.pk), state, job.failed_at is not None))
     return Linked(gettext("staged job"), rows, more=len(jobs) > MAX_LINKED)
+
+
+def _rows_of(model: Any, site: AdminSite, request: HttpRequest) -> tuple[Any, bool]:
+    """Return the rows of a model that the person may view, and true; without the permission, all rows, and false."""
+    rows = viewable(site, request, model)
+    return (model.objects.all(), False) if rows is None else (rows, True)
 
 
 def _state_of_job(job: StagedJob, error: str, processed_at: datetime | None, now: datetime) -> str:
@@ -132,8 +139,9 @@ def _state_of_job(job: StagedJob, error: str, processed_at: datetime | None, now
 
 
 def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked:
-    calls = list(ForeignCall.objects.using(using).filter(key=key.pk).order_by("pk")[: MAX_LINKED + 1])
-    rows, visible = [], may_view(site, request, ForeignCall)
+    every, visible = _rows_of(ForeignCall, site, request)
+    calls = list(every.using(using).filter(key=key.pk).order_by("pk")[: MAX_LINKED + 1])
+    rows = []
     for call in calls[:MAX_LINKED]:
         result = first_line_of(str(call.result)) if visible else gettext(NOT_VISIBLE)
         unknown = call.recorded_at is None

@@ -11,9 +11,6 @@ from operator import attrgetter
 from typing import Any
 from urllib.parse import urlencode
 
-from django.contrib.admin import AdminSite
-from django.db import router
-from django.db.models import Model
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils import timezone
@@ -23,9 +20,10 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
 from idempotency.admin import charts
+from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.charts import Line
 from idempotency.admin.filters import AGES, Age
-from idempotency.models import STARTED, IdempotencyKey, StagedJob
+from idempotency.models import STARTED, StagedJob
 from idempotency.monitoring import doctor, heartbeats, measures, traffic
 
 #: The maximum number of rows of a kind that are read, the oldest first. If there are more, the page says so.
@@ -66,29 +64,30 @@ SPANS = (
 )
 
 
-def numbers(request: HttpRequest, site: AdminSite) -> dict[str, Any]:
+def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
     """Return the context of the template. This takes four queries, and three more if the person may view staged jobs.
 
-    With MAX_READ or more unfinished keys it takes six more queries, with MAX_READ or more stuck keys two more.
+    Keys and jobs are those that ``get_queryset`` of their admins returns. The charts and the processes are those of the whole
+    database. With MAX_READ or more unfinished keys it takes six more queries, with MAX_READ or more stuck keys two more.
     """
-    alias = router.db_for_read(IdempotencyKey)
-    url, jobs_url = _list_url(site, "idempotencykey"), _list_url(site, "stagedjob")
-    keys, processes = measures.unfinished_keys(alias, MAX_READ), _known_processes(alias)
-    shown: dict[str, Any] = _of_keys(keys, measures.groups_of_stuck_keys(alias, MAX_READ), url)
-    shown |= {"keys_url": url, "key_actions": _actions(request, site, IdempotencyKey)}
+    every, site = key_admin.get_queryset(request), key_admin.admin_site
+    url = _list_url(key_admin)
+    keys, processes = measures.unfinished_keys(every, MAX_READ), _known_processes(every.db)
+    shown: dict[str, Any] = _of_keys(keys, measures.groups_of_stuck_keys(every, MAX_READ), url)
+    shown |= {"keys_url": url, "key_actions": _actions(request, key_admin)}
     shown |= {"max_read": MAX_READ, "more_keys": keys.count == MAX_READ, "as_of": timezone.now(), **_of_processes(processes)}
     findings = [*doctor.findings_of_keys(keys, MAX_READ), *doctor.findings_of_processes(processes)]
-    if request.user.has_perm("idempotency.view_stagedjob"):
-        jobs = measures.staged_jobs(alias, MAX_READ)
-        shown |= _of_jobs(jobs, measures.groups_of_failed_jobs(alias, MAX_READ), jobs_url)
-        shown |= {"jobs_url": jobs_url, "job_actions": _actions(request, site, StagedJob)}
+    behind = {"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"}
+    job_admin = site._registry.get(StagedJob)
+    if job_admin is not None and job_admin.has_view_permission(request):
+        jobs_url, every_job = _list_url(job_admin), job_admin.get_queryset(request)
+        jobs = measures.staged_jobs(every_job, MAX_READ)
+        shown |= _of_jobs(jobs, measures.groups_of_failed_jobs(every_job, MAX_READ), jobs_url)
+        shown |= {"jobs_url": jobs_url, "job_actions": _actions(request, job_admin)}
         findings += doctor.findings_of_jobs(jobs, MAX_READ)
-    behind = {
-        **{"stuck_keys": f"{url}?state=stuck", "completer_late": f"{url}?state=abandoned"},
-        **{"jobs_late": f"{jobs_url}?state=waiting", "jobs_failed": f"{jobs_url}?state=failed"},
-    }
+        behind |= {"jobs_late": f"{jobs_url}?state=waiting", "jobs_failed": f"{jobs_url}?state=failed"}
     shown["findings"] = [(finding, behind.get(finding.code, "")) for finding in findings]
-    return shown | _charts(alias, request.GET.get("span", ""))
+    return shown | _charts(every.db, request.GET.get("span", ""))
 
 
 def _charts(alias: str, chosen: str) -> dict[str, Any]:
@@ -214,15 +213,13 @@ def _link(url: str, **chosen: str) -> str:
     return f"{url}?{urlencode(chosen)}"
 
 
-def _actions(request: HttpRequest, site: AdminSite, model: type[Model]) -> list[tuple[str, str]]:
+def _actions(request: HttpRequest, rows: Any) -> list[tuple[str | Promise, str]]:
     """Return the actions that the person may use on all rows of a group: the label, and the URL of the confirmation. The
-    template adds the filters of the group to the URL."""
-    rows: Any = site._registry[model]
-    name = f"{site.name}:idempotency_{model._meta.model_name}_bulk"
-    return [
-        (action.label, reverse(name, args=(action.name,))) for action in rows.bulk if rows.holds(request, action.permission)
-    ]
+    template adds the filters of the group to the URL. An admin that is not of this app has no actions."""
+    name = f"{rows.admin_site.name}:idempotency_{rows.opts.model_name}_bulk"
+    actions = rows.bulk if isinstance(rows, BulkAdmin) else ()
+    return [(action.label, reverse(name, args=(action.name,))) for action in actions if rows.holds(request, action.permission)]
 
 
-def _list_url(site: AdminSite, model: str) -> str:
-    return reverse(f"{site.name}:idempotency_{model}_changelist")
+def _list_url(rows: Any) -> str:
+    return reverse(f"{rows.admin_site.name}:idempotency_{rows.opts.model_name}_changelist")

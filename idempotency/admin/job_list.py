@@ -7,8 +7,6 @@ from django.contrib import admin
 from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
-from django.urls import reverse
-from django.utils.html import format_html
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
@@ -110,11 +108,8 @@ class StagedJobAdmin(BulkAdmin):
 
     @admin.display(description=_("key"))
     def key(self, job: StagedJob) -> str:
-        """Return a link to the key whose request staged the job; empty if there is no such key."""
-        if job.idempotency_key_id is None:
-            return ""
-        page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_change", args=(job.idempotency_key_id,))
-        return format_html('<a href="{}">{}</a>', page, job.idempotency_key_id)
+        """Return the id of the key whose request staged the job, or an empty text if there is no such key."""
+        return "" if job.idempotency_key_id is None else self.key_link(job.idempotency_key_id)
 
     def render_change_form(self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any) -> HttpResponse:
         """Show the job. The page of a failed job has links to the confirmations of the list's actions."""

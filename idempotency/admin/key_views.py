@@ -169,7 +169,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         if request.method == "GET" and looked != looked_at(key, self._alias(key)):
             self.message_user(request, TOO_LATE, messages.WARNING)
             return HttpResponseRedirect(page)
-        template = answering.template_for(key, using=self._alias(key)) if name == "answer" else None
+        template = answering.template_for(key, self.get_queryset(request)) if name == "answer" else None
         filled = answering.filled_in(template) if template is not None and "template" in request.GET else {}
         form = button.form(request.POST or None, initial=looked | filled)
         if request.method == "POST" and form.is_valid() and not form.asks_again():

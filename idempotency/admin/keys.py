@@ -150,6 +150,6 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
         """Show the dashboard."""
         if not self.has_view_permission(request):
             return refused(self, request)
-        context = {"title": gettext("Idempotency dashboard"), "opts": self.opts, **dashboard.numbers(request, self.admin_site)}
+        context = {"title": gettext("Idempotency dashboard"), "opts": self.opts, **dashboard.numbers(request, self)}
         template = "admin/idempotency/dashboard.html"
         return TemplateResponse(request, template, self.admin_site.each_context(request) | {"media": self.media} | context)

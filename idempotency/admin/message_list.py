@@ -6,7 +6,6 @@ from urllib.parse import urlencode
 from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
-from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
@@ -66,9 +65,8 @@ class ForeignCallAdmin(ReadOnlyAdmin):
         return filter_link("name", call.name)
 
     @admin.display(description=_("key"))
-    def key_shown(self, call: ForeignCall) -> SafeString:
-        page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_change", args=(call.key_id,))
-        return format_html('<a href="{}">{}</a>', page, call.key_id)
+    def key_shown(self, call: ForeignCall) -> str:
+        return self.key_link(call.key_id)
 
 
 class SourceFilter(ChosenFilter):

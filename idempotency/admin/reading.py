@@ -108,6 +108,13 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in t
         """Return whether the person has this permission of the app, and may view the rows."""
         return self.has_view_permission(request) and request.user.has_perm(f"{self.opts.app_label}.{permission}")
 
+    def key_link(self, pk: int) -> str:
+        """Return the id of a key, as a link to its page if this admin has one."""
+        with suppress(NoReverseMatch):
+            page = reverse(f"{self.admin_site.name}:idempotency_idempotencykey_change", args=(pk,))
+            return format_html('<a href="{}">{}</a>', page, pk)
+        return str(pk)
+
     @admin.display(description=_("last error"))
     def last_error_line(self, row: Any) -> str:
         return first_line_of(row.last_error)
@@ -148,6 +155,15 @@ def may_view(site: AdminSite, request: HttpRequest, model: type[Model]) -> bool:
     if (row_admin := site._registry.get(model)) is not None:
         return bool(row_admin.has_view_permission(request))
     return request.user.has_perm(f"{model._meta.app_label}.{get_permission_codename('view', model._meta)}")
+
+
+def viewable(site: AdminSite, request: HttpRequest, model: type[Model]) -> Any:
+    """Return the rows of a model that the person may view, or None without the permission. If the model is registered in the
+    admin, these are the rows that ``get_queryset`` of its admin returns."""
+    if not may_view(site, request, model):
+        return None
+    row_admin = site._registry.get(model)
+    return model._default_manager.all() if row_admin is None else row_admin.get_queryset(request)
 
 
 def admin_url(site: AdminSite, request: HttpRequest, model: type[Model], pk: Any) -> str:

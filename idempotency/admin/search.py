@@ -18,6 +18,7 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency.admin.belongings import linked_models
 from idempotency.admin.filters import NEWEST, newest, of_the_newest, row_id
+from idempotency.admin.reading import viewable
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.scopes import PROJECT_PREFIX
 
@@ -25,8 +26,8 @@ MIN_PREFIX = 4
 HELP = of_the_newest(
     _(
         "Search by: the idempotency key; its first {least} or more characters (unfinished keys and the {count} newest); the "
-        "id of the row; a scope such as user:7; a user name or e-mail address; the id of a staged job; the search fields of "
-        "linked models (their {count} newest rows)."
+        "id of the row; a scope such as user:7; a user name; the e-mail address of a user, if you may view users; the id of a "
+        "staged job; the search fields of linked models (their {count} newest rows)."
     ),
     least=MIN_PREFIX,
 )
@@ -46,7 +47,7 @@ def search(keys: QuerySet[Any], term: str, site: AdminSite, request: HttpRequest
     with suppress(ValueError):
         found.update(StagedJob.objects.using(keys.db).filter(pk=UUID(term)).values_list("idempotency_key_id", flat=True))
     found.update(_by_linked_rows(term, site, request, keys.db))
-    scopes = [term, PROJECT_PREFIX + term, *(f"user:{pk}" for pk in _users(term))]
+    scopes = [term, PROJECT_PREFIX + term, *(f"user:{pk}" for pk in _users(term, site, request))]
     return keys.filter(Q(pk__in=found - {None}) | Q(scope__in=scopes))
 
 
@@ -57,24 +58,25 @@ def _by_prefix(keys: Any, term: str) -> Iterator[int]:
             yield pk
 
 
-def _users(term: str) -> list[Any]:
-    """Return the ids of at most ten users with this name or e-mail address, for a search of keys by their scope."""
+def _users(term: str, site: AdminSite, request: HttpRequest) -> list[Any]:
+    """Return the ids of at most ten users with this name, which the list shows, and of ten users with this e-mail address, if
+    the person may view these users. The keys are searched by the scopes of the users."""
     users: Any = get_user_model()
-    named = Q(**{users.USERNAME_FIELD: term})
-    if "@" in term:
-        with suppress(AttributeError):
-            named |= Q(**{f"{users.get_email_field_name()}__iexact": term})
-    return list(users._default_manager.filter(named).values_list("pk", flat=True)[:10])
+    named = [users._default_manager.filter(**{users.USERNAME_FIELD: term})]
+    if "@" in term and (visible := viewable(site, request, users)) is not None:
+        with suppress(AttributeError, FieldError):
+            named.append(visible.filter(**{f"{users.get_email_field_name()}__iexact": term}))
+    return [pk for found in named for pk in found.order_by().values_list("pk", flat=True)[:10]]
 
 
 def _by_linked_rows(term: str, site: AdminSite, request: HttpRequest, using: str) -> Iterator[int]:
-    """Yield the ids of the keys of linked rows. The linked model's admin searches the rows, if the person may view them."""
+    """Yield the ids of the keys of linked rows. The linked model's admin searches those rows that the person may view."""
     for model, foreign_key in linked_models():
         name = foreign_key.name
         row_admin = site._registry.get(model)
         if row_admin is None or not row_admin.has_view_permission(request) or not row_admin.get_search_fields(request):
             continue
-        rows = newest(model._base_manager.using(using).exclude(**{name: None}), NEWEST, by="pk")
         with suppress(FieldError, ValueError):
+            rows = newest(row_admin.get_queryset(request).using(using).exclude(**{name: None}), NEWEST, by="pk")
             rows, _ = row_admin.get_search_results(request, rows, term)
             yield from rows.order_by().values_list(name, flat=True)[:MAX_FOUND]

@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from idempotency import signals
-from idempotency.models import IdempotencyKey
+from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.monitoring import measures
 
 OUTCOMES = Counter(
@@ -104,7 +104,8 @@ class DatabaseCollector(Collector):
 
 
 def _gauges(using: str) -> Iterator[GaugeMetricFamily]:
-    keys, jobs = measures.unfinished_keys(using), measures.staged_jobs(using)
+    keys = measures.unfinished_keys(IdempotencyKey.objects.using(using))
+    jobs = measures.staged_jobs(StagedJob.objects.using(using))
     yield _gauge("unfinished_keys", "Keys without a response, stuck ones included, refused ones not.", keys.count)
     yield _by(
         "stuck_keys",

@@ -17,7 +17,7 @@ from idempotency import conf
 from idempotency._states import KeyState
 from idempotency._store import replication
 from idempotency._text import duration
-from idempotency.models import IdempotencyKey
+from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS
 from idempotency.monitoring.measures import COUNT_LIMIT
@@ -92,7 +92,7 @@ def findings_of_keys(keys: measures.UnfinishedKeys, limit: int = COUNT_LIMIT) ->
 
 
 def _keys(found: Diagnosis) -> Iterator[Finding]:
-    keys = measures.unfinished_keys(found.database)
+    keys = measures.unfinished_keys(IdempotencyKey.objects.using(found.database))
     found.measured |= {
         "keys_unfinished": keys.count,
         "keys_stuck": keys.by_state[KeyState.STUCK],
@@ -113,7 +113,7 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
 
 
 def _jobs(found: Diagnosis) -> Iterator[Finding]:
-    jobs = measures.staged_jobs(found.database)
+    jobs = measures.staged_jobs(StagedJob.objects.using(found.database))
     found.measured |= {
         "jobs_due": jobs.due,
         "jobs_failed": jobs.failed_by_name.total(),

@@ -15,7 +15,7 @@ from django.db.models.functions import Left, Now
 
 from idempotency._states import NOT_GIVEN_UP, KeyState, due_at
 from idempotency.exceptions import StuckCode
-from idempotency.models import IdempotencyKey, ProcessHeartbeat, StagedJob
+from idempotency.models import IdempotencyKey, ProcessHeartbeat
 from idempotency.monitoring.error_groups import group_of
 from idempotency.monitoring.heartbeats import SILENT_SECONDS
 
@@ -92,10 +92,10 @@ def _stuck_kinds(stuck: Any) -> tuple[Any, Any]:
     return stuck.exclude(stuck_code=StuckCode.REFUSED_WHEN_REBUILT), stuck.filter(stuck_code=StuckCode.REFUSED_WHEN_REBUILT)
 
 
-def unfinished_keys(using: str, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
-    """Return the measurements of the unfinished keys, from one query. If that query returns ``limit`` rows, use one query for
-    each kind of key, so that each kind is measured."""
-    keys: Any = IdempotencyKey.objects.using(using).unfinished().with_state().order_by("created_at")
+def unfinished_keys(every: Any, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
+    """Return the measurements of the unfinished keys among ``every``, a queryset, from one query. If that query returns
+    ``limit`` rows, use one query for each kind of key, so that each kind is measured."""
+    keys: Any = every.unfinished().with_state().order_by("created_at")
     open_to_completer = ExpressionWrapper(NOT_GIVEN_UP, output_field=BooleanField())
     keys = keys.annotate(age=Now() - F("created_at"), lag=Now() - due_at(), open=open_to_completer)
     keys = keys.annotate(stuck_for=Now() - F("stuck_at"))
@@ -127,19 +127,19 @@ def keys_to_reap(using: str, late_seconds: int) -> int:
     return keys.expired(late_seconds=late_seconds).filter(pk__in=last).count()
 
 
-def staged_jobs(using: str, limit: int = COUNT_LIMIT) -> StagedJobs:
-    """Return the measurements of the staged jobs, from two queries."""
-    jobs = StagedJob.objects.using(using)
+def staged_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> StagedJobs:
+    """Return the measurements of the staged jobs among ``jobs``, a queryset, from two queries."""
     ages = jobs.filter(failed_at__isnull=True).order_by("run_at").values_list(Now() - F("run_at"), flat=True)
     failed = jobs.filter(failed_at__isnull=False).order_by("failed_at").values_list("job_name", flat=True)
     waiting = [age.total_seconds() for age in ages[:limit]]
     return StagedJobs(waiting, sum(age >= 0 for age in waiting), max([0.0, *waiting]), Counter(failed[:limit]))
 
 
-def groups_of_stuck_keys(using: str, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
-    """Return the groups of stuck keys with equal stuck code, error and request, the largest first. If there are ``limit`` or
-    more stuck keys, read the ``limit`` oldest keys that need manual review, and the ``limit`` oldest other keys."""
-    keys: Any = IdempotencyKey.objects.using(using).stuck().order_by("created_at")
+def groups_of_stuck_keys(every: Any, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
+    """Return the groups of stuck keys among ``every``, a queryset: keys with equal stuck code, error and request, the largest
+    group first. If there are ``limit`` or more stuck keys, read the ``limit`` oldest keys that need manual review, and the
+    ``limit`` oldest other keys."""
+    keys: Any = every.stuck().order_by("created_at")
     since, text = Now() - F("stuck_at"), Left("stuck_reason", _GROUPED_CHARACTERS)
     keys = keys.values_list("stuck_code", text, "request_method", "request_path", since)
     rows = list(keys[:limit])
@@ -153,12 +153,12 @@ def request_group(method: str, path: str) -> str:
     return group_of(f"{method} {path.partition('?')[0]}")
 
 
-def groups_of_failed_jobs(using: str, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
-    """Return the groups of failed jobs with equal name, error and queue, the largest group first. Only the ``limit`` jobs that
-    failed first are read."""
-    jobs = StagedJob.objects.using(using).filter(failed_at__isnull=False).order_by("failed_at")
+def groups_of_failed_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
+    """Return the groups of failed jobs among ``jobs``, a queryset: jobs with equal name, error and queue, the largest group
+    first. Only the ``limit`` jobs that failed first are read."""
+    failed = jobs.filter(failed_at__isnull=False).order_by("failed_at")
     since, text = Now() - F("failed_at"), Left("last_error", _GROUPED_CHARACTERS)
-    rows = jobs.values_list("job_name", text, "queue", since)[:limit]
+    rows = failed.values_list("job_name", text, "queue", since)[:limit]
     return _groups((name, error, queue, _seconds(age)) for name, error, queue, age in rows)
 
 

@@ -9,7 +9,7 @@ from django.test import Client
 from django.utils import timezone
 
 from idempotency.contrib.prometheus import DatabaseCollector
-from idempotency.models import ProcessHeartbeat
+from idempotency.models import IdempotencyKey, ProcessHeartbeat
 from idempotency.monitoring import measures
 from idempotency.monitoring.doctor import diagnose
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
@@ -85,7 +85,7 @@ def test_the_dashboard_the_doctor_and_the_metrics_agree() -> None:
 
 def test_a_rebuilt_request_that_is_refused_is_stuck_and_pages_nobody() -> None:
     IdempotencyKeyFactory(**stuck("refused_when_rebuilt"))
-    keys = measures.unfinished_keys("default")
+    keys = measures.unfinished_keys(IdempotencyKey.objects.all())
     assert (keys.by_state["stuck"], keys.need_a_person) == (1, 0)
 
 
@@ -93,7 +93,7 @@ def test_acknowledged_keys_which_stay_for_ever_hide_no_younger_one() -> None:
     IdempotencyKeyFactory.create_batch(3, **stuck() | {"created_at": ago(days=9)}, acknowledged_at=timezone.now())
     IdempotencyKeyFactory(**stuck())
     IdempotencyKeyFactory(**OLD)
-    keys = measures.unfinished_keys("default", limit=2)
+    keys = measures.unfinished_keys(IdempotencyKey.objects.all(), limit=2)
     assert (keys.count, keys.by_state["acknowledged"], keys.by_state["stuck"], keys.by_state["abandoned"]) == (2, 2, 1, 1)
     assert keys.completer_lag > 60
 
@@ -105,15 +105,15 @@ def test_older_keys_that_need_nobody_hide_no_stuck_one(kind: str) -> None:
     IdempotencyKeyFactory.create_batch(3, **older | {"created_at": ago(days=2)})
     IdempotencyKeyFactory(**stuck())
     IdempotencyKeyFactory(**OLD)
-    keys = measures.unfinished_keys("default", limit=2)
+    keys = measures.unfinished_keys(IdempotencyKey.objects.all(), limit=2)
     assert (keys.need_a_person, keys.by_state["abandoned"]) == (1, 1)
     assert keys.stuck_for > 0
     assert keys.completer_lag > 60
-    assert "call_in_doubt" in {group.cause for group in measures.groups_of_stuck_keys("default", limit=2)}
+    assert "call_in_doubt" in {group.cause for group in measures.groups_of_stuck_keys(IdempotencyKey.objects.all(), limit=2)}
 
 
 def test_a_key_that_is_due_is_late_and_one_that_a_run_holds_is_not() -> None:
     IdempotencyKeyFactory(**OLD, locked_at=timezone.now(), claim_token=uuid4())
-    assert measures.unfinished_keys("default").completer_lag == 0
+    assert measures.unfinished_keys(IdempotencyKey.objects.all()).completer_lag == 0
     IdempotencyKeyFactory(**stuck("unknown_recovery_point"))
-    assert measures.unfinished_keys("default").completer_lag > 60
+    assert measures.unfinished_keys(IdempotencyKey.objects.all()).completer_lag > 60
