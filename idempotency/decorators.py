@@ -87,7 +87,8 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     Only ``on_abandon`` and ``replay_check`` may be ``async def``. Apply the decorator inside authentication decorators, so
     that replays stay authenticated. A decorated view is excluded from ATOMIC_REQUESTS.
     Raises TypeError or ValueError for invalid options.
-    Raises RuntimeError at the request if a transaction is already open.
+    In an outer transaction, for example of a middleware, a plain view is a savepoint and commits with the outer one.
+    Raises RuntimeError at the request of a phased view if a transaction is already open.
     """
     if unknown := given.keys() - {field.name for field in fields(Options)}:
         names = ", ".join(field.name for field in fields(Options))

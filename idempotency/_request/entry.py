@@ -109,7 +109,9 @@ def _announced(call: Call, options: Options, value: str) -> HttpResponseBase:
     finally:
         seconds = time.monotonic() - start
         key = call.request.idempotency_key  # type: ignore[attr-defined]
-        events.emit(signals.request_answered, key, call.request, outcome=outcome, seconds=seconds)
+        # Only the work of a run can still be rolled back, with an outer transaction.
+        emit = events.emit if key is None or outcome is not RequestOutcome.RAN else events.emit_committed
+        emit(signals.request_answered, key, call.request, outcome=outcome, seconds=seconds)
 
 
 @contextmanager

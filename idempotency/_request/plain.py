@@ -1,7 +1,11 @@
-"""A plain view: one transaction contains the claim, the writes of the view and the stored response."""
+"""A plain view: one transaction contains the claim, the writes of the view and the stored response.
+
+In a transaction that a middleware or a decorator has opened, they are a savepoint of it.
+"""
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from django.db import transaction
 from django.db.utils import Error
@@ -13,10 +17,10 @@ from idempotency._request.options import Options
 from idempotency._request.retry import Attempts, RequestState
 from idempotency._request.view_call import Call
 from idempotency._request.wait import Patience
-from idempotency._store import claims, events, fence
+from idempotency._store import claims, events, fence, savepoints
 from idempotency._store.claims import Claim, ClaimedRequest, Outcome
-from idempotency._store.several_databases import OtherTransactions
-from idempotency._store.transactions import durable_transaction
+from idempotency._store.several_databases import OtherTransactions, atomic_aliases
+from idempotency._store.transactions import First, OwnTransaction, durable_transaction, in_outer_transaction
 from idempotency._text import first_line
 
 logger = logging.getLogger("idempotency")
@@ -44,8 +48,8 @@ def run_plain(call: Call, options: Options, captured: ClaimedRequest, *, using: 
     if response is None:
         return replays.answer_without_running(claim, call, options, using=using)
     if responses.is_stored(response):
-        events.emit(signals.key_claimed, claim.key, call.request)
-        events.emit(signals.key_finished, claim.key, call.request)
+        events.emit_committed(signals.key_claimed, claim.key, call.request)
+        events.emit_committed(signals.key_finished, claim.key, call.request)
     return response
 
 
@@ -54,11 +58,18 @@ class _PlainRun:
         self._call, self._options, self._captured, self._using = call, options, captured, using
         self._patience = Patience(options.wait_seconds, using=using)
         self.before = RequestState(call)
+        self._nested = in_outer_transaction(using)
+        if self._nested:
+            _refuse_atomic_requests(call, using)
+            savepoints.refuse_savepoint(options.level(), using=using)
 
     def attempt(self, respond: Respond) -> tuple[Claim, HttpResponseBase | None]:
         """Claim the key and respond; repeat after a serialization failure, and wait while another request holds the key. The
-        response is None if the key could not be claimed."""
+        response is None if the key could not be claimed. In an outer transaction nothing is repeated, and nothing waits: its
+        snapshot and its locks stay."""
         try:
+            if self._nested:
+                return self._in_transaction(respond)
             for attempt in Attempts(self.before, self._options.level, using=self._using):
                 with attempt:
                     while True:
@@ -81,10 +92,12 @@ class _PlainRun:
         others = OtherTransactions(call.view, last=using)
         try:
             first = claims.first_of_plain(self._captured, using=using)
-            with durable_transaction(self._options.level(), using=using, first=first) as own:
+            with self._block(first) as own:
                 claim = claims.claim_plain(self._captured, using=using, first=first)
                 if claim.outcome is not Outcome.CLAIMED:
                     return claim, None
+                if self._nested:
+                    savepoints.hold(claim.key, using=using)
                 # Registered first: an exception in a hook of the view must not skip it.
                 transaction.on_commit(before.note_committed, using=using)
                 with others.opened():
@@ -105,3 +118,19 @@ class _PlainRun:
         if not stored:
             before.put_back()
         return claim, response
+
+    def _block(self, first: First) -> AbstractContextManager[OwnTransaction]:
+        if self._nested:
+            return savepoints.savepoint(using=self._using)
+        return durable_transaction(self._options.level(), using=self._using, first=first)
+
+
+def _refuse_atomic_requests(call: Call, using: str) -> None:
+    """Raise RuntimeError in the transaction of ATOMIC_REQUESTS. Django opened it around an unprotected view that has called
+    this one. The protection would depend on that view, and retries in the process would be lost unnoticed."""
+    match = call.request.resolver_match
+    if using in atomic_aliases(match.func if match is not None else None):
+        raise RuntimeError(
+            f"The view {call.name} was entered inside the transaction of ATOMIC_REQUESTS. Exclude the view that calls it: "
+            "transaction.non_atomic_requests(view)."
+        )

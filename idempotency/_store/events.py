@@ -3,11 +3,13 @@
 import logging
 from typing import Any
 
+from django.db import transaction
 from django.dispatch import Signal
 from django.http import HttpRequest
 
 from idempotency import signals
 from idempotency._store.rows import read
+from idempotency._store.transactions import in_outer_transaction
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -19,6 +21,16 @@ def about(key: IdempotencyKey) -> dict[str, str]:
 
 def emit(signal: Signal, key: IdempotencyKey | None, request: HttpRequest | None, **more: Any) -> None:
     signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
+
+
+def emit_committed(signal: Signal, key: IdempotencyKey, request: HttpRequest | None, **more: Any) -> None:
+    """Send a signal about the work of a key: now, or after the COMMIT of an outer transaction that contains the work."""
+    using = str(key._state.db)
+    if in_outer_transaction(using):
+        # A function of this app: backends._callbacks() does not count it.
+        transaction.on_commit(lambda: emit(signal, key, request, **more), using=using)
+    else:
+        emit(signal, key, request, **more)
 
 
 def announce_stuck(pk: int, request: HttpRequest | None, *, using: str) -> None:

@@ -18,6 +18,7 @@ from psycopg.pq import DiagnosticField, ExecStatus
 
 from idempotency import conf
 from idempotency._store import engine, round_trips
+from idempotency._store.call_stack import nearest_function
 from idempotency._store.cursors import classified_errors
 from idempotency._store.database_errors import NOT_SUPPORTED, drop_connection, has_ended, refuse_second_wait, sqlstate_of
 from idempotency.conf import Isolation
@@ -76,12 +77,18 @@ class OwnBlock(transaction.Atomic):
 
 
 class OwnTransaction:
-    """The transaction of ``durable_transaction``."""
+    """The transaction of ``durable_transaction``, or a savepoint of ``savepoints.savepoint``, which is not ``durable``."""
 
     def __init__(
-        self, connection: BaseDatabaseWrapper, isolation: Isolation | None, *, of_phase: bool, first: First | None
+        self,
+        connection: BaseDatabaseWrapper,
+        isolation: Isolation | None = None,
+        *,
+        of_phase: bool = False,
+        first: First | None = None,
+        durable: bool = True,
     ) -> None:
-        self.block = OwnBlock(connection.alias, durable=True)
+        self.block = OwnBlock(connection.alias, durable=durable)
         self._connection, self._isolation, self._of_phase, self._first = connection, isolation, of_phase, first
         self._merged = False
         #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
@@ -172,20 +179,24 @@ class OwnTransaction:
             raise
 
 
+def in_outer_transaction(using: str) -> bool:
+    """Return whether a transaction is open. As in Django's ``atomic(durable=True)``, that of a ``TestCase`` does not count."""
+    blocks = connections[using].atomic_blocks
+    return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
+
+
 def refuse_outer_transaction(using: str) -> None:
-    """Raise RuntimeError inside a transaction, whose rollback would undo committed phases. As in Django's
-    ``atomic(durable=True)``, the transaction of a ``TestCase`` is allowed."""
+    """Raise RuntimeError inside a transaction, whose rollback would undo committed phases."""
     connection = connections[using]
-    blocks = connection.atomic_blocks
-    if not blocks and not connection.get_autocommit():
+    if not connection.atomic_blocks and not connection.get_autocommit():
         raise RuntimeError(
             "Django's autocommit is off on this connection. This app needs it, because it commits its own transactions."
         )
-    if blocks and not getattr(blocks[-1], "_from_testcase", False):
+    if in_outer_transaction(using):
         raise RuntimeError(
-            "An @idempotent view, a phase or a call was entered inside a transaction. Its work could not be committed "
-            "separately: a rollback of that transaction would undo it. Leave the outer transaction.atomic() first. Phases and "
-            "calls cannot be nested in a phase either."
+            "A phased view, a phase or a call was entered inside a transaction, whose rollback would undo its committed work. "
+            "Leave the outer transaction.atomic() first. Phases and calls cannot be nested in a phase either. "
+            + nearest_function()
         )
 
 

@@ -56,12 +56,14 @@ def _mistakes(view: Protected) -> Iterator[CheckMessage]:
             id="idempotency.E007",
         )
     alias = router.db_for_write(IdempotencyKey) if using is None else using
-    if any((block.using or DEFAULT_DB_ALIAS) == alias for block in _atomic_blocks(handlers(view.callback, *view.methods))):
+    apart = view.options.recovery_points is not None or conf.get().CONFIRM_REPLICATED
+    if apart and any(
+        (block.using or DEFAULT_DB_ALIAS) == alias for block in _atomic_blocks(handlers(view.callback, *view.methods))
+    ):
         yield Error(
             f"The view {view.path} has @transaction.atomic around @idempotent. A rollback there would undo committed work, so "
             "each request is refused.",
-            hint="Remove it. The decorator @idempotent opens the transaction of a plain view, and atomic_phase opens the "
-            "transactions of a phased view.",
+            hint="Remove it. @idempotent opens the transaction of a plain view, and atomic_phase opens those of a phased view.",
             id="idempotency.E008",
         )
 

@@ -200,16 +200,23 @@ def test_dispatch_of_a_class_that_checks_access_is_an_error(settings):
     assert said(settings, whole(type("CheckedInPost", (AccessMixin, Answering), {})).as_view()) == []
 
 
-class InTransaction(View):
-    @transaction.atomic
-    @idempotent
-    def post(self, request):
-        return HttpResponse()
+def in_transaction(**options):
+    """Return a class whose method is protected inside a transaction."""
+    post = transaction.atomic(idempotent(**options)(lambda self, request: HttpResponse()))
+    return login_required(type("InTransaction", (View,), {"post": post}).as_view())
 
 
-@pytest.mark.parametrize("view", [transaction.atomic(idempotent(answer)), login_required(InTransaction.as_view())])
-def test_a_transaction_around_a_protected_view_is_an_error(settings, view):
+@pytest.mark.parametrize(
+    "view", [transaction.atomic(idempotent(recovery_points=[])(answer)), in_transaction(recovery_points=[])]
+)
+def test_a_transaction_around_a_phased_view_is_an_error(settings, view):
     assert said(settings, view) == ["idempotency.E008"]
+
+
+@pytest.mark.parametrize("view", [transaction.atomic(idempotent(answer)), in_transaction()])
+def test_a_transaction_around_a_plain_view_is_an_error_only_if_commits_are_confirmed(settings, view):
+    assert said(settings, view) == []
+    assert said(settings, view, CONFIRM_REPLICATED="storage") == ["idempotency.E008"]
 
 
 def test_a_transaction_elsewhere_is_none(settings):

@@ -180,9 +180,8 @@ def test_the_refusal_of_a_view_inside_is_not_stored_by_the_one_around_it(serve: 
     assert [sender.send().status_code for _ in range(2)] == [409, 201]
 
 
-@both_kinds
-def test_outer_transaction_is_refused(kind: Kind, serve: Serve, sender: Sender) -> None:
-    view = kind(work := Counted())
+def test_phased_view_in_an_outer_transaction_is_refused(serve: Serve, sender: Sender) -> None:
+    view = phased(work := Counted())
 
     def outer(request: HttpRequest) -> HttpResponseBase:
         with transaction.atomic():
