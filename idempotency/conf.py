@@ -68,6 +68,9 @@ class Settings:
     STORE_5XX: bool = False
     #: A larger response body is sent but not stored. Its replay has the header ``Idempotent-Body-Omitted``.
     MAX_STORED_BODY_BYTES: int = 1024 * 1024
+    #: Names of query parameters and response headers that are not stored, because they are credentials. They are added to the
+    #: names that the app knows, such as ``api_key`` and ``access_token``. Case, hyphens and underscores do not matter.
+    CREDENTIAL_NAMES: frozenset[str] = frozenset()
     #: The number of requests of one process that may wait for the first request of their key (``wait_seconds``).
     #: Further ones get 409. Each waiting request occupies a thread, so keep the number well below the threads of a
     #: worker.
@@ -120,6 +123,10 @@ _KINDS: dict[Any, tuple[Callable[[Any], bool], str]] = {
     tuple[str, ...] | None: (
         lambda v: v is None or (_filled(v, _LIST, str) and all(v)),
         "None or a list of dotted names of modules",
+    ),
+    frozenset[str]: (
+        lambda v: isinstance(v, _LIST | set | frozenset) and all(isinstance(name, str) and name.strip() for name in v),
+        "a collection of names",
     ),
     frozenset[int]: (lambda v: _filled(v, _LIST | set | frozenset, int), "a collection of status codes"),
     Mapping[str, str]: (
@@ -185,7 +192,10 @@ def get() -> Settings:
     if found := mistakes(values):
         raise ImproperlyConfigured(" ".join(found))
     given = dict(values)
-    for name, container in (("HEADER_NAMES", tuple), ("JOB_MODULES", tuple), ("NEVER_STORED_STATUSES", frozenset)):
+    containers = {"HEADER_NAMES": tuple, "JOB_MODULES": tuple} | dict.fromkeys(
+        ("NEVER_STORED_STATUSES", "CREDENTIAL_NAMES"), frozenset
+    )
+    for name, container in containers.items():
         if given.get(name) is not None:
             given[name] = container(given[name])
     return Settings(**given)

@@ -34,7 +34,7 @@ class StuckCode(StrEnum):
     VIEW_MISSING = "view_missing"
     #: The sender of the request is gone, inactive, not allowed, or unknown.
     USER_MISSING = "user_missing"
-    #: The body of the request was not stored.
+    #: The body of the request, or a credential in its query, was not stored.
     BODY_NOT_KEPT = "body_not_kept"
 
 

@@ -33,6 +33,7 @@ UNITS = {
 }
 KINDS = {
     bool: "True or False",
+    "CREDENTIAL_NAMES": "names of parameters and headers",
     "HEADER_NAMES": "names of headers",
     "REPLAYED_HEADER": "name of a header",
     "PHASE_ISOLATION": "isolation level",
@@ -93,6 +94,13 @@ def settings_table() -> str:
         for field in fields(Settings)
     ]
     return _table(("name", "default", "unit or kind", "meaning"), rows)
+
+
+def credentials_list() -> str:
+    """Return the names of credentials that the app knows."""
+    from idempotency._request.credentials import NAMES
+
+    return _wrapped(", ".join(f"`{name}`" for name in NAMES))
 
 
 def unit_of(field: Any) -> str:
@@ -244,6 +252,7 @@ def _metric(name: str, labels: Iterable[str]) -> str:
 #: The generated parts by their name in the pages.
 PARTS: dict[str, Callable[[], str]] = {
     "settings": settings_table,
+    "credentials": credentials_list,
     "models": models_tables,
     "commands": commands_tables,
     "exceptions": errors_table,

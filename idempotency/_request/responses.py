@@ -11,6 +11,7 @@ from django.http import Http404, HttpResponse, HttpResponseBase
 from django.http.multipartparser import MultiPartParserError
 
 from idempotency import conf
+from idempotency._request.credentials import is_credential
 from idempotency._request.problems import Problem
 from idempotency._request.view_call import Call
 from idempotency._text import cut
@@ -24,7 +25,7 @@ HTTP_EXCEPTIONS = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, M
 
 #: Headers that are not stored, because each response has its own, or they belong to one connection or client.
 _FRESH_HEADERS = frozenset(
-    {"authorization", "connection", "content-length", "date", "proxy-authenticate", "retry-after", "server", "set-cookie"}
+    {"connection", "content-length", "date", "proxy-authenticate", "retry-after", "server", "set-cookie"}
     | {"transfer-encoding", "www-authenticate", "x-request-id", "x-correlation-id", "request-id", "traceparent"}
 )
 _FRESH_PREFIXES = ("ratelimit", "x-ratelimit", "x-rate-limit")
@@ -60,7 +61,7 @@ def stored_headers(response: HttpResponseBase) -> dict[str, str]:
     return {
         name: value
         for name, value in response.items()
-        if name.lower() not in _FRESH_HEADERS and not name.lower().startswith(_FRESH_PREFIXES)
+        if name.lower() not in _FRESH_HEADERS and not name.lower().startswith(_FRESH_PREFIXES) and not is_credential(name)
     }
 
 

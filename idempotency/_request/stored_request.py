@@ -23,6 +23,7 @@ from django.http import HttpRequest
 
 from idempotency import conf
 from idempotency._request.bodies import FORM, body_to_store, parse
+from idempotency._request.credentials import without_credentials
 from idempotency._request.fingerprint import (
     chosen_urlconf,
     fingerprint,
@@ -43,6 +44,8 @@ from idempotency.scopes import is_no_user, user_of
 
 #: Stored for the rebuilt request, with host, scheme and mount point.
 _KEPT_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "Stripe-Version")
+#: The mark of a query whose credentials are not stored.
+_CREDENTIALS = "credentials"
 #: The mark with the mount point of the site, unless it is the root.
 _SCRIPT_NAME = "script_name"
 #: The mark of a multipart request, whose fields are stored as a form.
@@ -103,16 +106,17 @@ def capture(request: HttpRequest, scope: str, key: str, options: Options, *, vie
     user = user_of(request)
     # An empty body contains no secret, and the completer can run it.
     kept = body if options.store_body or not body else None
-    # The completer cannot run a request without its body.
-    marks[_KEPT] = snapshot if kept is not None else ""
-    # With a secret, a body that is not stored cannot be guessed from the fingerprint.
-    secret = None if options.store_body else settings.SECRET_KEY
+    path, is_cut = without_credentials(target(request))
+    # The completer cannot run a request without its body and its whole query.
+    marks |= {_CREDENTIALS: "true"} if is_cut else {_KEPT: snapshot if kept is not None else ""}
+    # With a secret, parts that are not stored cannot be guessed from the fingerprint.
+    secret = settings.SECRET_KEY if is_cut or not options.store_body else None
     return ClaimedRequest(
         scope=scope,
         idempotency_key=key,
         user_id=user.pk if user is not None else None,
         request_method=(request.method or "")[:20],
-        request_path=target(request),
+        request_path=path,
         request_body=kept,
         request_content_type=printable(content_type),
         request_headers=headers | {name: value for name, value in marks.items() if value},
@@ -167,12 +171,23 @@ def sender_is_no_user(key: IdempotencyKey) -> bool:
     return _NO_USER in key.request_headers
 
 
+def has_whole_query(key: IdempotencyKey) -> bool:
+    """Return whether the query is stored as the client sent it, with no credential left out."""
+    return _CREDENTIALS not in key.request_headers
+
+
+def can_rebuild(key: IdempotencyKey) -> bool:
+    """Return whether all parts of the request are stored."""
+    return key.request_body is not None and has_whole_query(key)
+
+
 def rebuild(key: IdempotencyKey) -> HttpRequest:
     """Return the request of a key. Raises CannotRun if that is not possible."""
-    if key.request_body is None:
-        reason = "The body of the request was not stored, so only its client can send it again."
+    if not can_rebuild(key):
+        missing = "The body" if key.request_body is None else "A credential in the query"
+        reason = f"{missing} of the request was not stored, so only its client can send it again."
         raise CannotRun(StuckCode.BODY_NOT_KEPT, reason)
-    body, content_type = bytes(key.request_body), key.request_content_type
+    body, content_type = bytes(key.request_body or b""), key.request_content_type
     if _MULTIPART in key.request_headers:
         body, content_type = _multipart(body)
     request = WSGIRequest(_environ(key, body, content_type))

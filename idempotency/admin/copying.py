@@ -6,7 +6,8 @@ from typing import Any
 from django.utils.translation import gettext as _
 
 from idempotency import conf
-from idempotency._request.stored_request import address_of, client_headers
+from idempotency._request.credentials import NOT_STORED
+from idempotency._request.stored_request import address_of, client_headers, has_whole_query
 from idempotency.admin.belongings import Linked
 from idempotency.admin.history import history_of
 from idempotency.admin.reading import MAX_SHOWN_CHARACTERS
@@ -35,6 +36,8 @@ def curl(key: IdempotencyKey) -> str:
         notes.append(_("Left out: the body, which is too long or no text."))
     elif body:
         parts.append(f"--data-raw {shlex.quote(body)}")
+    if not has_whole_query(key):
+        notes.append(_("Credentials in the query are %(mark)s.") % {"mark": NOT_STORED})
     return "\n".join([*(f"# {note}" for note in notes), " \\\n  ".join(parts)])
 
 

@@ -113,7 +113,10 @@ STUCK_CODES = {
         "complete",
     ),
     "body_not_kept": Explanation(
-        _("The body of the request was not stored (an upload, or store_body=False), so only its client can send it again."),
+        _(
+            "The body of the request (an upload, or store_body=False) or a credential in its query was not stored, so only its "
+            "client can send the request again."
+        ),
         _(
             "A retry of the client runs the request; completing the key here would stop at the same place. If the client does "
             "not retry, answer the key, so that a late retry does not run it. Then undo or finish the work by hand."

@@ -14,6 +14,7 @@ from django.db.models import Q
 from idempotency import conf
 from idempotency._request.lookup import has_on_abandon
 from idempotency._request.responses import stored_headers
+from idempotency._request.stored_request import can_rebuild
 from idempotency._states import IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
 from idempotency.exceptions import StuckCode
@@ -152,7 +153,7 @@ class Stage:
                 break
         if key is None or key.stuck_code:
             return key
-        settled = (key.untouched or key.request_body is None) and has_on_abandon(key)
+        settled = (key.untouched or not can_rebuild(key)) and has_on_abandon(key)
         return None if settled else key
 
     def _keys(self) -> IdempotencyKeyQuerySet:
