@@ -1,16 +1,19 @@
 """The body of a request: read, parsed, and the part of it that is stored."""
 
+import json
 import re
 from copy import copy
+from io import BytesIO
 from typing import Any
 from urllib.parse import urlencode
 
 from django.conf import settings
+from django.core.handlers.wsgi import LimitedStream
 from django.http import HttpRequest, QueryDict, RawPostDataException
 from django.utils.datastructures import ImmutableList
 
 from idempotency._request import problems
-from idempotency._request.fingerprint import is_multipart, is_parsed, readable
+from idempotency._request.fingerprint import content_length, is_multipart, is_parsed, readable
 
 FORM = "application/x-www-form-urlencoded"
 _FILE = re.compile(rb"filename", re.IGNORECASE)
@@ -20,13 +23,15 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[bytes | Non
     """Return the body to store and its content type. Of a multipart request the fields are stored as a form, but with files
     nothing. For a ``framework`` the body is stored as it came, if it is in memory."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
+    stream, was_read = getattr(request, "_stream", None), hasattr(request, "_body")
     read_into_memory(request)
     if framework and is_multipart(request) and not request._read_started:  # type: ignore[attr-defined]
         parse(request)  # A view of Django REST framework takes these fields, whatever the method.
     if not (is_multipart(request) and is_parsed(request)):
-        _refuse_cut_body(request, len(request.body))
-        with_file = is_multipart(request) and _FILE.search(request.body)
-        return (None if with_file else request.body), content_type
+        body = request.body
+        _refuse_cut_body(request, stream, was_read)
+        with_file = is_multipart(request) and _FILE.search(body)
+        return (None if with_file else body), content_type
     whole = getattr(request, "_body", None)
     if whole is None and request._read_started and not isinstance(getattr(request, "_post", None), QueryDict):  # type: ignore[attr-defined]
         raise RawPostDataException(
@@ -39,7 +44,7 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[bytes | Non
         parse(request)
         request._upload_handlers = handlers  # type: ignore[attr-defined]
     fields = readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode())
-    _refuse_cut_body(request, len(whole) if whole is not None else getattr(request._stream, "_pos", None))
+    _refuse_cut_body(request, stream, was_read)
     if request.FILES:
         return None, content_type
     if framework and whole is not None and not _FILE.search(whole):  # A handler may skip a file.
@@ -68,13 +73,31 @@ def parse(request: HttpRequest) -> None:
 
 def _fits_in_memory(request: HttpRequest) -> bool:
     """Return whether Django would keep the whole body and each of its files in memory."""
-    announced, of_body = request.META["CONTENT_LENGTH"], settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+    of_body = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
     most = settings.FILE_UPLOAD_MAX_MEMORY_SIZE if of_body is None else min(of_body, settings.FILE_UPLOAD_MAX_MEMORY_SIZE)
-    return announced.isdecimal() and int(announced) <= most
+    return 0 < content_length(request) <= most
 
 
-def _refuse_cut_body(request: HttpRequest, arrived: int | None) -> None:
-    """Raise Problem for a truncated body, which would use the key for another request."""
-    announced = request.META.get("CONTENT_LENGTH") or "0"
-    if arrived is not None and announced.isdecimal() and arrived < int(announced):
+def _refuse_cut_body(request: HttpRequest, stream: Any, was_read: bool) -> None:
+    """Raise Problem for a truncated body, which would use the key for another request. Only the connection truncates a body.
+    The argument ``stream`` is that of the request before this app read it. If the body ``was_read`` before, a middleware may
+    have replaced it by a shorter one."""
+    cut = False  # The stream of a middleware that decodes the body, or of ASGI, in which Django refuses a truncated body.
+    if isinstance(stream, LimitedStream):
+        cut = request._read_started and stream._pos < stream.limit  # type: ignore[attr-defined]
+    elif was_read and isinstance(stream, BytesIO):  # Django keeps the body as it came there.
+        arrived = max(stream.getbuffer().nbytes, len(request.body))
+        cut = arrived < content_length(request) and not _has_end(request)
+    if cut:
         raise problems.body_incomplete()
+
+
+def _has_end(request: HttpRequest) -> bool:
+    """Return whether the body contains the end that its format requires."""
+    body = request.body.rstrip()
+    if is_multipart(request):
+        return body.endswith(f"--{request.content_params.get('boundary', '')}--".encode())  # type: ignore[union-attr]
+    try:
+        return isinstance(json.loads(body), dict | list)
+    except (ValueError, RecursionError):
+        return False

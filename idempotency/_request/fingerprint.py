@@ -123,9 +123,17 @@ def host_of(request: HttpRequest) -> str:
         return host
 
 
+def content_length(request: HttpRequest) -> int:
+    """Return CONTENT_LENGTH as Django reads it. A middleware may have set it to a number, or deleted it."""
+    try:
+        return int(request.META.get("CONTENT_LENGTH") or 0)
+    except ValueError:
+        return 0
+
+
 def is_multipart(request: HttpRequest) -> bool:
     """Return whether the body has fields and files to compare. Django does not parse a body without a length."""
-    return request.content_type == "multipart/form-data" and request.META.get("CONTENT_LENGTH") not in (None, "", "0")
+    return request.content_type == "multipart/form-data" and content_length(request) != 0
 
 
 def is_parsed(request: HttpRequest) -> bool:
