@@ -10,14 +10,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from django.db import connections, router
 from django.db.models import Window
 from django.db.models.functions import Now, RowNumber
+from django.http import HttpResponseBase
 
 from idempotency import conf, signals
 from idempotency._async import FAILURES
+from idempotency._boundary import boundary
 from idempotency._request import responses
+from idempotency._request.environment import Environment, in_environment
 from idempotency._request.lookup import has_on_abandon, options_for
 from idempotency._request.phased_run import Completion
 from idempotency._request.rerun import run_again
@@ -150,9 +154,14 @@ def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[tuple[int
 
 
 def _knows_point_of(pk: int, alias: str) -> bool:
-    key = rows.read(pk, using=alias)
-    options = options_for(key) if key is not None else None
-    return key is not None and options is not None and key.recovery_point in options.every_point()
+    if (key := rows.read(pk, using=alias)) is None:
+        return False
+
+    def known(environment: Environment) -> bool:
+        options = options_for(key) if environment.failure is None else None
+        return options is not None and key.recovery_point in options.every_point()
+
+    return in_environment(key, known)
 
 
 def _postpone(pk: int, alias: str, stuck_for: timedelta) -> None:
@@ -165,51 +174,74 @@ def _postpone(pk: int, alias: str, stuck_for: timedelta) -> None:
 
 def _complete(pk: int, attempts: int, alias: str) -> str | None:
     limits = conf.get()
-    if attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, alias):
+    last = rows.read(pk, using=alias) if attempts >= limits.COMPLETER_MAX_ATTEMPTS else None
+    if last is not None and in_environment(last, partial(_give_up, last, alias)):
         return "stuck"  # A run that killed its process could not mark it.
     delay = min(limits.COMPLETER_IDLE_SECONDS * 2**attempts, _MAX_DELAY_SECONDS)
     key = claims.claim_by_id(pk, delay_seconds=delay, using=alias)
     if key is None:
         return None
+    return in_environment(key, partial(_run, key, alias))
+
+
+def _run(key: IdempotencyKey, alias: str, environment: Environment) -> str:
+    """Run the request of a claimed key; return the result for ``complete_key``."""
     events.emit(signals.key_claimed, key, None)
     completion, refused = Completion(key), False
-    try:
-        response = run_again(completion)
-        refused = responses.is_refusal(response)
-        told = responses.described(response, withheld=False)  # A request without its body was not rebuilt.
+    with boundary():
+        outcome = _outcome_of(completion, environment, alias)
+    if isinstance(outcome, HttpResponseBase):
+        refused = responses.is_refusal(outcome)
+        told = responses.described(outcome, withheld=False)  # A request without its body was not run.
         ended = f"A decorator or the framework, outside of @idempotent, responded with {told}"
-    except KeyStuck as error:  # CannotRun, or raised by PREPARE_REQUEST.
-        code, reason = cause_of(error)
+    elif isinstance(outcome, KeyStuck):  # CannotRun, or raised by PREPARE_REQUEST.
+        code, reason = cause_of(outcome)
         ended = f"The completer cannot run this request: {reason}"
         # Only its client can send such a request again. With ``on_abandon``, the reaper settles it.
-        for_on_abandon = code == StuckCode.BODY_NOT_KEPT and has_on_abandon(key)
+        for_on_abandon = code == StuckCode.BODY_NOT_KEPT and _may_be_settled(key, environment)
         if not for_on_abandon and _mark_stuck(key, code, reason, alias):
             return "stuck"
         logger.warning("the completer cannot run key %s (%s): %s", key.key_hash, code, reason, extra=events.about(key))
-    except FAILURES as error:
-        if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not accepts_writes(alias)):
-            raise  # The next key would fail too. If this one could not be released, its lock expires.
-        refused = isinstance(error, responses.HTTP_EXCEPTIONS)
-        ended = error_text(error)
-        logger.exception("the completer could not finish key %s", key.key_hash, extra=events.about(key))
+    else:
+        refused = isinstance(outcome, responses.HTTP_EXCEPTIONS)
+        ended = error_text(outcome)
+        logger.error("the completer could not finish key %s", key.key_hash, exc_info=outcome, extra=events.about(key))
     if completion.outcome is None:
         # The run did not reach @idempotent, which would have unlocked the key.
         fence.release(key, ended, using=alias)
     if completion.outcome in ("finished", "stuck"):
         return completion.outcome
-    key = completion.key
-    if refused and key.untouched and key.completer_attempts >= _RUNS_BEFORE_REFUSED and _leave_to_client(key, alias):
-        return "stuck"
-    if key.completer_attempts >= limits.COMPLETER_MAX_ATTEMPTS and _give_up(pk, alias):
-        return "stuck"
-    return "failed"
+    given_up = (refused and _leave_to_client(completion.key, alias, environment)) or _give_up(
+        completion.key, alias, environment
+    )
+    return "stuck" if given_up else "failed"
 
 
-def _leave_to_client(key: IdempotencyKey, alias: str) -> bool:
+def _outcome_of(completion: Completion, environment: Environment, alias: str) -> HttpResponseBase | BaseException:
+    """Run the request; return its response, or the exception that ended it. Raises the exceptions with which the next key
+    would fail too. If the lock of this key cannot be released then, it expires."""
+    try:
+        return run_again(completion, environment)
+    except FAILURES as error:
+        if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not accepts_writes(alias)):
+            raise
+        return error
+
+
+def _has_on_abandon(key: IdempotencyKey, environment: Environment) -> bool:
+    return environment.failure is None and has_on_abandon(key)
+
+
+def _may_be_settled(key: IdempotencyKey, environment: Environment) -> bool:
+    """Return whether the reaper may settle the key: its view has ``on_abandon``, or cannot be found now."""
+    return environment.failure is not None or has_on_abandon(key)
+
+
+def _leave_to_client(key: IdempotencyKey, alias: str, environment: Environment) -> bool:
     """Mark a key as stuck whose rebuilt request is refused repeatedly; return whether this call did it. The rebuilt request
     may lack an attribute that a middleware sets, so the refusal is not a response for the client. A retry of the client still
     runs. A key with ``on_abandon`` is not marked, because the reaper settles it."""
-    if has_on_abandon(key):
+    if not key.untouched or key.completer_attempts < _RUNS_BEFORE_REFUSED or _has_on_abandon(key, environment):
         return False
     refused = rows.read(key.pk, using=alias)
     reason = (
@@ -229,11 +261,12 @@ def _mark_stuck(key: IdempotencyKey, code: str, reason: str, alias: str) -> bool
     return True
 
 
-def _give_up(pk: int, alias: str) -> bool:
+def _give_up(key: IdempotencyKey, alias: str, environment: Environment) -> bool:
     """Mark a key as stuck after its last attempt; return whether this call did it. A key that was just handed back has all
     its attempts again. A key with ``on_abandon`` is retried until the reaper settles it."""
-    key = rows.read(pk, using=alias)
-    if key is None or key.completer_attempts < conf.get().COMPLETER_MAX_ATTEMPTS or has_on_abandon(key):
+    most = conf.get().COMPLETER_MAX_ATTEMPTS
+    last = rows.read(key.pk, using=alias) if key.completer_attempts >= most else None
+    if last is None or last.completer_attempts < most or _has_on_abandon(last, environment):
         return False
-    reason = f"{key.completer_attempts} runs of the completer failed, the last with: {summary(key.last_error)}"
-    return settlement.give_up(pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias)
+    reason = f"{last.completer_attempts} runs of the completer failed, the last with: {summary(last.last_error)}"
+    return settlement.give_up(last.pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias)

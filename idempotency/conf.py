@@ -93,8 +93,9 @@ class Settings:
     #: True counts requests, replays, conflicts and errors per minute for the dashboard. Each process counts in memory.
     #: Every 10 seconds it writes the counts in one transaction, after the end of a request.
     COUNT_REQUESTS: bool = True
-    #: A callable or its dotted path, called with the request and the key. On a rebuilt request, it sets the attributes
-    #: that a middleware would set.
+    #: A callable or its dotted path, called with the rebuilt request and the key. It sets what a middleware would set, or
+    #: returns a context manager that stays open for the run. It is called before the view in the completer, and before
+    #: ``on_abandon`` in the reaper.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
 
 

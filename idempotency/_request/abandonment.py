@@ -8,13 +8,16 @@ from django.http import HttpResponseBase
 
 from idempotency import _text, conf, signals
 from idempotency._async import FAILURES, awaited
+from idempotency._boundary import boundary
 from idempotency._request import responses
+from idempotency._request.environment import Environment, in_environment
 from idempotency._request.lookup import on_abandon_of
 from idempotency._request.options import OnAbandon
+from idempotency._request.stored_request import cause_of
 from idempotency._request.view_call import rendered
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import accepts_writes
-from idempotency.exceptions import CallInDoubt, LockLost, StuckCode
+from idempotency.exceptions import CallInDoubt, KeyStuck, LockLost, StuckCode
 from idempotency.models import ForeignCall, IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -25,34 +28,47 @@ BEGUN = "The function on_abandon was begun and did not end. Check its effects on
 
 def settle(pk: int, *, using: str) -> bool | None:
     """Settle an unfinished key past its retention. Several processes may try; one succeeds. On return the key is finished
-    with the response of ``on_abandon`` (True) or stuck (False). Return None if a run or another process has the key, and if a
-    path converter fails, because the view may have an ``on_abandon``. Before ``on_abandon`` runs, outside any transaction, the
-    key is marked as stuck. If the process dies during it, the key stays stuck and ``on_abandon`` does not run again."""
+    with the response of ``on_abandon`` (True) or stuck (False). Return None if a run or another process has the key, and if
+    PREPARE_REQUEST or a path converter fails, because the view may have an ``on_abandon``. Before ``on_abandon`` runs, outside
+    any transaction, the key is marked as stuck. If the process dies during it, the key stays stuck and ``on_abandon`` does not
+    run again."""
     if (key := rows.read(pk, using=using)) is None:
         return None
+    return in_environment(key, partial(_settle, key, using))
+
+
+def _settle(key: IdempotencyKey, using: str, environment: Environment) -> bool | None:
     try:
+        environment.required()
         on_abandon = on_abandon_of(key)
-    except Exception as error:
+    except KeyStuck as stuck:  # Raised by PREPARE_REQUEST.
+        return False if settlement.give_up(key.pk, *cause_of(stuck), using=using) else None
+    except FAILURES as error:
         if isinstance(error, Error) and not accepts_writes(using):
             raise
         # The next pass tries again. If it fails for days, the completer marks the key after its last attempt.
-        logger.exception("the path of key %s cannot be resolved, so it is not settled", key.key_hash, extra=events.about(key))
+        logger.error(
+            "the view of key %s cannot be found, so the key is not settled",
+            key.key_hash,
+            exc_info=error,
+            extra=events.about(key),
+        )
         return None
     if on_abandon is None:
         reason = (
             f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation or its last hand-back. "
             f"Its last error: {_text.summary(key.last_error)}"
         )
-        return False if settlement.give_up(pk, StuckCode.RETENTION_PASSED, reason, using=using) else None
-    if (key := claims.claim_by_id(pk, delay_seconds=0, early=True, using=using)) is None:
+        return False if settlement.give_up(key.pk, StuckCode.RETENTION_PASSED, reason, using=using) else None
+    if (claimed := claims.claim_by_id(key.pk, delay_seconds=0, early=True, using=using)) is None:
         return None
     try:
-        if _run(on_abandon, key, using):
-            events.emit(signals.key_finished, rows.read(pk, using=using), None)
+        if _run(on_abandon, claimed, using):
+            events.emit(signals.key_finished, rows.read(key.pk, using=using), None)
             return True
     except LockLost:
         return None  # An operator answered the key or released its lock meanwhile.
-    events.announce_stuck(pk, None, using=using)
+    events.announce_stuck(key.pk, None, using=using)
     return False
 
 
@@ -67,7 +83,8 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
     fence.mark_stuck(key, StuckCode.ON_ABANDON, BEGUN, using=using)
     key.begin_call = partial(fence.begin_call, key, using=using, stuck_code=StuckCode.ON_ABANDON)
     try:
-        response = rendered(awaited(on_abandon(key)))
+        with boundary():
+            response = rendered(awaited(on_abandon(key)))
         if not isinstance(response, HttpResponseBase):
             raise TypeError(f"it returned {type(response).__name__}, not a response")
         if responses.is_stored(response):

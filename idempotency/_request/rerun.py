@@ -3,42 +3,39 @@
 The completer calls the view directly. No URL leads here, so no client can reach this code.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http import HTTPStatus
 
-from django.conf import settings
-from django.conf.urls.i18n import is_language_prefix_patterns_used
 from django.core.exceptions import PermissionDenied
 from django.db import Error
 from django.http import HttpRequest, HttpResponseBase
-from django.middleware.locale import LocaleMiddleware
-from django.urls import Resolver404, get_script_prefix, get_urlconf, set_script_prefix, set_urlconf
-from django.utils import timezone, translation
-from django.utils.module_loading import import_string
+from django.urls import Resolver404
 
-from idempotency import conf, scopes
+from idempotency import scopes
 from idempotency._async import awaited
+from idempotency._request.environment import Environment
 from idempotency._request.lookup import match_of, options_of
 from idempotency._request.options import Options
 from idempotency._request.phased_run import Completion
-from idempotency._request.stored_request import CannotRun, rebuild, sender_is_no_user
+from idempotency._request.stored_request import CannotRun, refuse_partial, sender_is_no_user, sender_of
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
 
-#: The attributes in which PREPARE_REQUEST may set the sender; the last two are those of Django REST framework.
-_CALLER = ("user", "auth", "_force_auth_user", "_force_auth_token")
 
-
-def run_again(completion: Completion) -> HttpResponseBase:
+def run_again(completion: Completion, environment: Environment) -> HttpResponseBase:
     """Call the view of a claimed key with the rebuilt request, and return its response. Raises the exceptions of the view.
 
     On return ``completion.outcome`` is the state of the key: finished, stuck or released. It is None, and the key still
     locked, if a decorator or the framework responded or raised before @idempotent.
     Raises CannotRun if the request cannot be rebuilt, has no protected view, or its sender is unknown or refused.
+    Raises the failure of the environment.
     """
     key = completion.key
-    completion.request = request = rebuild(key)
+    refuse_partial(key)
+    completion.request = request = environment.required()
+    if key.user_id is not None:
+        user = sender_of(key)  # Also if PREPARE_REQUEST has set another one: a user who is gone must not run anything.
+        if not environment.sender_set:
+            request.user = user
     try:
         match = match_of(key)
     except Resolver404:
@@ -49,9 +46,8 @@ def run_again(completion: Completion) -> HttpResponseBase:
         reason = f"The view for {request.path_info} is not protected with @idempotent any more."
         raise CannotRun(StuckCode.VIEW_MISSING, reason)
     request.resolver_match = match
-    language = translation.override(_language_of(request))
-    with completion.under_way(), _addresses_of(request), language, timezone.override(None):
-        _prepare(request, key, options)
+    with completion.under_way():
+        _name_sender(request, key, options, environment)
         try:
             response: HttpResponseBase = awaited(match.func(request, *match.args, **match.kwargs))
         except PermissionDenied:
@@ -61,14 +57,9 @@ def run_again(completion: Completion) -> HttpResponseBase:
         return response
 
 
-def _prepare(request: HttpRequest, key: IdempotencyKey, options: Options) -> None:
-    """Let PREPARE_REQUEST add the attributes of middleware. Raises CannotRun if the sender is not a Django user and is not
-    set."""
-    before = [getattr(request, name, None) for name in _CALLER]
-    if (prepare := conf.get().PREPARE_REQUEST) is not None:
-        awaited(conf.named(prepare)(request, key))
-    named = any(getattr(request, name, None) is not was for name, was in zip(_CALLER, before, strict=True))
-    if key.user_id is None and not named and not _is_anybodys(request, key, options):
+def _name_sender(request: HttpRequest, key: IdempotencyKey, options: Options, environment: Environment) -> None:
+    """Let Django REST framework use the sender. Raises CannotRun if the sender is not a Django user and is not set."""
+    if key.user_id is None and not environment.sender_set and not _is_anybodys(request, key, options):
         raise CannotRun(
             StuckCode.USER_MISSING,
             "The sender of the request is not a Django user, and IDEMPOTENCY['PREPARE_REQUEST'] did not set it. The function "
@@ -106,27 +97,3 @@ def _stop_if_refused(request: HttpRequest, key: IdempotencyKey, status: int) -> 
             f"The sender may not make this request any more: a check before @idempotent refused it with status {status}. "
             "Part of its work is done.",
         )
-
-
-def _language_of(request: HttpRequest) -> str:
-    """Return the language that LocaleMiddleware chose for the client, or LANGUAGE_CODE without it."""
-    middlewares = [import_string(path) for path in settings.MIDDLEWARE]
-    if not any(isinstance(middleware, type) and issubclass(middleware, LocaleMiddleware) for middleware in middlewares):
-        return settings.LANGUAGE_CODE
-    in_path, default_in_path = is_language_prefix_patterns_used(getattr(request, "urlconf", settings.ROOT_URLCONF))
-    if in_path and not default_in_path and not translation.get_language_from_path(request.path_info):
-        return settings.LANGUAGE_CODE
-    return translation.get_language_from_request(request, check_path=in_path)
-
-
-@contextmanager
-def _addresses_of(request: HttpRequest) -> Iterator[None]:
-    """Set the script prefix and the URLconf of the request, so that reverse() returns the same URLs."""
-    prefix, urlconf = get_script_prefix(), get_urlconf()
-    set_script_prefix(request.META["SCRIPT_NAME"])
-    set_urlconf(getattr(request, "urlconf", None))
-    try:
-        yield
-    finally:
-        set_script_prefix(prefix)
-        set_urlconf(urlconf)

@@ -20,6 +20,7 @@ from django.core.exceptions import BadRequest
 from django.core.handlers.wsgi import WSGIRequest
 from django.db.utils import Error
 from django.http import HttpRequest
+from django.utils.functional import SimpleLazyObject
 
 from idempotency import conf
 from idempotency._request.bodies import FORM, body_to_store, parse
@@ -181,12 +182,17 @@ def can_rebuild(key: IdempotencyKey) -> bool:
     return key.request_body is not None and has_whole_query(key)
 
 
-def rebuild(key: IdempotencyKey) -> HttpRequest:
-    """Return the request of a key. Raises CannotRun if that is not possible."""
+def refuse_partial(key: IdempotencyKey) -> None:
+    """Raise CannotRun if a part of the request is not stored."""
     if not can_rebuild(key):
         missing = "The body" if key.request_body is None else "A credential in the query"
         reason = f"{missing} of the request was not stored, so only its client can send it again."
         raise CannotRun(StuckCode.BODY_NOT_KEPT, reason)
+
+
+def rebuild(key: IdempotencyKey) -> HttpRequest:
+    """Return the request of a key, without the parts that are not stored. Its user is read at the first access, in the
+    database that the router names then."""
     body, content_type = bytes(key.request_body or b""), key.request_content_type
     if _MULTIPART in key.request_headers:
         body, content_type = _multipart(body)
@@ -198,8 +204,9 @@ def rebuild(key: IdempotencyKey) -> HttpRequest:
             parse(request)
     # The original request passed the CSRF check; otherwise there would be no key.
     request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
-    request.user = _user(key)
-    request.auser = sync_to_async(lambda: request.user)
+    user: Any = AnonymousUser() if key.user_id is None else SimpleLazyObject(partial(sender_of, key))
+    request.user = user
+    request.auser = sync_to_async(partial(_loaded_user, request))
     if urlconf := urlconf_of(key):
         request.urlconf = urlconf
     give_back(request, json.loads(key.request_headers.get(_KEPT, "{}")), key)
@@ -239,12 +246,17 @@ def _multipart(fields: bytes) -> tuple[bytes, str]:
     return f"{''.join(parts)}--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}; charset=utf-8"
 
 
-def _user(key: IdempotencyKey) -> Any:
-    if key.user_id is None:
-        return AnonymousUser()
-    user = get_user_model()._default_manager.filter(pk=key.user_id).first()
+def sender_of(key: IdempotencyKey) -> Any:
+    """Return the user who sent the request. Raises CannotRun if this user is deleted or not active any more."""
+    user_id: Any = key.user_id
+    user = get_user_model()._default_manager.filter(pk=user_id).first()
     if user is None or not getattr(user, "is_active", True):
         raise CannotRun(
             StuckCode.USER_MISSING, f"The sender of the request, the user {key.user_id}, is deleted or not active any more."
         )
     return user
+
+
+def _loaded_user(request: HttpRequest) -> Any:
+    _ = request.user.__class__  # Reads the user.
+    return request.user

@@ -12,6 +12,7 @@ from django.db import transaction
 from django.db.models import Q
 
 from idempotency import conf
+from idempotency._request.environment import in_environment
 from idempotency._request.lookup import has_on_abandon
 from idempotency._request.responses import stored_headers
 from idempotency._request.stored_request import can_rebuild
@@ -34,6 +35,10 @@ _CLIENT_TRIES = 4
 _COMPLETER_RUNS = 5
 #: The statuses that ask a client to retry.
 COME_BACK = (409, 425, 429)
+
+
+def _has_on_abandon(key: IdempotencyKey) -> bool:
+    return in_environment(key, lambda environment: environment.failure is None and has_on_abandon(key))
 
 
 class Stage:
@@ -153,7 +158,7 @@ class Stage:
                 break
         if key is None or key.stuck_code:
             return key
-        settled = (key.untouched or not can_rebuild(key)) and has_on_abandon(key)
+        settled = (key.untouched or not can_rebuild(key)) and _has_on_abandon(key)
         return None if settled else key
 
     def _keys(self) -> IdempotencyKeyQuerySet:

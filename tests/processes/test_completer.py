@@ -18,7 +18,6 @@ from pytest_django import Settings
 from rest_framework.throttling import BaseThrottle
 from rest_framework.views import APIView
 
-from idempotency import completer
 from idempotency._request.phased_run import completion_of
 from idempotency._store import claims
 from idempotency._store.database_errors import accepts_writes
@@ -390,11 +389,22 @@ def test_a_database_that_takes_no_writes_does_not_answer(monkeypatch: pytest.Mon
 
 
 def test_a_key_that_another_run_has_taken_is_not_given_up(transactional_db: None) -> None:
-    key = IdempotencyKeyFactory(completer_attempts=99, claim_token=uuid4(), locked_at=Now(), request_path="/view/")
-    assert not completer._give_up(key.pk, "default")
-    assert not IdempotencyKey.objects.stuck().exists()
+    """The other run takes it after the batch was read."""
+    for scope in ("first", "second"):
+        IdempotencyKeyFactory(scope=scope, completer_attempts=99, request_path="/view/")
+    abandon()
+    asked: list[int] = []
+
+    def take_second() -> bool:
+        asked.append(1)
+        if len(asked) == 2:
+            IdempotencyKey.objects.filter(stuck_at=None).update(claim_token=uuid4(), locked_at=Now())
+        return False
+
+    assert complete_once(stop=take_second) == CompletePass(stuck=1)
+    assert IdempotencyKey.objects.stuck().count() == 1
     IdempotencyKey.objects.update(locked_at=None)
-    assert completer._give_up(key.pk, "default")
+    assert complete_once() == CompletePass(stuck=1)
 
 
 def test_a_key_that_cannot_be_claimed_is_tried_once_in_a_pass(

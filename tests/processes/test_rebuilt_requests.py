@@ -102,7 +102,7 @@ def test_a_view_that_checks_for_a_csrf_token_is_run(shop: Shop, sender: Sender, 
 def test_a_user_model_without_activity_is_active(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_request, "get_user_model", lambda: Account)
     account = Account.objects.create(name="a user of another model")
-    assert stored_request._user(IdempotencyKeyFactory.build(user_id=account.pk)) == account
+    assert stored_request.sender_of(IdempotencyKeyFactory.build(user_id=account.pk)) == account
 
 
 def test_what_a_proxy_that_is_not_trusted_forwards_is_not_believed(shop: Shop, sender: Sender, settings: Settings) -> None:

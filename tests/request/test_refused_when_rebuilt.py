@@ -207,12 +207,20 @@ def test_a_client_that_came_back_meanwhile_keeps_its_key(serve: Any, sender: Sen
     """The retry charged and got a 503 before the run of the completer ended."""
     shop = Shop(lambda: HttpResponse(status=404), begun=True)
     left_by_its_client(shop, serve, sender)
-    IdempotencyKey.objects.update(begun=False, completer_attempts=completer._RUNS_BEFORE_REFUSED)
-    key = IdempotencyKey.objects.get()
-    key.fence, key.place = key.claim_token, None
+    IdempotencyKey.objects.update(begun=False, completer_attempts=completer._RUNS_BEFORE_REFUSED - 1)
     shop.bank_is_down = True
-    send(sender, 503)
-    assert not completer._leave_to_client(key, "default")
+
+    @wraps(shop.view)
+    def refused_while_the_client_retries(request: HttpRequest) -> HttpResponseBase:
+        if tenant.get():
+            answer: HttpResponseBase = shop.view(request)
+            return answer
+        IdempotencyKey.objects.update(locked_at=None)
+        send(sender, 503)
+        return HttpResponse(status=404)
+
+    serve(view=refused_while_the_client_retries)
+    assert complete_once() == CompletePass(failed=1)
     assert not IdempotencyKey.objects.stuck().exists()
 
 

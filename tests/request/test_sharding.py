@@ -1,7 +1,6 @@
 """Each tenant's keys, jobs and messages in the tenant's own database: two shards, chosen by the request or by a router."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,21 +30,15 @@ from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, Pr
 from idempotency.phases import atomic_phase, foreign_call
 from idempotency.reaper import ReapPass, reap_once
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
-from tests.kit import commands
+from tests.kit import commands, shards
 from tests.kit.ageing import abandon, past_the_retention
 from tests.kit.brokers import KINDS
 from tests.kit.celery_app import app as celery_app
-from tests.kit.examples import file_of
 from tests.kit.serving import Sender, problem
+from tests.kit.shards import SHARDS, prepare_request, shard
 from tests.kit.threads import Gate, background
 from tests.kit.waiting import eventually
 from tests.models import Entry
-
-#: The code of the shop in docs/how-to/shard-by-tenant.md. The app of the tests replaces the shop's app.
-GUIDE: dict[str, Any] = {"__name__": "shop.sharding"}
-exec(file_of("shard-by-tenant.md", "shop/sharding.py").replace('"shop")', '"tests")'), GUIDE)
-SHARDS, shard, shard_of_request = GUIDE["SHARDS"], GUIDE["shard"], GUIDE["shard_of_request"]
-tenant_middleware = GUIDE["tenant_middleware"]
 
 TABLES: tuple[type[Model], ...] = (IdempotencyKey, StagedJob, ForeignCall, ProcessedMessage, Entry)
 
@@ -337,7 +330,7 @@ def jobs_handed_over(**arguments: Any) -> list[Any]:
 
 
 def test_with_a_router_a_worker_of_a_shard_keeps_its_inbox_there(broker: Any, routed: "Shop") -> None:
-    with tenant("shard_b"):
+    with shards.tenant("shard_b"):
         for job in jobs_handed_over(alias="shard_b") * 2:
             job.perform()
     assert (rows("default"), rows("shard_b")) == ({}, {"ProcessedMessage": 1, "Entry": 1})
@@ -391,7 +384,7 @@ def test_the_workers_of_each_queue_try_a_job_again_in_its_shard(
 
 
 def test_a_worker_for_all_shards_is_told_what_the_router_of_the_enqueuer_knows(broker: Any, routed: "Shop") -> None:
-    with tenant("shard_b"):
+    with shards.tenant("shard_b"):
         jobs = jobs_handed_over(alias="shard_b")
     for job in jobs * 2:
         job.perform()
@@ -461,21 +454,11 @@ def test_staged_jobs_and_the_doctor_look_into_the_shard_they_are_given(capsys: p
     assert StagedJob.objects.using("shard_b").get().failed_at is None
 
 
-@contextmanager
-def tenant(alias: str | None) -> Iterator[None]:
-    """Set the current tenant to the tenant of a shard, or to no tenant."""
-    token = shard_of_request.set(alias or "default")
-    try:
-        yield
-    finally:
-        shard_of_request.reset(token)
-
-
 @pytest.fixture
 def routed(settings: Settings, serve: Any) -> Shop:
     """Return the shop with a router instead of ``using``: its code names no database."""
-    settings.DATABASE_ROUTERS = [GUIDE["TenantRouter"]()]
-    settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{__name__}.tenant_middleware"]
+    shards.routed(settings)
+    settings.IDEMPOTENCY = {}
     shop = Shop(using=None, alias=lambda request: None)
     serve(view=shop.view, plain=routed_plain)
     return shop
@@ -503,7 +486,7 @@ def test_with_a_router_a_plain_view_names_no_database(routed: Shop, sender: Send
 
 
 def test_with_a_router_a_message_and_its_job_go_to_the_shard(routed: Shop) -> None:
-    with tenant("shard_b"), process_once("stripe", "evt_1"):
+    with shards.tenant("shard_b"), process_once("stripe", "evt_1"):
         Entry.objects.create(name="entry")
         stage_job("tests.kit.jobs.record", {"user": 1})
     assert (rows("default"), rows("shard_b")) == ({}, {"ProcessedMessage": 1, "StagedJob": 1, "Entry": 1})
@@ -517,8 +500,8 @@ def test_with_a_router_the_completer_of_a_shard_finishes_its_keys(
     assert send(sender, "a", body={"of": "a"}).status_code == send(sender, "b", body={"of": "b"}).status_code == 500
     in_both_shards(abandon)
     routed.broken = False
-    settings.IDEMPOTENCY = {"PREPARE_REQUEST": GUIDE["prepare_request"]} if prepared else {}
-    with tenant(None if prepared else "shard_b"):
+    settings.IDEMPOTENCY = {"PREPARE_REQUEST": prepare_request} if prepared else {}
+    with shards.tenant(None if prepared else "shard_b"):
         assert complete_once(using="shard_b") == CompletePass(finished=1)
     assert rows("default") == {"IdempotencyKey": 1, "Entry": 1}
     assert rows("shard_b") == {"IdempotencyKey": 1, "StagedJob": 1, "ForeignCall": 1, "Entry": 1}
@@ -532,7 +515,7 @@ def test_with_a_router_the_reaper_settles_a_key_of_its_shard(routed: Shop, sende
     key = IdempotencyKey.objects.using("shard_b").get(idempotency_key="in-doubt")
     ForeignCall.objects.using("shard_b").create(key_id=key.pk, name="sms", token=uuid4())
     in_both_shards(past_the_retention)
-    with tenant(alias):
+    with shards.tenant(alias):
         assert reap_once(using="shard_b") == ReapPass(settled=1, stuck=1)
     assert send(sender, "b", key="settled").status_code == 410
     assert problem(send(sender, "b", key="in-doubt"))["code"] == "key_stuck"
