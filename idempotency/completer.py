@@ -191,7 +191,7 @@ def _run(key: IdempotencyKey, alias: str, environment: Environment) -> str:
     with boundary():
         outcome = _outcome_of(completion, environment, alias)
     if isinstance(outcome, HttpResponseBase):
-        refused = responses.is_refusal(outcome)
+        refused = responses.is_refusal(outcome) or responses.is_login_redirect(outcome, environment.required())
         told = responses.described(outcome, withheld=False)  # A request without its body was not run.
         ended = f"A decorator or the framework, outside of @idempotent, responded with {told}"
     elif isinstance(outcome, KeyStuck):  # CannotRun, or raised by PREPARE_REQUEST.

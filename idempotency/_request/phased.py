@@ -125,6 +125,8 @@ def _respond(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
         return response
     early = response.status_code >= 400 and run.key.untouched
     definitive = responses.is_stored(response) and (response.status_code < 500 or early)
+    if run.by_completer and responses.is_login_redirect(response, call.request):
+        definitive = False
     # Do not store an early response to the rebuilt request: the client might get another one.
     if not run.finished and (not definitive or (early and run.by_completer)):
         refusal = 400 <= response.status_code < 500

@@ -12,6 +12,7 @@ from django.urls import Resolver404
 
 from idempotency import scopes
 from idempotency._async import awaited
+from idempotency._request import responses
 from idempotency._request.environment import Environment
 from idempotency._request.lookup import match_of, options_of
 from idempotency._request.options import Options
@@ -51,9 +52,12 @@ def run_again(completion: Completion, environment: Environment) -> HttpResponseB
         try:
             response: HttpResponseBase = awaited(match.func(request, *match.args, **match.kwargs))
         except PermissionDenied:
-            _stop_if_refused(request, key, HTTPStatus.FORBIDDEN)
+            _stop_if_part_is_done(request, key, f"with status {HTTPStatus.FORBIDDEN}")
             raise
-        _stop_if_refused(request, key, response.status_code)
+        if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            _stop_if_part_is_done(request, key, f"with status {response.status_code}")
+        elif responses.is_login_redirect(response, request):
+            _stop_if_part_is_done(request, key, f"with a redirect to {response['Location']}")
         return response
 
 
@@ -86,14 +90,13 @@ def _is_anybodys(request: HttpRequest, key: IdempotencyKey, options: Options) ->
         return False  # The scope reads data that only the client sends.
 
 
-def _stop_if_refused(request: HttpRequest, key: IdempotencyKey, status: int) -> None:
-    """Raise CannotRun if a check outside @idempotent refuses the sender and part of the request is done. If nothing is done,
-    the caller releases the key, and the client may retry."""
-    if status not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) or hasattr(request, "idempotency_key"):
-        return  # @idempotent was reached: it has set the attribute.
-    if not key.untouched:
+def _stop_if_part_is_done(request: HttpRequest, key: IdempotencyKey, told: str) -> None:
+    """Raise CannotRun if a check outside @idempotent has refused the sender, and part of the request is done. If nothing is
+    done, the caller releases the key, and the client may retry."""
+    reached = hasattr(request, "idempotency_key")  # @idempotent sets the attribute.
+    if not reached and not key.untouched:
         raise CannotRun(
             StuckCode.USER_MISSING,
-            f"The sender may not make this request any more: a check before @idempotent refused it with status {status}. "
-            "Part of its work is done.",
+            f"The sender may not make this request any more: a check before @idempotent refused it {told}. Part of its work is "
+            "done.",
         )

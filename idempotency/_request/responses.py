@@ -1,14 +1,19 @@
 """Responses: which are stored, in which form, and the response made of a stored one."""
 
 import json
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
+from django.conf import settings
 from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
 from django.core.handlers.exception import response_for_exception
 from django.db.utils import Error
-from django.http import Http404, HttpResponse, HttpResponseBase
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from django.http.multipartparser import MultiPartParserError
+from django.shortcuts import resolve_url
+from django.urls import NoReverseMatch
 
 from idempotency import conf
 from idempotency._request.credentials import is_credential
@@ -46,6 +51,19 @@ def is_stored(response: HttpResponseBase) -> bool:
 def is_refusal(response: HttpResponseBase) -> bool:
     """Return whether this response is a 4xx without the mark of ``not_stored``."""
     return 400 <= response.status_code < 500 and not is_not_stored(response)
+
+
+def is_login_redirect(response: HttpResponseBase, request: HttpRequest) -> bool:
+    """Return whether a check of access, such as ``permission_required``, redirects the sender to a login page: to LOGIN_URL, or
+    to an URL whose query names the address of this request."""
+    if not 300 <= response.status_code < 400 or "Location" not in response:
+        return False
+    target, own = urlsplit(response["Location"]), request.get_full_path()
+    with suppress(NoReverseMatch):
+        if target.path == urlsplit(resolve_url(settings.LOGIN_URL)).path:
+            return True
+    named = (urlsplit(value) for _, value in parse_qsl(target.query))
+    return any(url._replace(scheme="", netloc="").geturl() == own for url in named)
 
 
 def stored_parts(response: HttpResponseBase) -> tuple[int, dict[str, str], bytes | None]:

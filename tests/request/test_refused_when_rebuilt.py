@@ -7,9 +7,13 @@ from functools import partial, wraps
 from typing import Any
 
 import pytest
+from django.conf import settings as settings_of_django
+from django.contrib.auth.decorators import login_required, permission_required, user_passes_test
+from django.contrib.auth.views import redirect_to_login
 from django.core.exceptions import PermissionDenied
 from django.db.utils import OperationalError
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.shortcuts import redirect
 from psycopg.errors import SerializationFailure
 from pytest_django import Settings
 
@@ -246,3 +250,72 @@ def test_it_is_not_left_to_the_client_after_a_second_attempt_of_the_same_run_has
     failures += [False, True]
     assert complete_once() == CompletePass(failed=1)
     assert not IdempotencyKey.objects.stuck().exists()
+
+
+LOGIN_CHECKS = {
+    "permission": permission_required("tests.add_entry"),
+    "login": login_required,
+    "login page of its own": user_passes_test(lambda user: user.is_superuser, login_url="/staff/sign-in/"),
+    "parameter of its own": permission_required("tests.add_entry", login_url="https://id.example/?from=shop"),
+}
+
+
+def expect_refused() -> None:
+    """Let the completer run the key until it is left to its client."""
+    run_until_stuck(completer._RUNS_BEFORE_REFUSED)
+    key = IdempotencyKey.objects.get()
+    assert (key.stuck_code, key.response_code) == (StuckCode.REFUSED_WHEN_REBUILT, None)
+    assert "status 302" in key.stuck_reason
+
+
+@pytest.mark.parametrize("check", LOGIN_CHECKS.values(), ids=LOGIN_CHECKS)
+def test_a_redirect_to_the_login_page_is_a_refusal(check: Any, serve: Any, sender: Sender) -> None:
+    """The user lost the permission after the request was sent."""
+    shop = Shop(lambda: HttpResponse(status=404))
+    left_by_its_client(shop, serve, sender)
+    serve(view=check(shop.view))
+    if check is login_required:
+        IdempotencyKey.objects.update(user=None, scope="session:1")
+    expect_refused()
+
+
+@pytest.mark.parametrize("login_url", [None, "/staff/sign-in/"])
+def test_a_redirect_to_the_login_page_by_the_view_is_a_refusal(login_url: str | None, serve: Any, sender: Sender) -> None:
+    left_by_its_client(Shop(lambda: redirect_to_login("/view/", login_url)), serve, sender)
+    expect_refused()
+
+
+def test_a_redirect_to_the_login_page_after_part_of_the_work_needs_a_person(serve: Any, sender: Sender) -> None:
+    shop = Shop(lambda: HttpResponse(status=404), begun=True)
+    left_by_its_client(shop, serve, sender)
+    serve(view=permission_required("tests.add_entry")(shop.view))
+    assert complete_once() == CompletePass(stuck=1)
+    key = IdempotencyKey.objects.get()
+    assert key.stuck_code == StuckCode.USER_MISSING
+    assert settings_of_django.LOGIN_URL in key.stuck_reason
+
+
+def test_a_redirect_that_a_phase_stores_is_the_answer(serve: Any, sender: Sender) -> None:
+    @idempotent(recovery_points=[])
+    def view(request: HttpRequest) -> HttpResponseBase:
+        key = request.idempotency_key
+        if key.attempts == 1:
+            return HttpResponse(status=503)
+        with atomic_phase(key) as phase:
+            phase.set_response(redirect(f"/accounts/login/?next={request.path}"))
+        return key.response()
+
+    serve(view=view)
+    sender.send()
+    abandon()
+    assert complete_once() == CompletePass(finished=1)
+
+
+def test_another_redirect_is_no_refusal(serve: Any, sender: Sender, settings: Settings) -> None:
+    settings.IDEMPOTENCY = {"COMPLETER_MAX_ATTEMPTS": 7}
+    settings.LOGIN_URL = "a_name_without_a_url"
+    shop = Shop(lambda: HttpResponse(status=404))
+    left_by_its_client(shop, serve, sender)
+    serve(view=wraps(shop.view)(lambda request: redirect("/welcome/?next=/elsewhere/")))
+    run_until_stuck(7)
+    assert IdempotencyKey.objects.get().stuck_code == "attempts_exhausted"
