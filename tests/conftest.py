@@ -27,6 +27,8 @@ PGBOUNCER = pytest.StashKey[pgbouncer.PgBouncer]()
 ORDER = os.environ.get("TEST_ORDER", "")
 #: Tests that need control of their own connection, which a pooler does not give.
 NOT_BEHIND_A_POOLER = {
+    "test_two_schemas_of_one_database_are_two": "it sets what belongs to a session",
+    "test_a_role_that_may_read_nothing_but_the_tables_is_enough": "a pooler chooses the role",
     "test_a_result_is_written_on_a_new_connection_when_the_old_one_broke": "a pooler chooses the connection to the server",
     "test_a_result_is_kept_when_the_database_comes_back": "a pooler keeps its connections to the server",
     "test_threads_stop_between_keys_and_leave_no_connection": "a pooler keeps its connections to the server",

@@ -4,19 +4,20 @@ A check reports only definite mistakes. If it cannot analyse a decorator or a mi
 that are visible at import, the decorator itself raises an error.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import getclosurevars, isfunction
 from typing import Any
 
 from django.conf import settings
 from django.contrib.auth import get_user_model
-from django.core.checks import CheckMessage, Error, Warning, register
-from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
+from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connections, router, transaction
 
 from idempotency import conf, scopes
 from idempotency._request.lookup import class_of, options_of
 from idempotency._request.outside import foreign_dispatches, handlers, outside, wrapped
 from idempotency._request.view_call import View, access_is_checked_inside
+from idempotency._store.aliases import share_tables
 from idempotency._store.several_databases import atomic_aliases
 from idempotency.models import IdempotencyKey
 from idempotency.policy import Protected, allowed_methods, views_to_check
@@ -35,6 +36,38 @@ def check_views(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
         for message in (*_mistakes(view), *_doubts(view), *_refusals(view), *_strangers(view), *_losses(view, views))
     ]
     return [*each, *_several_databases(views)]
+
+
+@register(Tags.database)
+def check_aliases(app_configs: Any, databases: Sequence[str] | None = None, **kwargs: Any) -> list[CheckMessage]:
+    """W018: a view with ``using=`` that names a second alias of the database to which the router writes.
+
+    ``manage.py check --database default --database ALIAS`` asks the servers of both.
+    """
+    routed = router.db_for_write(IdempotencyKey)
+    if routed not in (databases or ()):
+        return []
+    of_alias: dict[str, list[str]] = {}
+    for view in views_to_check():
+        if isinstance(using := view.options.using, str) and using in (databases or ()) and using != routed:
+            of_alias.setdefault(using, []).append(view.path)
+    return [
+        Warning(
+            f"The databases {using!r} and {routed!r} are the same one. Views with using={using!r} are not in one transaction "
+            f"with the queries that the router sends to {routed!r}: {', '.join(paths)}.",
+            hint=f"Remove using= from these views. Use the alias {using!r} to migrate only.",
+            id="idempotency.W018",
+        )
+        for using, paths in of_alias.items()
+        if _are_one(using, routed)
+    ]
+
+
+def _are_one(alias: str, other: str) -> bool:
+    try:
+        return share_tables(alias, other)
+    except (OperationalError, InterfaceError):
+        return False  # E013 reports a database that cannot be reached.
 
 
 def _mistakes(view: Protected) -> Iterator[CheckMessage]:

@@ -17,6 +17,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, close_old_connections, connections
 
 from idempotency._async import FAILURES
+from idempotency._store import aliases
 from idempotency._store.database_errors import drop_connection, is_read_only
 from idempotency.backends import BrokerUnavailable
 from idempotency.monitoring.heartbeats import WRITE_SECONDS, Heartbeat
@@ -182,6 +183,7 @@ class PassCommand(BaseCommand):
         name = type(self).__module__.rpartition(".")[2]
         given = {option: options[option] for option in ("batch_size", "dry_run", *self.own_options)}
         run_pass = partial(self.run_pass, using=options["database"], **given)
+        refuse_second_alias(name, options["database"])
 
         def say(counts: Any) -> None:
             if options["verbosity"]:
@@ -224,6 +226,22 @@ def one_line_of(error: BaseException, using: str) -> str | None:
 def _is_unreachable(error: BaseException) -> bool:
     """Return whether the database or the broker is unavailable; a read-only database counts as unavailable."""
     return isinstance(error, _UNREACHABLE) or is_read_only(error)
+
+
+def refuse_second_alias(name: str, using: str) -> None:
+    """Exit with status 2 if the router writes to this database under another alias. A database that cannot be reached does not
+    stop the command, because the router may write to another database."""
+    try:
+        routed = aliases.routed_twin(using)
+    except (OperationalError, InterfaceError) as error:
+        logger.warning("%s: cannot tell whether %r is a second alias of a database: %s", name, using, _one_line(error))
+        return
+    if routed is not None:
+        raise CommandError(
+            f"{name}: the database {using!r} is also {routed!r}, to which the router writes. The work of this command and the "
+            f"queries of the project would not be in one transaction. Use --database {routed}.",
+            returncode=2,
+        )
 
 
 def add_database_argument(parser: argparse.ArgumentParser) -> None:

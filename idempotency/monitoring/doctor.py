@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db import connections, router
+from django.db import InterfaceError, OperationalError, connections, router
 from django.utils.translation import gettext as _
 
 from idempotency import conf
 from idempotency._states import KeyState
-from idempotency._store import replication
-from idempotency._text import duration
+from idempotency._store import aliases, replication
+from idempotency._text import duration, first_line
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS
@@ -64,7 +64,7 @@ def diagnose(*, using: str | None = None) -> Diagnosis:
     """Return the diagnosis of the database of the keys. Raises OperationalError if the database cannot be reached."""
     alias = using or router.db_for_write(IdempotencyKey)
     found = Diagnosis(alias, connections[alias].vendor)
-    found.findings += [*_keys(found), *_jobs(found), *_processes(found)]
+    found.findings += [*_alias(found), *_keys(found), *_jobs(found), *_processes(found)]
     if found.vendor == "postgresql":
         found.findings += [*_table(found), *_transactions(found), *_durability(found)]
     else:
@@ -72,6 +72,21 @@ def diagnose(*, using: str | None = None) -> Diagnosis:
             f"{found.vendor} has no statistics of updates, dead rows and open transactions. It has one writer at a time."
         ]
     return found
+
+
+def _alias(found: Diagnosis) -> Iterator[Finding]:
+    try:
+        routed = aliases.routed_twin(found.database)
+    except (OperationalError, InterfaceError) as error:
+        found.cannot_tell.append(f"Whether the router writes to this database under another alias: {first_line(error)}")
+        return
+    if routed is not None:
+        yield Finding(
+            "second_alias",
+            f"The database {found.database!r} is also {routed!r}, to which the router writes. Loops and views that use "
+            f"{found.database!r} are not in one transaction with the queries of the project.",
+            f"Use {routed!r} for --database, using= and process_once(). Use {found.database!r} to migrate only.",
+        )
 
 
 def findings_of_keys(keys: measures.UnfinishedKeys, limit: int = COUNT_LIMIT) -> Iterator[Finding]:

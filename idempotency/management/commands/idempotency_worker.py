@@ -16,6 +16,7 @@ from idempotency.management.passes import (
     add_concurrency_argument,
     add_database_argument,
     in_words,
+    refuse_second_alias,
     seconds,
 )
 from idempotency.monitoring.heartbeats import COMPLETER, ENQUEUER, REAPER
@@ -50,6 +51,7 @@ class Command(BaseCommand):
         add_database_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
+        refuse_second_alias("idempotency_worker", options["database"])
         stop = StopSignal()
         threads = []
         for name, (interval, _, run_pass) in _WORK.items():
