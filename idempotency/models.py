@@ -180,7 +180,9 @@ class IdempotencyKey(ClaimedKey):
         ]
 
     def __str__(self) -> str:
-        return f"{self.request_method} {self.request_path} #{self.pk}"
+        """Return the id alone: the log of the admin keeps this text when the key is deleted, and other pages show it to people
+        who may not view keys."""
+        return f"#{self.pk}"
 
     @property
     def key_hash(self) -> str:

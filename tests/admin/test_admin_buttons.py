@@ -21,6 +21,7 @@ from idempotency import interventions
 from idempotency.admin import answering
 from idempotency.admin.actions import BUTTONS as ALL_BUTTONS
 from idempotency.admin.actions import TOO_LATE, looked_at
+from idempotency.admin.bulk_keys import HandBack
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck, StuckCode
@@ -133,6 +134,19 @@ def test_a_permission_gives_its_own_button_and_no_other(button: str) -> None:
     assert (entry.user, entry.change_message.endswith(" ticket 7")) == (client.user, True)
     assert [event for event in IdempotencyKey.objects.get().history if event["detail"].endswith(": ticket 7")]
     assert [event["detail"] for event in IdempotencyKey.objects.get().history if client.user.username in event["detail"]]
+
+
+def test_the_log_of_the_admin_keeps_nothing_of_the_request_of_a_deleted_key() -> None:
+    client = person("acknowledge_idempotencykey", "complete_idempotencykey")
+    keys = [stuck_key(request_path="/reset/jane/?from=mail") for _ in range(2)]
+    press(client, keys[0], "acknowledge", note="ticket 7")
+    page = f"{KEYS}bulk/hand_back/?ids={keys[1].pk}"
+    work = client.get(page).context["work"]
+    client.post(page, {"work": work.signed(HandBack()), "note": "ticket 7"})
+    IdempotencyKey.objects.all().delete()
+    entries = list(LogEntry.objects.values())
+    assert len(entries) == 2
+    assert not re.search("jane|mail|reset", str(entries))
 
 
 def test_a_superuser_is_offered_what_makes_sense_in_each_state() -> None:
