@@ -161,11 +161,12 @@ def client_headers(key: IdempotencyKey) -> dict[str, str]:
     return {name: key.request_headers[name] for name in _KEPT_HEADERS if name in key.request_headers}
 
 
-def address_of(key: IdempotencyKey) -> str:
-    """Return the address to which the client sent the request; without a stored host, a relative one."""
+def address_of(key: IdempotencyKey) -> tuple[str, str, str]:
+    """Return the parts of the address to which the client sent the request: scheme, host, and path with query. The host is as
+    the client sent it, or empty. The path begins with one slash, so it cannot change the host."""
     kept = key.request_headers
-    origin = f"{kept.get('scheme', 'http')}://{kept['Host']}" if kept.get("Host") else ""
-    return f"{origin}{kept.get(_SCRIPT_NAME, '')}{key.request_path}"
+    path = f"{kept.get(_SCRIPT_NAME, '')}{key.request_path}"
+    return kept.get("scheme", "http"), kept.get("Host", ""), f"/{path.lstrip('/')}"
 
 
 def sender_is_no_user(key: IdempotencyKey) -> bool:

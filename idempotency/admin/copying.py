@@ -3,6 +3,9 @@
 import shlex
 from typing import Any
 
+from django.conf import settings
+from django.http import HttpRequest
+from django.http.request import split_domain_port, validate_host
 from django.utils.translation import gettext as _
 
 from idempotency import conf
@@ -18,27 +21,57 @@ SECRET = ("seed", "claim_token")
 _BODIES = ("request_body", "response_body")
 
 
-def curl(key: IdempotencyKey) -> str:
-    """Return a command that sends the stored request again, with comments on the parts that it omits."""
+def curl(key: IdempotencyKey, request: HttpRequest) -> str:
+    """Return a command that sends the stored request again, with comments on the parts that it omits.
+
+    The host is that of the client if it is in ALLOWED_HOSTS, else that of ``request``, the request of the page. A client may
+    send any host if ALLOWED_HOSTS contains "*", and the person adds credentials to the command.
+    """
     headers = {conf.get().HEADER_NAMES[0]: key.idempotency_key} | client_headers(key)
     if key.request_content_type:
         headers["Content-Type"] = key.request_content_type
-    parts = [f"curl -X {shlex.quote(key.request_method)} {shlex.quote(address_of(key))}"]
-    parts += [f"-H {shlex.quote(f'{name}: {value}')}" for name, value in headers.items()]
     notes = [
         _("Left out: credentials, cookies, and each header that is not stored."),
         _("If you use the credentials of another user, the request is a new one and takes effect again."),
     ]
+    scheme, host, path = address_of(key)
+    if not _is_of_this_site(host):
+        scheme, host = request.scheme or "http", request.get_host()
+        notes.append(_("The host is that of this page, because ALLOWED_HOSTS does not name the host of the client."))
+    parts = [f"curl --globoff -X {_quoted(key.request_method)} {_quoted(f'{scheme}://{host}{path}')}"]
+    parts += [f"-H {_quoted(f'{name}: {value}')}" for name, value in headers.items()]
     body = _text(key.request_body)
     if key.request_body is None:
         notes.append(_("Left out: the body, which is not stored."))
-    elif body is None or len(body) > MAX_SHOWN_CHARACTERS:
+    elif body is None or "\0" in body or len(body) > MAX_SHOWN_CHARACTERS:
         notes.append(_("Left out: the body, which is too long or no text."))
     elif body:
-        parts.append(f"--data-raw {shlex.quote(body)}")
+        parts.append(f"--data-raw {_quoted(body)}")
     if not has_whole_query(key):
         notes.append(_("Credentials in the query are %(mark)s.") % {"mark": NOT_STORED})
     return "\n".join([*(f"# {note}" for note in notes), " \\\n  ".join(parts)])
+
+
+def _is_of_this_site(host: str) -> bool:
+    """Return whether ALLOWED_HOSTS names the host, other than by "*"."""
+    local = [".localhost", "127.0.0.1", "[::1]"] if settings.DEBUG else []  # as in Django
+    allowed = [name for name in settings.ALLOWED_HOSTS or local if name != "*"]
+    domain, _port = split_domain_port(host)
+    return bool(domain) and validate_host(domain, allowed)
+
+
+def _quoted(text: str) -> str:
+    """Return ``text`` as one word of bash, zsh or ksh. A terminal acts on a pasted control character even between quotes, so
+    each character that is not printable is escaped."""
+    if text.isprintable():
+        return shlex.quote(text)
+    plain = {"'": r"\'", "\\": r"\\"}
+    escaped = (plain.get(sign) or (sign if sign.isprintable() else _octal(sign)) for sign in text)
+    return f"$'{''.join(escaped)}'"
+
+
+def _octal(sign: str) -> str:
+    return "".join(f"\\{byte:03o}" for byte in sign.encode("utf-8", "replace"))
 
 
 def as_json(key: Any, linked: list[Linked]) -> dict[str, Any]:

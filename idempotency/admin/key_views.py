@@ -126,7 +126,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
             "buttons": offered(key, partial(self.holds, request)),
             "missing": offered(key, lambda permission: not self.holds(request, permission)),
             "looked_at": looked,
-            "curl": encodable(copying.curl(key)),
+            "curl": encodable(copying.curl(key, request)),
             "linked": belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
         return super().render_change_form(request, context, *args, **kwargs)

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import subprocess
 from datetime import timedelta
 from html import unescape
 from typing import Any
@@ -18,6 +19,7 @@ from django.db.models.functions import Now
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
+from pytest_django import Settings
 
 from idempotency import conf
 from idempotency.admin.actions import BUTTONS
@@ -358,14 +360,19 @@ def test_any_key_can_be_had_as_json(staff: Client, body: bytes | None) -> None:
     assert staff.get(f"{KEYS}{key.pk}/json/").json()["request_body_bytes"] == (None if body is None else len(body))
 
 
-def curl_of(staff: Client, key: IdempotencyKey) -> tuple[list[str], str]:
-    """Return the words of the curl command on the page, as a shell reads them, and its comments."""
+def command_of(staff: Client, key: IdempotencyKey) -> str:
+    """Return the curl command on the page, with its comments."""
     (text,) = re.findall(r'id="idem-curl">(.*?)</pre>', page(staff, key).text, re.S)
-    command = unescape(re.sub("<[^>]+>", "", text))
+    return unescape(text)
+
+
+def curl_of(staff: Client, key: IdempotencyKey) -> tuple[list[str], str]:
+    """Return the words of the curl command on the page, as a shell reads them, and the command with its comments."""
+    command = command_of(staff, key)
     return shlex.split(command.replace("\\\n", " "), comments=True), command
 
 
-def test_the_request_can_be_had_as_a_curl_command(staff: Client) -> None:
+def test_the_request_can_be_had_as_a_curl_command(staff: Client, settings: Settings) -> None:
     headers = {"Host": "shop.example", "scheme": "https", "script_name": "/api", "Accept": "a/b; c='d'", "no_user": "true"}
     key = IdempotencyKeyFactory(
         idempotency_key='it\'s "one"',
@@ -373,8 +380,9 @@ def test_the_request_can_be_had_as_a_curl_command(staff: Client) -> None:
         request_body=b'{"note": "it\'s $HOME"}',
         request_path="/rides?a=1",
     )
+    settings.ALLOWED_HOSTS = ["testserver", ".shop.example"]
     words, _ = curl_of(staff, key)
-    assert words[:4] == ["curl", "-X", "POST", "https://shop.example/api/rides?a=1"]
+    assert words[:5] == ["curl", "--globoff", "-X", "POST", "https://shop.example/api/rides?a=1"]
     assert {words[at + 1] for at, word in enumerate(words) if word == "-H"} == {
         'Idempotency-Key: it\'s "one"',
         "Accept: a/b; c='d'",
@@ -391,6 +399,54 @@ def test_the_curl_command_says_what_it_leaves_out(staff: Client, changes: dict[s
     words, text = curl_of(staff, IdempotencyKeyFactory(**changes))
     assert ("--data-raw" in words) == sent
     assert text.count("# Left out") == (1 if sent else 2)
+
+
+def arguments(command: str) -> list[str]:
+    """Return the arguments that bash passes to curl."""
+    script = f"curl() {{ printf '%s\\0' \"$@\"; }}\n{command}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=30)
+    return done.stdout.decode().split("\0")[:-1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{\n\t"note": "it\'s a \\\\ backslash"\n}\r\n',
+        "'\x03\x1b[201~\nid #",
+        "\x07\x7f\x85\u2028\u202e\u00a07 é 'ü'",
+        "\x0112",
+    ],
+)
+def test_no_control_character_is_in_the_curl_command(body: str, staff: Client) -> None:
+    """A terminal acts on a control character of a pasted text before the shell reads its quotes."""
+    key = IdempotencyKeyFactory(request_body=body.encode())
+    command = command_of(staff, key)
+    assert all(line.isprintable() for line in command.split("\n"))
+    assert arguments(command)[-2:] == ["--data-raw", body]
+
+
+def test_a_body_with_nul_is_left_out_of_the_curl_command(staff: Client) -> None:
+    words, text = curl_of(staff, IdempotencyKeyFactory(request_body=b"a\0b"))
+    assert "--data-raw" not in words
+    assert text.count("# Left out") == 2
+
+
+@pytest.mark.parametrize(
+    ("allowed", "host", "path", "url"),
+    [
+        (["*"], "evil.example", "/rides", "http://testserver/rides"),
+        (["testserver", "shop.example"], "shop.example:8443", "/rides", "https://shop.example:8443/rides"),
+        (["testserver"], "", "/rides", "http://testserver/rides"),
+        (["testserver"], "a b\x1b", "/rides", "http://testserver/rides"),
+        (["testserver", "shop.example"], "shop.example", "@evil.example/", "https://shop.example/@evil.example/"),
+    ],
+)
+def test_the_curl_command_goes_to_a_host_of_the_site(
+    allowed: list[str], host: str, path: str, url: str, staff: Client, settings: Settings
+) -> None:
+    settings.ALLOWED_HOSTS = allowed
+    key = IdempotencyKeyFactory(request_headers={"Host": host, "scheme": "https"}, request_path=path)
+    assert url in curl_of(staff, key)[0]
 
 
 def test_each_copy_button_names_a_text_of_the_page(staff: Client) -> None:

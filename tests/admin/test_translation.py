@@ -37,8 +37,8 @@ DASHBOARD = f"{KEYS}dashboard/"
 NAMES = {
     *STUCK_CODES, *LOOPS, *BUTTONS, "started", "ride_created", "charge_created", "finished", "rides", "ride", "idempotency",
     *("CSV", "JSON", "ID", "POST", "UTC", "ms", "s", "min", "h", "d", "k", "M", "p50", "p95", "xx"),
-    *("curl", "X", "H", "data-raw", "Idempotency-Key", "Content-Type", "Idempotent-Replayed", "application"),
-
+    *("curl", "globoff", "http", "testserver", "X", "H", "data-raw", "application"),
+    *("Idempotency-Key", "Content-Type", "Idempotent-Replayed"),
     *("json", "text", "plain", "default", "charset", "utf-8", "true", "OK", "Conflict", "TRUE"),
 }  # fmt: skip
 #: What the rows of these tests have: words in capitals, and the names that factories give.
