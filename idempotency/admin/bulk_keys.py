@@ -17,7 +17,7 @@ from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
 
 _COLUMNS = (
-    *("pk", "claim_token", "recovery_point", "request_method", "request_path", "stuck_code", "created_at", "last_run_at"),
+    *("pk", "claim_token", "recovery_point", "stuck_code", "created_at", "last_run_at"),
     *("stuck_at", "handed_back_at", "acknowledged_at"),
 )
 _OWN_CODE = _("Your views raise this code. First do what the reasons of these keys say.")

@@ -19,7 +19,7 @@ from idempotency._states import KeyState
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import FINISHED, IdempotencyKey
 from idempotency.monitoring.error_groups import group_of
-from idempotency.monitoring.measures import request_group
+from idempotency.monitoring.measures import GROUPED_CHARACTERS, request_group
 
 #: A filter or search without an index reads at most this many rows, the newest ones.
 NEWEST = 20_000
@@ -199,7 +199,7 @@ class ErrorGroupFilter(ChosenFilter):
 
     def texts(self, rows: Any) -> Any:
         """Return for each row its pk and its texts; the first text that is not empty is the error of the row."""
-        reason, error = Left("stuck_reason", 1000), Left("last_error", 1000)
+        reason, error = Left("stuck_reason", GROUPED_CHARACTERS), Left("last_error", GROUPED_CHARACTERS)
         return rows.unfinished().order_by("created_at").values_list("pk", reason, error)
 
 
@@ -211,13 +211,16 @@ class RequestGroupFilter(ChosenFilter):
 
     def chosen(self, rows: QuerySet[Any], value: str) -> QuerySet[Any]:
         unfinished: Any = rows
-        found = unfinished.unfinished().order_by("created_at").values_list("pk", "request_method", "request_path")
+        path = Left("request_path", GROUPED_CHARACTERS)
+        found = unfinished.unfinished().order_by("created_at").values_list("pk", "request_method", path)
         return rows.filter(pk__in=[pk for pk, method, path in found[:MAX_GROUPED] if request_group(method, path) == value])
 
 
 class JobErrorGroupFilter(ErrorGroupFilter):
     def texts(self, rows: Any) -> Any:
-        return rows.filter(failed_at__isnull=False).order_by("failed_at").values_list("pk", Left("last_error", 1000))
+        return (
+            rows.filter(failed_at__isnull=False).order_by("failed_at").values_list("pk", Left("last_error", GROUPED_CHARACTERS))
+        )
 
 
 class MineFilter(admin.SimpleListFilter):

@@ -18,6 +18,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState, due_at
+from idempotency._text import cut
 from idempotency.admin import dashboard, key_page
 from idempotency.admin.bulk_keys import Acknowledge, HandBack
 from idempotency.admin.bulk_pages import BulkAdmin
@@ -47,6 +48,8 @@ SAVED_VIEWS = (
     (_("In doubt"), {"state": "stuck", "stuck_code": StuckCode.CALL_IN_DOUBT.value}),
     (_("Mine"), {"mine": "1"}),
 )
+#: A longer method and path are cut in the list.
+MAX_LINE = 200
 _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history", "seed")
 
 
@@ -54,7 +57,7 @@ _LARGE_COLUMNS = ("request_body", "response_body", "response_headers", "history"
 class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
     """The list of keys with its actions, and the dashboard."""
 
-    list_display = ("id", "request", "state", "status", "progress", "age", "attempts", "trouble", "sender")
+    list_display = ("id", "request_line", "state", "status", "progress", "age", "attempts", "trouble", "sender")
     list_filter = (
         *(StateFilter, AgeFilter, StuckCodeFilter, RecoveryPointFilter, PathFilter, StatusFilter, MineFilter),
         *(RequestGroupFilter, ErrorGroupFilter),  # Last, because they read the keys that the other filters select.
@@ -115,6 +118,10 @@ class IdempotencyKeyAdmin(KeyPageAdmin, BulkAdmin):
             key.declared, key.sent_by = points.of(key), users.get(key.user_id)
         changelist.result_list = keys
         return changelist
+
+    @admin.display(description=_("request"))
+    def request_line(self, key: IdempotencyKey) -> str:
+        return cut(self.request(key), MAX_LINE)
 
     @admin.display(description=_("state"))
     def state(self, key: Any) -> str:

@@ -21,8 +21,8 @@ from idempotency.monitoring.heartbeats import SILENT_SECONDS
 
 #: The maximum number of rows of a kind that are read. Larger numbers would not change the required action.
 COUNT_LIMIT = 10_000
-#: The number of characters of an error that are read to determine its group.
-_GROUPED_CHARACTERS = 1000
+#: The number of characters of an error or a path that are read to determine its group.
+GROUPED_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,8 @@ def groups_of_stuck_keys(every: Any, limit: int = COUNT_LIMIT) -> list[ErrorGrou
     group first. If there are ``limit`` or more stuck keys, read the ``limit`` oldest keys that need manual review, and the
     ``limit`` oldest other keys."""
     keys: Any = every.stuck().order_by("created_at")
-    since, text = Now() - F("stuck_at"), Left("stuck_reason", _GROUPED_CHARACTERS)
-    keys = keys.values_list("stuck_code", text, "request_method", "request_path", since)
+    since, text = Now() - F("stuck_at"), Left("stuck_reason", GROUPED_CHARACTERS)
+    keys = keys.values_list("stuck_code", text, "request_method", Left("request_path", GROUPED_CHARACTERS), since)
     rows = list(keys[:limit])
     if len(rows) == limit:
         rows = [row for kind in _stuck_kinds(keys) for row in kind[:limit]]
@@ -157,7 +157,7 @@ def groups_of_failed_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> list[ErrorGrou
     """Return the groups of failed jobs among ``jobs``, a queryset: jobs with equal name, error and queue, the largest group
     first. Only the ``limit`` jobs that failed first are read."""
     failed = jobs.filter(failed_at__isnull=False).order_by("failed_at")
-    since, text = Now() - F("failed_at"), Left("last_error", _GROUPED_CHARACTERS)
+    since, text = Now() - F("failed_at"), Left("last_error", GROUPED_CHARACTERS)
     rows = failed.values_list("job_name", text, "queue", since)[:limit]
     return _groups((name, error, queue, _seconds(age)) for name, error, queue, age in rows)
 

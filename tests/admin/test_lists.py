@@ -177,12 +177,31 @@ def test_the_file_has_what_is_listed_and_no_body(staff: Client) -> None:
     assert "secret-body" not in staff.get(f"{KEYS}csv/").content.decode()
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1"])
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "\uff1d1", " =1", '"=1'])
 def test_no_cell_of_the_file_is_a_formula(text: str, staff: Client) -> None:
     stuck(text, idempotency_key=text, scope=text, request_path=text, last_error=text)
     row = table(staff, {})[0]
     for column in ("stuck_reason", "idempotency_key", "scope", "request_path", "last_error"):
         assert row[column].startswith("'")
+
+
+@pytest.mark.parametrize("separator", [";", ";;", "; ", ';"', "|", "\t", "\n", ","])
+def test_no_part_of_a_cell_is_a_formula_for_a_program_with_another_separator(separator: str, staff: Client) -> None:
+    """A spreadsheet in a language with a decimal comma separates cells by semicolons."""
+    stuck(f"one{separator}=1+1", request_path="/rides?a;=2;b=-1")
+    row = table(staff, {})[0]
+    assert not any(part.strip(' "').startswith("=") for part in re.split(r"[;,|\t\n]", row["stuck_reason"]))
+    assert row["request_path"] == "/rides?a;'=2;b=-1"
+
+
+def test_long_texts_are_cut_in_lists_and_files(staff: Client) -> None:
+    path = f"/rides?{'a' * 7_700}"
+    key = stuck("b" * 1_500, request_path=path)
+    row = table(staff, {})[0]
+    assert (len(row["request_path"]), len(row["stuck_reason"])) == (export.MAX_CHARACTERS, export.MAX_CHARACTERS)
+    assert (row["request_path"][:50], row["request_path"][-1]) == (path[:50], "…")
+    assert all("a" * 300 not in staff.get(f"{KEYS}{page}").text for page in ("", "dashboard/", "bulk/hand_back/"))
+    assert path in staff.get(f"{KEYS}{key.pk}/change/").text
 
 
 def test_the_file_says_that_there_is_more(staff: Client, monkeypatch: pytest.MonkeyPatch) -> None:

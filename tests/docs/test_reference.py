@@ -19,6 +19,7 @@ from kombu.transport.redis import Channel
 from idempotency import _prompt, completer, conf, enqueuer, inbox, signals
 from idempotency._request import problems, stored_request
 from idempotency._store.history import HistoryEvent
+from idempotency.admin.export import MAX_CHARACTERS
 from idempotency.checks import settings as setting_checks
 from idempotency.client import _rules
 from idempotency.conf import Settings
@@ -172,6 +173,7 @@ def test_a_time_of_the_code_is_on_the_page(page: str, seconds: float) -> None:
         ("how-to/move-from-django-idempotency-key.md", DEFAULTS.MISMATCH_STATUS, ""),
         ("how-to/prepare-a-request.md", stored_request.MAX_KEPT_BYTES, "bytes"),
         ("how-to/run-the-processes.md", DEFAULTS.LOCK_TIMEOUT_SECONDS, ""),
+        ("reference/admin.md", MAX_CHARACTERS, "characters"),
         ("reference/log-lines.md", enqueuer.MAX_ATTEMPTS, "times|attempts|refusals"),
         ("reference.md", width("scope"), "characters"),
         ("reference/settings.md", width("idempotency_key"), ""),
