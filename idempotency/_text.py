@@ -1,6 +1,7 @@
 """Make text safe for logs and for both databases."""
 
 import json
+from logging import LogRecord
 from traceback import walk_tb
 from typing import Any
 
@@ -59,6 +60,21 @@ def cut(text: str, length: int) -> str:
 
 def printable(text: str) -> str:
     return text if text.isprintable() else "".join(filter(str.isprintable, text))
+
+
+def escaped(text: str) -> str:
+    """Return ``text`` with an escape sequence for each character that is not printable, so that it stays one line of a log and
+    a terminal does not act on it."""
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
+def escape_arguments(record: LogRecord) -> bool:
+    """Escape the arguments of a log line, because a client may have sent a part of them. The filter of the app's logger."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(escaped(value) if isinstance(value, str) else value for value in record.args)
+    return True
 
 
 def first_line(error: BaseException) -> str:

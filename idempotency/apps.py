@@ -1,5 +1,7 @@
 """The Django application."""
 
+import logging
+
 from django.apps import AppConfig
 from django.core.signals import request_finished, request_started
 from django.utils.translation import gettext_lazy as _
@@ -15,9 +17,11 @@ class IdempotencyConfig(AppConfig):
     def ready(self) -> None:
         from idempotency import _prompt, signals  # noqa: F401
         from idempotency._request import atomic_requests
+        from idempotency._text import escape_arguments
         from idempotency.checks import jobs, settings, views  # noqa: F401
         from idempotency.monitoring import traffic
 
+        logging.getLogger("idempotency").addFilter(escape_arguments)
         request_started.connect(atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests")
         signals.request_answered.connect(traffic.count_request, dispatch_uid="idempotency.traffic.count")
         request_finished.connect(traffic.write_after_request, dispatch_uid="idempotency.traffic.write")

@@ -120,7 +120,7 @@ def _reachable(using: str, options: Options) -> Iterator[None]:
     try:
         yield
     except NotReplicated as error:
-        logger.warning("a response from the database %r is not confirmed: %s", using, error)
+        logger.warning("a response from the database %r is not confirmed: %s", using, str(error))
         raise problems.not_replicated() from error
     except Error as error:
         if not connection_lost(error, using):

@@ -19,6 +19,7 @@ from django.db.models import F, Sum
 
 from idempotency import conf
 from idempotency._store.engine import lock_timeout
+from idempotency._text import error_text
 from idempotency.models import TrafficCount
 from idempotency.signals import RequestOutcome
 
@@ -58,7 +59,7 @@ def write_after_request(**kwargs: Any) -> None:
         write()
     except Exception as error:
         # Catch any error, also of a router. It would reach the server, and the other receivers of the signal would not run.
-        logger.info("the counts of requests could not be written: %s", error)
+        logger.info("the counts of requests could not be written: %s", error_text(error))
 
 
 def write() -> None:

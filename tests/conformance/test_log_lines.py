@@ -1,14 +1,17 @@
 """Number 7, further: neither key nor body stands in a line of any outcome, and each line about a key gives its hash."""
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from django.core.management import call_command
 from django.db import DatabaseError, connection
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.urls import re_path
 
 from idempotency import interventions
 from idempotency.exceptions import KeyStuck
@@ -33,11 +36,13 @@ class Lines(logging.Handler):
         super().__init__(logging.DEBUG)
         self.setFormatter(logging.Formatter("%(name)s %(levelname)s %(message)s"))
         self.lines: list[str] = []
+        self.records: list[logging.LogRecord] = []
         #: What each line of this app gives to handlers that write more than text.
         self.key_hashes: list[str | None] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the line, and all that its handlers are given besides."""
+        self.records.append(record)
         self.lines.append(f"{self.format(record)} {vars(record)}")
         if record.name == "idempotency":
             self.key_hashes.append(getattr(record, "key_hash", None))
@@ -149,6 +154,29 @@ def failing(request: HttpRequest) -> HttpResponseBase:
 def abandoned(key: IdempotencyKey) -> HttpResponseBase:
     """Fail to settle."""
     raise RuntimeError("cannot settle")
+
+
+FORGED = "a\n2026-01-01 ERROR forged\x1b[2K\r\u2028ü"
+
+
+def test_07_the_text_of_a_client_is_one_printable_line(serve: Serve, sender: Sender, lines: Lines, settings: Any) -> None:
+    def gives_up(request: HttpRequest) -> HttpResponseBase:
+        raise KeyStuck(json.loads(request.body)["card"])
+
+    serve(view=two_phases(lambda request: None, gives_up))
+    assert send(sender, card=FORGED) == 409
+    # The path of a view that a deploy has removed.
+    failing_view = two_phases(lambda request: None, failing)
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [re_path("^pay/", failing_view)]})
+    assert send(sender, url=f"/pay/{quote(FORGED)}", key="other") == 500
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": []})
+    make_older(3600, "created_at", "last_run_at")
+    call_command("complete_keys", verbosity=0)
+    said = [record for record in lines.records if "is stuck (" in record.getMessage()]
+    assert [record.args[1] for record in said] == ["view_gave_up", "view_missing"]
+    for record in said:
+        assert record.getMessage().isprintable()
+        assert r"a\n2026-01-01 ERROR forged\x1b[2K\r\u2028ü" in record.getMessage()
 
 
 def test_07_each_line_about_a_key_names_it_by_its_hash(serve: Serve, sender: Sender, lines: Lines, settings: Any) -> None:

@@ -55,6 +55,14 @@ def test_list_shows_failed_jobs_first_with_their_errors(capsys):
     assert capsys.readouterr().out.splitlines() == [first]
 
 
+def test_list_prints_nothing_on_which_a_terminal_acts(capsys):
+    StagedJobFactory(failed_at=timezone.now(), last_error="ValueError: \x1b[2Jgone\x07 ü", queue="a\x1bb")
+    call_command("staged_jobs", "list")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.isprintable()
+    assert line.endswith("ValueError: \\x1b[2Jgone\\x07 ü")
+
+
 def test_retry_makes_a_failed_job_due_again(capsys, settings):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": "tests.kit.jobs.take"}}
     job, other = failed(job_name="shop.jobs.mended", job_args=[UserFactory().pk]), failed()

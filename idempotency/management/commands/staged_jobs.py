@@ -10,6 +10,7 @@ from uuid import UUID
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db.models import F
 
+from idempotency._text import escaped
 from idempotency.enqueuer import backlog
 from idempotency.interventions import discard_jobs, retry_jobs
 from idempotency.management.passes import add_database_argument, exit_1_explained, whole_number
@@ -57,7 +58,7 @@ class Command(BaseCommand):
             state = "failed" if job.failed_at else f"due {job.run_at.isoformat(timespec='seconds')}"
             error = " ".join(job.last_error.split())[:120]
             counts = f"{job.hand_overs} hand-overs  {job.refusals} refusals"
-            self.stdout.write(f"{state}  {job.pk}  {counts}  {job.queue}  {job.job_name}  {error}".rstrip())
+            self.stdout.write(escaped(f"{state}  {job.pk}  {counts}  {job.queue}  {job.job_name}  {error}".rstrip()))
 
     def retry(self, using: str, options: dict[str, Any]) -> None:
         self._conclude("made due again", retry_jobs(_chosen(options), using=using), options)
