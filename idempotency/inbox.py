@@ -17,7 +17,7 @@ from django.db.transaction import TransactionManagementError
 from idempotency import conf
 from idempotency._async import either_context
 from idempotency._store import replication
-from idempotency._store.cursors import own_cursor
+from idempotency._store.cursors import changed_rows, own_cursor
 from idempotency._store.database_errors import has_ended
 from idempotency._store.engine import is_citus, lock_timeout
 from idempotency._store.transactions import MARKER
@@ -125,7 +125,7 @@ def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str, *, id
             before = cursor.fetchone()[0]
             _limit_waits_on_workers(cursor, connection, f"{WAIT_SECONDS}s")
         cursor.execute(_INSERT.format(connection.ops.quote_name(ProcessedMessage._meta.db_table)), [source, message_id])
-        first: bool = cursor.rowcount == 1
+        first = changed_rows(cursor) == 1
         marker = ""
         if bounded:
             # The statements of the block keep the caller's limit.

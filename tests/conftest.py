@@ -67,10 +67,7 @@ NOT_WITH_A_POOL = {
 ONLY_MERGED = {
     "test_phased_view_costs_a_claim_and_its_replay_one_statement": "each statement is a round trip",
     "test_round_trips": "each statement is a round trip",
-    "test_a_wrapper_of_statements_sees_each_message": "each statement is a message",
     "test_no_statement_uses_a_cursor": "each statement is a message",
-    "test_a_wrapper_gets_the_result_and_need_not_return_it": "each statement is a message",
-    "test_a_wrapper_that_repeats_a_commit_does_not_store_a_response_without_its_work": "each statement is a message",
     "test_an_interrupt_after_commit_does_not_skip_the_next_one": "each statement is a message",
     "test_a_connection_that_loses_its_statements_once_prepares_them_again": "psycopg prepares the statements",
     "test_a_connection_that_loses_its_statements_again_and_again_prepares_no_more": "psycopg prepares the statements",

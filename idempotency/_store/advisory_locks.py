@@ -11,8 +11,10 @@ from idempotency.models import IdempotencyKey
 
 #: Advisory locks belong to the database, but each schema may have its own table, so each number includes its identity.
 _TABLE_ID = f"'{IdempotencyKey._meta.db_table}'::regclass::oid"
-KEY_LOCK = f"(%(lock)s::bigint # {_TABLE_ID}::bigint)"
-MARK_KEY = f"(%(mark_key)s::int # {_TABLE_ID}::int)"
+# In a text with literals, -2147483648::int is the negative of a number that is no int.
+KEY_LOCK = f"(CAST(%(lock)s AS bigint) # {_TABLE_ID}::bigint)"
+MARK_KEY = f"(CAST(%(mark_key)s AS int) # {_TABLE_ID}::int)"
+MARK_REQUEST = "CAST(%(mark_request)s AS int)"
 
 #: Whether another session holds the lock of a key, and whether it runs another request. A holder without a mark is just
 #: releasing its locks and proves nothing. A mark whose first eight bits differ was made in another way, and may be that of
@@ -26,7 +28,7 @@ WITH held AS MATERIALIZED (
     SELECT pid FROM held WHERE objsubid = 1 AND (classid << 32 | objid) = {KEY_LOCK}
 ), mark AS (
     SELECT pid FROM held WHERE objsubid = 2 AND classid = {MARK_KEY}::bigint & 4294967295
-    AND objid <> %(mark_request)s::bigint & 4294967295 AND objid >> 24 = (%(mark_request)s::bigint & 4294967295) >> 24
+    AND objid <> {MARK_REQUEST}::bigint & 4294967295 AND objid >> 24 = ({MARK_REQUEST}::bigint & 4294967295) >> 24
 )
 SELECT EXISTS (SELECT 1 FROM lock), EXISTS (SELECT 1 FROM lock JOIN mark USING (pid))
 """  # nosec B608  # see the docstring

@@ -10,7 +10,10 @@ import logging
 from functools import cache
 from typing import Any
 
+from django.db import connections
+
 from idempotency._store import replication, statements
+from idempotency._store.cursors import is_instrumented
 from idempotency._store.events import about
 from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
@@ -110,7 +113,7 @@ def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransac
         if key.place is not None and ends.end_with(_or_fail(text), parameters, note):
             return
         ends.refuse_if_ended()
-    if key.place is not None:
+    if key.place is not None and not is_instrumented(connections[using]):
         # The row is at another place after a rollback or an update.
         row = fetch(text + statements.AT_PLACE, parameters, using) or fetch(text + statements.ANYWHERE, parameters, using)
         if row is None:

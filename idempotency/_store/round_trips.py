@@ -7,17 +7,15 @@ Source: PostgreSQL, "Pipeline Mode" of libpq.
 """
 
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import psycopg
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import debug_transaction
-from django.db.transaction import TransactionManagementError
 from psycopg.abc import PQGen
 from psycopg.adapt import PyFormat, Transformer
 from psycopg.errors import error_from_result
@@ -26,10 +24,10 @@ from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Ready, Wait
 
 from idempotency import conf
+from idempotency._store.cursors import is_instrumented, numbered
 from idempotency._store.engine import is_citus
 from idempotency.exceptions import LockLost, TransactionEnded
 
-_PARAMETER = re.compile(r"%\((\w+)\)s")
 _GOOD = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 #: libpq before 14 has no pipeline mode.
 _SUPPORTED = psycopg.Pipeline.is_supported()
@@ -68,7 +66,7 @@ class _Prepared:
 def can_be_merged(connection: BaseDatabaseWrapper) -> bool:
     """Return whether transactions of an open connection begin and end this way."""
     usable = _SUPPORTED and isinstance(connection.connection, psycopg.Connection)
-    return usable and conf.get().MERGE_ROUND_TRIPS and not is_citus(connection)
+    return usable and conf.get().MERGE_ROUND_TRIPS and not is_citus(connection) and not is_instrumented(connection)
 
 
 def can_send(connection: BaseDatabaseWrapper) -> bool:
@@ -88,30 +86,15 @@ def run(
 ) -> Result:
     """Send a statement with those before and after it; return its result.
 
-    Raises TransactionManagementError if ``after`` would end a broken transaction, or if a wrapper repeats it.
+    Raises TransactionManagementError if ``after`` would end a broken transaction.
     Raises LockLost for a division by zero in the statement itself, by which a fence fails.
     Raises TransactionEnded for a square root of a negative number in it, by which the marker of a transaction fails.
     Raises the first other error.
     """
     connection.validate_thread_sharing()
     connection.validate_no_broken_transaction()
-    results: list[Result] = []
-    was_sent = False
-
-    def exchange(*statement: Any) -> Result:
-        nonlocal was_sent
-        if after and was_sent:  # An error of COMMIT has rolled the rest back.
-            raise TransactionManagementError("A wrapper of execute_wrapper() has repeated the last statement of a transaction.")
-        was_sent = True
-        with debug_transaction(connection, said), connection.wrap_database_errors:
-            results.append(_run(connection.connection, text, parameters, before, after))
-        return results[-1]
-
-    said = "; ".join([*before, text, *after])
-    for wrapper in reversed(connection.execute_wrappers):
-        exchange = partial(wrapper, exchange)
-    exchange(said, parameters, False, {"connection": connection, "cursor": None})
-    return results[-1]  # A wrapper need not return it.
+    with debug_transaction(connection, "; ".join([*before, text, *after])), connection.wrap_database_errors:
+        return _run(connection.connection, text, parameters, before, after)
 
 
 def _run(
@@ -211,10 +194,3 @@ def _exchanging(server: PGconn, sends: list[Callable[[], None]]) -> PQGen[list[P
             results.append(result)
     server.exit_pipeline_mode()
     return results
-
-
-@cache
-def numbered(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return a statement with numbered parameters, and their names in order."""
-    numbers: dict[str, int] = {}
-    return _PARAMETER.sub(lambda found: f"${numbers.setdefault(found[1], len(numbers) + 1)}", text), tuple(numbers)

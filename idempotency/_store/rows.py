@@ -2,18 +2,19 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import psycopg
 from django.db import OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import CursorWrapper
 from django.db.models import DEFERRED
 
 from idempotency import conf
 from idempotency._store import engine, round_trips, statements
-from idempotency._store.cursors import classified_errors, own_cursor
+from idempotency._store.cursors import changed_rows, classified_errors, is_instrumented, numbered, own_cursor, positional
 from idempotency._store.round_trips import Result, StaleStatement
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
@@ -35,14 +36,16 @@ def statements_for(using: str) -> statements.Statements:
 
 
 def execute(text: str, parameters: dict[str, Any], using: str) -> int:
-    return _run(text, parameters, using).rows
+    """Run a statement that returns no row; return the number of rows that it has changed."""
+    return _run(text, parameters, using, lambda cursor: Result(None, changed_rows(cursor))).rows
 
 
 def fetch(text: str, parameters: dict[str, Any], using: str) -> tuple[Any, ...] | None:
-    return _run(text, parameters, using).row
+    """Return the first row of a statement, or None."""
+    return _run(text, parameters, using, lambda cursor: Result(cursor.fetchone(), cursor.rowcount)).row
 
 
-def _run(text: str, parameters: dict[str, Any], using: str) -> Result:
+def _run(text: str, parameters: dict[str, Any], using: str, read: Callable[[CursorWrapper], Result]) -> Result:
     connection = connections[using]
     postgresql = connection.vendor == "postgresql"
     if postgresql:
@@ -50,16 +53,20 @@ def _run(text: str, parameters: dict[str, Any], using: str) -> Result:
         if round_trips.can_send(connection):
             with classified_errors(connection):
                 return _sent(connection, text, parameters)
-    # psycopg parses a text of over 4,096 characters with named parameters at each use. Django's log of a cursor with
-    # server-side binding needs them.
-    numbered = postgresql and not connection.settings_dict["OPTIONS"].get("server_side_binding")
-    with own_cursor(using, psycopg.RawCursor if numbered else psycopg.Cursor) as cursor:
-        if numbered:
-            text, names = round_trips.numbered(text)
-            cursor.execute(text, [parameters[name] for name in names])
-        else:
-            cursor.execute(text, parameters)
-        return Result(cursor.fetchone() if cursor.description else None, cursor.rowcount)
+    bound: Any = parameters
+    factory: type[psycopg.Cursor[Any]] = psycopg.Cursor
+    if is_instrumented(connection):
+        text, names = positional(text)
+        bound = tuple(parameters[name] for name in names)
+    elif postgresql and not connection.settings_dict["OPTIONS"].get("server_side_binding"):
+        # psycopg parses a text of over 4,096 characters with named parameters at each use. Django's log of a cursor with
+        # server-side binding needs them.
+        factory = psycopg.RawCursor
+        text, names = numbered(text)
+        bound = [parameters[name] for name in names]
+    with own_cursor(using, factory) as cursor:
+        cursor.execute(text, bound)
+        return read(cursor)
 
 
 def _sent(connection: BaseDatabaseWrapper, text: str, parameters: dict[str, Any]) -> Result:

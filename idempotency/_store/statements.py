@@ -7,7 +7,7 @@ Only names of columns and numbers of the settings are formatted into a text; val
 from functools import cached_property
 from typing import Any
 
-from idempotency._store.advisory_locks import KEY_LOCK, MARK_KEY
+from idempotency._store.advisory_locks import KEY_LOCK, MARK_KEY, MARK_REQUEST
 from idempotency._store.dialects import POSTGRESQL, SQLITE
 from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
 from idempotency.models import FINISHED, RETIRED_SCOPE, STARTED, IdempotencyKey
@@ -176,7 +176,7 @@ class Statements:
             f"WITH met AS MATERIALIZED (SELECT {self._met} FROM {TABLE} AS k WHERE {_OF_CLIENT}), "  # nosec B608  # see the docstring
             "verdict AS MATERIALIZED (SELECT CASE "
             "WHEN EXISTS (SELECT 1 FROM met WHERE NOT met.expired) THEN 'exists' "
-            f"WHEN NOT pg_try_advisory_xact_lock({MARK_KEY}, %(mark_request)s::int) THEN 'same' "
+            f"WHEN NOT pg_try_advisory_xact_lock({MARK_KEY}, {MARK_REQUEST}) THEN 'same' "
             f"WHEN NOT pg_try_advisory_xact_lock({KEY_LOCK}) THEN 'other' ELSE 'free' END AS verdict), "
             f"claimed AS ({self._insert(finished=True, source=source)} ON CONFLICT DO NOTHING RETURNING {self._claimed()}) "
             f"SELECT claimed.*, {_OF_MET}, verdict.verdict FROM verdict LEFT JOIN claimed ON true LEFT JOIN met ON true"

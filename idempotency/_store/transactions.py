@@ -90,7 +90,7 @@ class OwnTransaction:
     ) -> None:
         self.block = OwnBlock(connection.alias, durable=durable)
         self._connection, self._isolation, self._of_phase, self._first = connection, isolation, of_phase, first
-        self._merged = False
+        self._begun = False
         #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
         self._marker = ""
         self._last: tuple[str, dict[str, Any], Callable[[Any], None]] | None = None
@@ -100,13 +100,13 @@ class OwnTransaction:
         error the connection is outside of a transaction, or closed."""
         connection, first = self._connection, self._first
         del vars(connection)[_BEGIN_HOOK]  # for this transaction only
-        self._merged = round_trips.can_be_merged(connection)
+        self._begun = True
         begin = self._statements_of_begin()
         try:
             with connection.wrap_database_errors:
                 # Otherwise psycopg would send its own BEGIN before the first statement. It accepts one that was sent.
                 connection.connection.autocommit = False
-            if self._merged and first is not None:
+            if first is not None and round_trips.can_be_merged(connection):
                 first.ran = True
                 with classified_errors(connection):
                     first.row = round_trips.run(connection, first.text, first.parameters, before=begin).row
@@ -137,12 +137,14 @@ class OwnTransaction:
         """Send this statement with COMMIT at the end of the block, and call ``then`` with its row after that. It must fail with
         a division by zero if it changes no row, and end with its list of columns. Return False, and do nothing, if the
         transaction does not end that way."""
-        if self._merged:
-            self._connection.validate_no_broken_transaction()
-            if self._marker:
-                text, parameters = text + _OR_ENDED, {**parameters, "marker": self._marker}
-            self._last = text, parameters, then
-        return self._merged
+        # Ask again: the view may have installed a wrapper.
+        if not (self._begun and round_trips.can_be_merged(self._connection)):
+            return False
+        self._connection.validate_no_broken_transaction()
+        if self._marker:
+            text, parameters = text + _OR_ENDED, {**parameters, "marker": self._marker}
+        self._last = text, parameters, then
+        return True
 
     def refuse_if_ended(self) -> None:
         """Raise TransactionEnded if the view has ended the transaction of a phase. The merged end asks by itself."""

@@ -183,11 +183,9 @@ def _wrapped(connection: BaseDatabaseWrapper, run: Run) -> Iterator[None]:
     def around_statement(execute: Callable[..., Any], sql: Any, *arguments: Any) -> Any:
         text = sql.as_string(connection.connection) if hasattr(sql, "as_string") else str(sql)  # composed by psycopg
         run.written |= _written_tables(text, connection)
-        # The last statement of a transaction may be sent together with COMMIT.
-        what: What = "COMMIT" if text.endswith("; COMMIT") else "statement"
-        run.reach("before", what, text, connection=connection)
+        run.reach("before", "statement", text, connection=connection)
         result = execute(sql, *arguments)
-        run.reach("after", what, text, connection=connection)
+        run.reach("after", "statement", text, connection=connection)
         return result
 
     def around_commit() -> None:

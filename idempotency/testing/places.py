@@ -38,7 +38,7 @@ class Place:
     number: int
     when: When
     what: What
-    #: The statement (also if it is sent together with COMMIT), or the foreign call.
+    #: The statement, or the foreign call.
     detail: str
     #: File, line and function of the user's code.
     line: str

@@ -1,4 +1,5 @@
-"""A process that answers one request and dies in it: at the n-th of all points before and after a statement or a COMMIT.
+"""A process that answers one request and dies in it: at the n-th of all points before and after an exchange with the
+server: a statement, a COMMIT, or both in one round trip.
 
 Run as ``python -c "from tests.conformance.dying import main; main()"``. For each line ``SESSION PATH KEY N`` on its standard
 input it forks a child that sends the request, and writes ``killed`` or ``answered STATUS`` for it. A child opens its own
@@ -43,7 +44,7 @@ def views() -> dict[str, Callable[..., HttpResponseBase]]:
 
 def _die_at(number: int) -> None:
     """Let this process be killed at the ``number``-th point from now on."""
-    from django.db import connection
+    import psycopg
 
     passed = 0
 
@@ -53,21 +54,15 @@ def _die_at(number: int) -> None:
         if passed == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def around_statement(execute: Callable[..., Any], *arguments: Any) -> Any:
+    wait = psycopg.Connection.wait
+
+    def around_exchange(*arguments: Any, **keywords: Any) -> Any:
         point()
-        result = execute(*arguments)
+        result = wait(*arguments, **keywords)
         point()
         return result
 
-    commit = connection._commit
-
-    def around_commit() -> None:
-        point()
-        commit()
-        point()
-
-    connection._commit = around_commit
-    connection.execute_wrappers.append(around_statement)
+    psycopg.Connection.wait = around_exchange  # type: ignore[method-assign]
 
 
 def _answer(session: str, path: str, key: str, number: str) -> int:

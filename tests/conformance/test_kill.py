@@ -1,4 +1,4 @@
-"""Number 13: ``kill -9`` at any point. Real processes, killed before and after each statement and each COMMIT."""
+"""Number 13: ``kill -9`` at any point. Real processes, killed before and after each exchange with the server."""
 
 import subprocess
 import sys

@@ -56,4 +56,5 @@ TITLES = {
     53: "a body that store_body=False does not store is nowhere in the tables and log lines of the app",
     55: "a plain view in a transaction that a middleware opened commits or vanishes with it; a phased one is refused",
     57: "a database that the view does not use changes nothing; a decoded body is whole; hooks of frameworks run once",
+    59: "wrappers of execute_wrapper() get the cursor, the SQL and the result as from any query of the ORM",
 }

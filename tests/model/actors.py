@@ -74,14 +74,16 @@ class Actor:
         if order == "fail":
             raise RuntimeError("the view fails")
         if order == "die":
-            connection.connection.close()  # the server rolls back; the locks of the row stay as they are
+            own = connection.connection
+            own.close()  # the server rolls back; the locks of the row stay as they are
+            # Nothing of this thread reaches the server any more, not even a cleanup.
+            own.wait = connection.connect = _refuse
             raise Died
 
     def _run(self) -> None:
         _here.actor = self
         try:
-            with connection.execute_wrapper(self._refuse_when_dead):
-                self.result = self._work()
+            self.result = self._work()
         except Died:
             self.died = True
         finally:
@@ -90,14 +92,13 @@ class Actor:
                 self.ended = True
                 self._changed.notify_all()
 
-    def _refuse_when_dead(self, execute: Callable[..., Any], *args: Any) -> Any:
-        if self._order == "die":
-            raise Died
-        return execute(*args)
-
     def _settle(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self.ended, seconds)
+
+
+def _refuse(*args: object) -> Any:
+    raise Died
 
 
 def send(client: Client, key: str, body: Any) -> Any:

@@ -37,7 +37,7 @@ NAMES = sorted(name for name in dir(Statements) if not name.startswith("_") and 
 #: Locks that the SELECT parts of a claim take. The coordinator of Citus runs these parts.
 LOCKS = {"pg_try_advisory_xact_lock"}
 #: An expression that the coordinator evaluates once, before the write, so that it is a constant.
-_EVENT = re.sub(r"%\\\(\w+\\\)s", lambda named: r"(?:%\(\w+\)s|\$\d+)", re.escape(POSTGRESQL.event))
+_EVENT = re.sub(r"%\\\(\w+\\\)s", lambda named: r"(?:%\(\w+\)s|%s|\$\d+)", re.escape(POSTGRESQL.event))
 ONCE = re.compile(
     _EVENT + r"|\((?i:statement_timestamp)\(\) [-+] (?:[^()]|\([^()]*\))*\)|(?i:statement_timestamp)\(\)",
 )

@@ -341,36 +341,21 @@ def test_each_phase_of_a_run_whose_statements_are_lost_is_committed_once(serve: 
     assert Entry.objects.count() == 40
 
 
-def test_a_wrapper_of_statements_sees_each_message(serve: Serve, sender: Sender) -> None:
-    seen: list[str] = []
-
-    def note(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
-        seen.append(sql)
-        assert not many
-        return execute(sql, params, many, context)
-
-    serve(view=plain(lambda request: HttpResponse(status=201)))
-    with connection.execute_wrapper(note):
-        sender.send()
-    first, *_, last = [text for text in seen if "idempotency_idempotencykey" in text]
-    assert first.startswith("BEGIN; SET LOCAL")
-    assert last.endswith("; COMMIT")
-
-
 @both_kinds
-def test_no_statement_uses_a_cursor(kind: Kind, serve: Serve, sender: Sender) -> None:
+def test_no_statement_uses_a_cursor(kind: Kind, serve: Serve, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cursor costs more processor time."""
-    cursors: list[Any] = []
+    seen: list[str] = []
+    execute = psycopg.Cursor.execute
 
-    def note(execute: Any, sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
-        if "idempotency_idempotencykey" in sql:
-            cursors.append(context["cursor"])
-        return execute(sql, params, many, context)
+    def note(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(query)
+        return execute(self, query, *args, **kwargs)
 
     serve(view=kind(lambda request: HttpResponse(status=201)))
-    with connection.execute_wrapper(note):
-        sender.send()
-    assert cursors == [None, None]
+    monkeypatch.setattr(psycopg.Cursor, "execute", note)
+    assert sender.send().status_code == 201
+    assert seen != []
+    assert [text for text in seen if "idempotency_idempotencykey" in text] == []
 
 
 def test_a_statement_is_refused_where_django_refuses_its_own(transactional_db: None) -> None:
@@ -521,44 +506,6 @@ def test_a_hook_of_on_commit_has_transactions_of_its_own(
     assert Entry.objects.count() == 1
 
 
-def test_a_wrapper_that_repeats_a_commit_does_not_store_a_response_without_its_work(serve: Serve, sender: Sender) -> None:
-    failures = iter([True])
-
-    def repeat(execute: Any, *statement: Any) -> Any:
-        try:
-            return execute(*statement)
-        except Error:
-            return execute(*statement)
-
-    def respond(request: HttpRequest) -> HttpResponseBase:
-        Entry.objects.create(name="work")
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT set_config('test.fail', %s, true)", ["on" if next(failures, False) else "off"])
-        return HttpResponse(status=201)
-
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            "IF current_setting('test.fail') = 'on' THEN RAISE EXCEPTION 'once' USING ERRCODE = '40001'; END IF; "
-            "RETURN NULL; END $$"
-        )
-        cursor.execute(
-            "CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON tests_entry DEFERRABLE INITIALLY DEFERRED "
-            "FOR EACH ROW EXECUTE FUNCTION refuse()"
-        )
-    serve(view=phased(respond))
-    try:
-        with connection.execute_wrapper(repeat):
-            first = sender.send()
-        assert first.status_code == 500
-        assert Entry.objects.count() == IdempotencyKey.objects.finished().count()
-        assert sender.send().status_code == 201
-        assert Entry.objects.count() == 1
-    finally:
-        with connection.cursor() as cursor:
-            cursor.execute("DROP FUNCTION refuse CASCADE")
-
-
 @both_kinds
 def test_a_connection_that_the_view_closed_is_a_lost_one(kind: Kind, serve: Serve, sender: Sender) -> None:
     def respond(request: HttpRequest) -> HttpResponseBase:
@@ -569,22 +516,6 @@ def test_a_connection_that_the_view_closed_is_a_lost_one(kind: Kind, serve: Serv
     serve(view=kind(respond))
     assert sender.send().status_code == 503
     assert not Entry.objects.exists()
-
-
-def test_a_wrapper_gets_the_result_and_need_not_return_it(serve: Serve, sender: Sender) -> None:
-    serve(view=plain(lambda request: HttpResponse(status=201)))
-    rows: list[int] = []
-
-    def silent(execute: Any, sql: str, *more: Any) -> None:
-        result = execute(sql, *more)
-        if "idempotency_idempotencykey" in sql:
-            rows.append(result.rows)
-
-    connection.ensure_connection()
-    sender.send(key="before")
-    with connection.execute_wrapper(silent):
-        assert sender.send().status_code == 201
-    assert rows == [1, 1]
 
 
 def test_a_statement_in_autocommit_that_the_server_has_lost_is_sent_again(serve: Serve, sender: Sender) -> None:
