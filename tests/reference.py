@@ -192,7 +192,7 @@ def _command(name: str, command: Any) -> str:
         if isinstance(action, argparse._SubParsersAction):
             about = {choice.dest: choice.help for choice in action._choices_actions}
             for word, inner in action.choices.items():
-                parts.append(f"`staged_jobs {word}`: {about[word]}")
+                parts.append(f"`{name} {word}`: {about[word]}")
                 parts.append(_table(("option", "meaning"), list(_options(inner))))
     options = list(_options(parser))
     if options:

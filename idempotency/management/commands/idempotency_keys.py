@@ -1,0 +1,217 @@
+"""``manage.py idempotency_keys``: list keys, show one, and intervene as in the admin."""
+
+import argparse
+import getpass
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from django.contrib.auth import get_user_model
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.serializers.json import DjangoJSONEncoder
+from django.http import HttpResponse
+
+from idempotency import interventions
+from idempotency._states import IdempotencyKeyQuerySet, KeyState, before_now
+from idempotency._text import escaped
+from idempotency.management.passes import add_database_argument, exit_1_explained, whole_number
+from idempotency.models import ForeignCall, IdempotencyKey
+
+_STATES = {state.value.replace(" ", "-"): state for state in KeyState}
+#: The fields that ``show`` prints. The key, the seed, the token, the headers and the bodies are secrets.
+_SHOWN = (
+    "pk", "scope", "user_id", "request_method", "request_path", "remote_addr", "recovery_point", "attempts",
+    "completer_attempts", "created_at", "last_run_at", "next_run_at", "locked_at", "stuck_at", "stuck_code", "stuck_reason",
+    "last_error", "acknowledged_at", "handed_back_at", "refused_at", "finished_at", "response_code", "history",
+)  # fmt: skip
+#: Each action: its help, the word of its result, and the function of ``interventions``.
+_ACTIONS: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "complete": ("Run requests now, each from its last recovery point.", "completed", interventions.complete_now),
+    "answer": ("Finish keys with a response of yours, which each retry then gets.", "answered", interventions.answer),
+    "release": ("Release the locks of keys, as if their leases had ended.", "released", interventions.release_lock),
+    "hand-back": ("Hand keys back to the completer.", "handed back", interventions.hand_back),
+    "acknowledge": ("Take stuck keys off the list of keys for review.", "acknowledged", interventions.acknowledge),
+}
+
+
+class Command(BaseCommand):
+    help = (
+        "List idempotency keys, those for manual review first (list), show one (show), or intervene: complete, answer, "
+        "release, hand-back and acknowledge do what the buttons of the admin do. The output contains no secret of a client. "
+        "Exit status: 0 if done; 1 if the database cannot be reached, a key is missing, or a key was not changed, because a "
+        "run or another operator has changed it, or its state does not permit the action; 2 for wrong usage."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        common = argparse.ArgumentParser(add_help=False)
+        add_database_argument(common)
+        actions = parser.add_subparsers(dest="action", required=True, parser_class=argparse.ArgumentParser)
+        listing = actions.add_parser(
+            "list", parents=[common, _filters()], help="Print a line for each key: id, state, code, method, path, error."
+        )
+        listing.add_argument(
+            "--limit", type=whole_number, default=100, metavar="N", help="Maximum number of lines (default: %(default)s)."
+        )
+        listing.add_argument("--json", action="store_true", help="Print a JSON array of objects.")
+        shown = actions.add_parser("show", parents=[common], help="Print what is known of one key, and its calls.")
+        shown.add_argument("ids", nargs=1, type=int, metavar="ID", help="The id of the key.")
+        shown.add_argument("--json", action="store_true", help="Print a JSON object.")
+        for name, (text, _, _) in _ACTIONS.items():
+            action = actions.add_parser(name, parents=[common, _filters()], help=text)
+            action.add_argument("ids", nargs="*", default=[], type=int, metavar="ID", help="The ids of the keys.")
+            action.add_argument("--all", action="store_true", help="All keys that the filters select, instead of ids.")
+            action.add_argument("--yes", action="store_true", help="Do not ask for a confirmation.")
+            action.add_argument("--by", metavar="NAME", help="Your name, for the history (default: that of the system user).")
+            action.add_argument("--note", default="", metavar="TEXT", help="Your finding, for the history.")
+            if name == "answer":
+                action.add_argument("--status", type=int, required=True, metavar="CODE", help="The status: a 2xx or a 4xx.")
+                action.add_argument("--body", default="", metavar="TEXT", help="The body; @FILE reads it from a file.")
+                action.add_argument(
+                    "--content-type", default="application/json", metavar="TYPE", help="Its type (default: %(default)s)."
+                )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        with exit_1_explained("idempotency_keys", options["database"]):
+            run = {"list": self._list, "show": self._show}.get(options["action"], self._intervene)
+            run(IdempotencyKeyQuerySet(IdempotencyKey, using=options["database"]), options)
+
+    def _list(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> None:
+        found = list(_filtered(keys, options)[: options["limit"]])
+        if options["json"]:
+            self.stdout.write(_json([_described(key) for key in found]))
+            return
+        for key in found:
+            self.stdout.write(_line(key))
+
+    def _show(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> None:
+        (key,) = self._chosen(keys, options)
+        calls = ForeignCall.objects.using(options["database"]).filter(key_id=key.pk).order_by("started_at")
+        described = _described(key) | {"calls": list(calls.values("name", "started_at", "recorded_at"))}
+        if options["json"]:
+            self.stdout.write(_json(described))
+            return
+        for name, value in described.items():
+            if value not in (None, "", []):
+                self.stdout.write(f"{name}: {escaped(value if isinstance(value, str) else _json(value))}")
+
+    def _intervene(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> None:
+        text, done, act = _ACTIONS[options["action"]]
+        response = _response(options) if options["action"] == "answer" else None
+        chosen = self._chosen(keys, options)
+        self._confirm(text, chosen, options)
+        changed = sum(self._act(act, key, response, options) for key in chosen)
+        self.stdout.write(f"idempotency_keys: {changed} {done}")
+        if left := len(chosen) - changed:
+            raise CommandError(
+                f"idempotency_keys: {left} not changed: a run or another operator has changed them, or their state does not "
+                f"permit the action (see idempotency_keys show).",
+                returncode=1,
+            )
+
+    def _act(
+        self, act: Callable[..., Any], key: IdempotencyKey, response: HttpResponse | None, options: dict[str, Any]
+    ) -> bool:
+        using = options["database"]
+        act = partial(act, at=key.recovery_point, note=options["note"], using=using, by=options["by"] or _system_user())
+        if response is not None:
+            return bool(act(key.pk, key.claim_token, response, calls=interventions.calls_of(key.pk, using=using)))
+        result = act(key.pk, key.claim_token)
+        if isinstance(result, str):  # that of a run
+            self.stdout.write(f"{key.pk}: {result}")
+        return bool(result)
+
+    def _chosen(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> list[IdempotencyKey]:
+        """Return the keys of the action. Raises CommandError if an id is unknown, and for neither or both of ids and --all."""
+        ids = options["ids"]
+        if bool(ids) == bool(options.get("all")):
+            raise CommandError("Give the ids of the keys, or --all with filters.", returncode=2)
+        if not ids:
+            return list(_filtered(keys, options))
+        if any(options.get(name) is not None for name in ("state", "code", "path", "user", "min_age")):
+            raise CommandError("Filters select keys for --all; they do not apply to ids.", returncode=2)
+        found = list(keys.with_state().filter(pk__in=ids).order_by("pk"))
+        if missing := set(ids) - {key.pk for key in found}:
+            raise CommandError(f"idempotency_keys: no key has the id {min(missing)}.", returncode=1)
+        return found
+
+    def _confirm(self, text: str, chosen: list[IdempotencyKey], options: dict[str, Any]) -> None:
+        """Ask before anything changes. Raises CommandError if the answer is no, or if nobody can answer."""
+        if options["yes"] or not chosen:
+            return
+        if not sys.stdin.isatty():
+            raise CommandError("idempotency_keys: this is no terminal: confirm with --yes.", returncode=2)
+        for key in chosen[:20]:
+            self.stdout.write(_line(key))
+        if len(chosen) > 20:
+            self.stdout.write(f"... and {len(chosen) - 20} more")
+        if input(f"{text} {len(chosen)} in all. Continue? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise CommandError("idempotency_keys: nothing was changed.", returncode=1)
+
+
+def _filters() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    filters = parser.add_argument_group("filters")
+    filters.add_argument("--state", choices=tuple(_STATES), help="The state of the keys.")
+    filters.add_argument("--code", help="The stuck code.")
+    filters.add_argument("--path", metavar="TEXT", help="A part of the path.")
+    filters.add_argument("--user", metavar="NAME", help="The user name, or the primary key of the user.")
+    filters.add_argument("--min-age", type=int, metavar="SECONDS", help="Keys that were created longer ago.")
+    return parser
+
+
+def _filtered(keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> IdempotencyKeyQuerySet:
+    """Return the keys that the filters select, each with its state, those for manual review first."""
+    if options["state"]:
+        keys = keys.in_state(_STATES[options["state"]])
+    if options["code"]:
+        keys = keys.filter(stuck_code=options["code"])
+    if options["path"]:
+        keys = keys.filter(request_path__contains=options["path"])
+    if options["user"] is not None:
+        keys = keys.filter(user_id=_user(options["user"]))
+    if options["min_age"]:
+        keys = keys.filter(created_at__lt=before_now(options["min_age"]))
+    return keys.with_state().order_by("stuck_at", "created_at", "pk")
+
+
+def _user(name: str) -> Any:
+    """Return the primary key of the user. Raises CommandError if there is no such user."""
+    model = get_user_model()
+    pk = model._default_manager.filter(**{model.USERNAME_FIELD: name}).values_list("pk", flat=True).first()
+    try:
+        return pk if pk is not None else model._meta.pk.to_python(name)
+    except Exception:
+        raise CommandError(f"idempotency_keys: no user is named {name!r}.", returncode=1) from None
+
+
+def _response(options: dict[str, Any]) -> HttpResponse:
+    body = options["body"]
+    content = Path(body[1:]).read_bytes() if body.startswith("@") else body.encode()
+    response = HttpResponse(content, status=options["status"], content_type=options["content_type"])
+    if problem := interventions.answer_problem(response):
+        raise CommandError(f"idempotency_keys: {problem}", returncode=2)
+    return response
+
+
+def _system_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without an entry for its user
+        return "unknown"
+
+
+def _described(key: IdempotencyKey) -> dict[str, Any]:
+    return {"id": key.pk, "state": key.state} | {name: getattr(key, name) for name in _SHOWN[1:]}  # type: ignore[attr-defined]
+
+
+def _line(key: IdempotencyKey) -> str:
+    path, error = key.request_path[:120], " ".join((key.stuck_reason or key.last_error).split())[:120]
+    shown = (str(key.pk), key.state, key.stuck_code, key.request_method, path, error)  # type: ignore[attr-defined]
+    return escaped("  ".join(filter(None, shown)))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, cls=DjangoJSONEncoder)

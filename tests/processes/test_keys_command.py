@@ -1,0 +1,191 @@
+"""``manage.py idempotency_keys``: what an operator without the admin sees and does."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+from django.http import HttpResponse
+from django.utils import timezone
+
+from idempotency.models import ForeignCall, IdempotencyKey
+from tests.factories import IdempotencyKeyFactory, UserFactory
+from tests.kit.commands import environment
+from tests.kit.serving import Sender
+from tests.kit.views import two_phases
+from tests.models import Entry
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+SECRETS = {
+    "idempotency_key": "raw-key-of-the-client",
+    "request_body": b"body-of-the-client",
+    "request_headers": {"X-Api": "header-of-the-client"},
+    "response_body": b"answer-to-the-client",
+}
+
+
+def stuck(code: str = "view_gave_up", **fields: Any) -> IdempotencyKey:
+    """Return a key that waits for manual review."""
+    return IdempotencyKeyFactory(stuck_at=timezone.now(), stuck_code=code, stuck_reason="it gave up", **fields)
+
+
+def run(*words: Any) -> None:
+    call_command("idempotency_keys", *map(str, words))
+
+
+def test_the_list_has_the_keys_for_review_first(capsys: Any) -> None:
+    waiting, waits_for_review = IdempotencyKeyFactory(), stuck()
+    run("list")
+    assert capsys.readouterr().out.splitlines() == [
+        f"{waits_for_review.pk}  stuck  view_gave_up  POST  /rides  it gave up",
+        f"{waiting.pk}  waiting for a retry  POST  /rides",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--state", "stuck", "--code", "view_gave_up"),
+        ("--path", "pay"),
+        ("--user", "jane"),
+        ("--min-age", "3600"),
+        ("--limit", "1"),
+    ],
+)
+def test_filters_select_keys(words: tuple[str, ...], capsys: Any) -> None:
+    user = UserFactory(username="jane", email="jane@example.com")
+    key = stuck(request_path="/pay/?n=1", user=user, created_at=timezone.now() - timedelta(hours=2))
+    IdempotencyKeyFactory(user=UserFactory())
+    words = tuple("jane@example.com" if word == "jane" and type(user).USERNAME_FIELD == "email" else word for word in words)
+    run("list", "--json", *words)
+    assert [row["id"] for row in json.loads(capsys.readouterr().out)] == [key.pk]
+
+
+def test_no_output_has_a_secret_of_the_client(capsys: Any) -> None:
+    fields = SECRETS | {
+        "response_code": 201,
+        "response_headers": {},
+        "finished_at": timezone.now(),
+        "recovery_point": "finished",
+    }
+    key = IdempotencyKeyFactory(**fields)
+    ForeignCall.objects.create(key=key, name="bank", token=key.seed and "0" * 32, result={"card": "result-of-the-bank"})
+    for words in (("list",), ("list", "--json"), ("show", key.pk), ("show", key.pk, "--json")):
+        run(*words)
+        said = capsys.readouterr().out
+        assert str(key.pk) in said
+        assert not [word for word in ("-of-the-client", "answer-to", "result-of", bytes(key.seed).hex()) if word in said]
+
+
+def test_show_names_the_calls_of_a_key(capsys: Any) -> None:
+    key = stuck("call_in_doubt")
+    ForeignCall.objects.create(key=key, name="bank", token="0" * 32)
+    run("show", key.pk, "--json")
+    described = json.loads(capsys.readouterr().out)
+    assert (described["state"], described["stuck_code"]) == ("stuck", "call_in_doubt")
+    assert [call["name"] for call in described["calls"]] == ["bank"]
+
+
+def test_an_answer_is_what_each_retry_gets(serve: Any, sender: Sender, capsys: Any) -> None:
+    def fail() -> None:
+        raise OSError("The supplier is down")
+
+    serve(view=two_phases(lambda request: Entry.objects.create(name="ordered"), lambda request: None, call=fail))
+    assert sender.send().status_code == 500
+    key = IdempotencyKey.objects.get()
+    run("answer", key.pk, "--status", 422, "--body", '{"sold": "out"}', "--by", "ann", "--note", "T-7", "--yes")
+    assert capsys.readouterr().out == "idempotency_keys: 1 answered\n"
+    retry = sender.send()
+    assert (retry.status_code, retry.json(), retry["Content-Type"]) == (422, {"sold": "out"}, "application/json")
+    key.refresh_from_db()
+    assert "ann" in json.dumps(key.history)
+    assert "T-7" in json.dumps(key.history)
+
+
+def test_a_request_is_completed_in_the_process_of_the_command(serve: Any, sender: Sender, capsys: Any) -> None:
+    outcomes = [OSError("The supplier is down")]
+
+    def call() -> None:
+        if outcomes:
+            raise outcomes.pop()
+
+    serve(view=two_phases(lambda request: Entry.objects.create(name="ordered"), lambda request: HttpResponse("ok"), call=call))
+    assert sender.send().status_code == 500
+    key = IdempotencyKey.objects.get()
+    run("complete", key.pk, "--yes")
+    assert capsys.readouterr().out == f"{key.pk}: finished\nidempotency_keys: 1 completed\n"
+    assert (sender.send().content, Entry.objects.count()) == (b"ok", 1)
+
+
+@pytest.mark.parametrize(
+    ("action", "changed"),
+    [
+        ("release", {"locked_at": None}),
+        ("hand-back", {"stuck_code": ""}),
+        ("acknowledge", {"stuck_code": "view_gave_up"}),
+    ],
+)
+def test_each_action_changes_what_the_button_changes(action: str, changed: dict[str, Any], capsys: Any) -> None:
+    key = stuck() if action != "release" else IdempotencyKeyFactory(claim_token="0" * 32, locked_at=timezone.now())
+    run(action, key.pk, "--yes")
+    key.refresh_from_db()
+    assert {name: getattr(key, name) for name in changed} == changed
+    assert (key.acknowledged_at is not None) == (action == "acknowledge")
+
+
+def test_all_takes_the_keys_of_the_filters_only(capsys: Any) -> None:
+    taken, left = [stuck() for _ in range(3)], stuck("user_missing")
+    run("acknowledge", "--all", "--code", "view_gave_up", "--yes")
+    assert capsys.readouterr().out == "idempotency_keys: 3 acknowledged\n"
+    assert list(IdempotencyKey.objects.acknowledged().order_by("pk")) == taken
+    assert list(IdempotencyKey.objects.stuck()) == [left]
+
+
+def test_a_key_whose_state_does_not_permit_the_action_is_counted_and_exits_1(capsys: Any) -> None:
+    key, finished = stuck(), IdempotencyKeyFactory(finished=True)
+    with pytest.raises(CommandError) as caught:
+        run("acknowledge", key.pk, finished.pk, "--yes")
+    assert caught.value.returncode == 1
+    assert capsys.readouterr().out == "idempotency_keys: 1 acknowledged\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (("acknowledge",), 2),
+        (("acknowledge", "PK", "--all"), 2),
+        (("acknowledge", "PK", "--code", "view_gave_up", "--yes"), 2),
+        (("acknowledge", "PK"), 2),  # It asks, and the tests have no terminal.
+        (("acknowledge", "999999999", "--yes"), 1),
+        (("show", "999999999"), 1),
+        (("answer", "PK", "--status", "503", "--yes"), 2),
+        (("list", "--user", "nobody"), 1),
+    ],
+)
+def test_mistakes_change_nothing(words: tuple[str, ...], status: int, capsys: Any) -> None:
+    key = stuck()
+    with pytest.raises(CommandError) as caught:
+        run(*(key.pk if word == "PK" else word for word in words))
+    assert caught.value.returncode == status
+    assert list(IdempotencyKey.objects.stuck()) == [key]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("typed", "left"), [(b"y\n", 0), (b"\n", 1)])
+def test_it_asks_on_a_terminal_before_it_acts(typed: bytes, left: int) -> None:
+    stuck()
+    leader, terminal = pty.openpty()
+    command = [sys.executable, "-m", "django", "idempotency_keys", "acknowledge", "--all"]
+    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, env=environment()) as process:
+        os.write(leader, typed)
+        process.communicate(timeout=60)
+    os.close(leader)
+    os.close(terminal)
+    assert (process.returncode, IdempotencyKey.objects.stuck().count()) == (1 if left else 0, left)
