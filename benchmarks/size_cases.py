@@ -22,6 +22,7 @@ from django.test import RequestFactory, override_settings
 from django.urls import path, resolve
 
 from benchmarks import views
+from idempotency._hidden import Hidden
 from idempotency._request import stored_request
 from idempotency._store import claims
 from idempotency._store.claims import ClaimedRequest
@@ -142,7 +143,7 @@ def answered(request: HttpRequest, view: views.View, *, replayed: bool = False) 
 
 
 def _captured(request: HttpRequest, scope: str, key: str, view: Any) -> ClaimedRequest:
-    return stored_request.capture(request, scope, key, view.idempotency, view="", framework=False)
+    return stored_request.capture(request, scope, Hidden(key), view.idempotency, view="", framework=False)
 
 
 def claim(alias: str, keys: int) -> float:

@@ -87,9 +87,9 @@ class ClaimedKey(models.Model):
         """
         if self.begin_call is None:
             raise RuntimeError(_NOT_PHASED)
-        downstream_key = self.derive(name, valid_seconds)
+        self.derive(name, valid_seconds)  # Raises before the call is recorded.
         self.begin_call(name)
-        yield downstream_key
+        yield self.derive(name)  # No local variable has it during the call.
 
     def phases(self) -> Iterator[str]:
         """Yield the recovery point to continue from, until the key is finished."""

@@ -111,18 +111,20 @@ def _protected(view: View, options: Options) -> View:
     @wraps(view)
     def protected(*args: Any, **kwargs: Any) -> Any:
         call = Call.of(view, args, kwargs)
+        del args, kwargs  # They may be parts of the body; see idempotency._hidden.
         if getattr(call.owner, "view_is_async", False) and not iscoroutinefunction(view):
             # Such a dispatch() is a plain function that returns an awaitable.
-            return protected_async(*args, **kwargs)
+            return protected_async(*call.args, **call.kwargs)
         with outside_of_atomic_requests(call.request, options):
             return answer_request(call, options)
 
     @wraps(view)
     async def protected_async(*args: Any, **kwargs: Any) -> HttpResponseBase:
         call = Call.of(view, args, kwargs)
+        del args, kwargs
         if call.request.method in SAFE_METHODS:
             call.request.idempotency_key = None  # type: ignore[attr-defined]
-            return await view(*args, **kwargs)  # type: ignore[no-any-return]
+            return await view(*call.args, **call.kwargs)  # type: ignore[no-any-return]
         # The transaction belongs to the thread of the request. That thread runs the view on the event loop.
         if options.recovery_points is None:
             return await sync_to_async(answer_request)(call, options)

@@ -200,13 +200,12 @@ def foreign_call(key: IdempotencyKey, name: str) -> Iterator[MadeCall]:
     """
     run = run_of(key)
     run.refuse_repeated_call(name)
-    token = cast(UUID, key.fence)
-    calls = ForeignCall.objects.using(run.using)
     with durable_transaction(None, using=run.using):
         fence.renew(key, using=run.using)
         # The renewal locks the row of the key, so no other run writes this call meanwhile.
+        calls = ForeignCall.objects.using(run.using)
         begun = calls.filter(key_id=key.pk, name=name).first()
-        row = begun or calls.create(key_id=key.pk, name=name, token=token)
+        row = begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
     run.note_begun()
     call = MadeCall(row)
     if not call.due:  # An earlier run has recorded it, perhaps late.

@@ -6,11 +6,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 import redis
 from django.conf import settings
+from pytest_django import Settings
 
 from rides_demo.processes.embedded import Postgres, Redis
 from rides_demo.processes.process import ProcessError
@@ -18,6 +20,9 @@ from tests.kit import debian, pgbouncer, tables, tiers
 from tests.kit.packages import built  # noqa: F401 - a fixture
 from tests.kit.servers import HastyPostgres
 from tests.kit.serving import sender, serve  # noqa: F401 - fixtures
+
+if TYPE_CHECKING:
+    from tests.kit.frames import Planted
 
 POSTGRES = pytest.StashKey[Postgres]()
 UNMERGED = os.environ.get("RIDES_TEST_UNMERGED") == "1"
@@ -172,6 +177,14 @@ def broker(redis_server: Redis | None) -> Iterator["redis.Redis"]:
     with redis.Redis.from_url(settings.REDIS_URL) as connection:
         connection.flushdb()
         yield connection
+
+
+@pytest.fixture
+def planted(settings: Settings) -> "Planted":
+    """Return secrets that no report of an error may show; those of the settings are set."""
+    from tests.kit.frames import plant  # models cannot be imported when pytest collects its fixtures
+
+    return plant(settings)
 
 
 @pytest.fixture

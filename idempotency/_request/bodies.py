@@ -12,6 +12,7 @@ from django.core.handlers.wsgi import LimitedStream
 from django.http import HttpRequest, QueryDict, RawPostDataException
 from django.utils.datastructures import ImmutableList
 
+from idempotency._hidden import Hidden
 from idempotency._request import problems
 from idempotency._request.fingerprint import content_length, is_multipart, is_parsed, readable
 
@@ -19,7 +20,7 @@ FORM = "application/x-www-form-urlencoded"
 _FILE = re.compile(rb"filename", re.IGNORECASE)
 
 
-def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[bytes | None, str]:
+def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[bytes | None], str]:
     """Return the body to store and its content type. Of a multipart request the fields are stored as a form, but with files
     nothing. For a ``framework`` the body is stored as it came, if it is in memory."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
@@ -28,26 +29,28 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[bytes | Non
     if framework and is_multipart(request) and not request._read_started:  # type: ignore[attr-defined]
         parse(request)  # A view of Django REST framework takes these fields, whatever the method.
     if not (is_multipart(request) and is_parsed(request)):
-        body = request.body
+        body: Hidden[bytes | None] = Hidden(request.body)
         _refuse_cut_body(request, stream, was_read)
-        with_file = is_multipart(request) and _FILE.search(body)
-        return (None if with_file else body), content_type
-    whole = getattr(request, "_body", None)
-    if whole is None and request._read_started and not isinstance(getattr(request, "_post", None), QueryDict):  # type: ignore[attr-defined]
+        if is_multipart(request) and _FILE.search(request.body):
+            body.value = None
+        return body, content_type
+    # Code of the project runs below: the upload handlers.
+    whole: Hidden[bytes | None] = Hidden(getattr(request, "_body", None))
+    if whole.value is None and request._read_started and not isinstance(getattr(request, "_post", None), QueryDict):  # type: ignore[attr-defined]
         raise RawPostDataException(
             "The body was read as a stream before @idempotent could compare it. Code outside @idempotent must read "
             "request.body or request.POST instead."
         )
-    if whole is not None and not hasattr(request, "_post"):
+    if whole.value is not None and not hasattr(request, "_post"):
         # The parsers of the view use the upload handlers again, and these may count.
         handlers: Any = ImmutableList(map(copy, request.upload_handlers))
         parse(request)
         request._upload_handlers = handlers  # type: ignore[attr-defined]
-    fields = readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode())
+    fields: Hidden[bytes | None] = Hidden(readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode()))
     _refuse_cut_body(request, stream, was_read)
     if request.FILES:
-        return None, content_type
-    if framework and whole is not None and not _FILE.search(whole):  # A handler may skip a file.
+        return Hidden(None), content_type
+    if framework and whole.value is not None and not _FILE.search(whole.value):  # A handler may skip a file.
         return whole, content_type
     return fields, FORM
 

@@ -9,6 +9,7 @@ from django.db.utils import Error
 from django.http import HttpResponseBase
 
 from idempotency import conf, scopes, signals
+from idempotency._hidden import Hidden
 from idempotency._request import bodies, key_header, problems, stored_request
 from idempotency._request.options import Options
 from idempotency._request.phased import run_claimed, run_phased
@@ -43,16 +44,17 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
             bodies.read_into_memory(request)
         if not _applies(call, options):
             return _unprotected(call)
-        value = key_header.key_of(request, call.seen_request, options.key_from)
-        if value is not None:
-            return _announced(call, options, value)
+        key = key_header.key_of(request, call.seen_request, options.key_from)
+        if key is not None:
+            return _announced(call, options, key)
         if options.required:
             raise problems.key_missing()
         if (refusal := _refusal(call, options)) is not None:
             return refusal
         return _unprotected(call)
     except Problem as problem:
-        return problem.response(request)
+        # The frames of its traceback hold what the client sent, and the renderer may raise.
+        return problem.with_traceback(None).response(request)
 
 
 def _applies(call: Call, options: Options) -> bool:
@@ -76,7 +78,7 @@ def _unprotected(call: Call) -> HttpResponseBase:
         return call()  # type: ignore[no-any-return]
 
 
-def _protected(call: Call, options: Options, value: str) -> HttpResponseBase:
+def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
     request, using = call.request, options.alias(call.request)
     with _reachable(using, options):
         if not (scope := scopes.scope_of(call.seen_request, options.scope)):
@@ -84,16 +86,16 @@ def _protected(call: Call, options: Options, value: str) -> HttpResponseBase:
         if (refusal := _refusal(call, options)) is not None:
             return refusal
         framework = call.seen_request is not request
-        captured = stored_request.capture(request, scope, value, options, view=call.name, framework=framework)
+        captured = stored_request.capture(request, scope, key, options, view=call.name, framework=framework)
         run = run_plain if options.recovery_points is None else run_phased
         return run(call, options, captured, using=using)
 
 
-def _announced(call: Call, options: Options, value: str) -> HttpResponseBase:
+def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
     """Run a protected request, and send ``request_answered`` with the outcome of the request and its time."""
     start, outcome = time.monotonic(), RequestOutcome.FAILED
     try:
-        response = _protected(call, options, value)
+        response = _protected(call, options, key)
         if response.status_code < 500:
             outcome = RequestOutcome.REPLAYED if conf.get().REPLAYED_HEADER in response else RequestOutcome.RAN
         return response
@@ -108,10 +110,10 @@ def _announced(call: Call, options: Options, value: str) -> HttpResponseBase:
         raise
     finally:
         seconds = time.monotonic() - start
-        key = call.request.idempotency_key  # type: ignore[attr-defined]
+        claimed = call.request.idempotency_key  # type: ignore[attr-defined]
         # Only the work of a run can still be rolled back, with an outer transaction.
-        emit = events.emit if key is None or outcome is not RequestOutcome.RAN else events.emit_committed
-        emit(signals.request_answered, key, call.request, outcome=outcome, seconds=seconds)
+        emit = events.emit if claimed is None or outcome is not RequestOutcome.RAN else events.emit_committed
+        emit(signals.request_answered, claimed, call.request, outcome=outcome, seconds=seconds)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from decimal import Decimal
 from io import BytesIO
 from operator import itemgetter
@@ -31,6 +31,7 @@ from django.http.multipartparser import MultiPartParser
 from django.utils.datastructures import MultiValueDict
 from django.utils.encoding import escape_uri_path, force_bytes, force_str
 
+from idempotency._hidden import Hidden
 from idempotency._store.advisory_locks import way_of
 
 #: The version of new fingerprints. A change of the computation needs a new number.
@@ -53,49 +54,54 @@ class _NotByValue(ValueError):
     """This JSON text cannot be compared by value without losing information."""
 
 
-def fingerprint(request: HttpRequest, body: bytes | None, secret: str | bytes | None = None, *, by_host: bool = False) -> str:
+def fingerprint(request: HttpRequest, body: Hidden[bytes | None], *, keyed: bool = False, by_host: bool = False) -> str:
     """Return the fingerprint of a request with this body; a multipart request is compared by its parsed parts.
 
-    With a ``secret`` it is keyed, so that values cannot be guessed from it.
+    If it is ``keyed``, with the SECRET_KEY, values cannot be guessed from it.
     Raises BadRequest for a multipart body in an unreadable charset.
     """
-    way = f"v{VERSION}{'h' * by_host}{'' if secret is None else f'k{_name(secret)}'}"
-    return _made(way, request, body, secret, by_host=by_host)
+    way = f"v{VERSION}{'h' * by_host}{f'k{_name(settings.SECRET_KEY)}' if keyed else ''}"
+    return _made(way, request, body, by_host=by_host)
 
 
-def made_alike(stored: str, request: HttpRequest, body: bytes | None, secrets: Sequence[str | bytes]) -> str | None:
-    """Return the fingerprint of a request, made in the way of a stored one; None if its version or secret is unknown. The
-    argument ``secrets`` has the current secret and former ones."""
+def made_alike(stored: str, request: HttpRequest, body: Hidden[bytes | None]) -> str | None:
+    """Return the fingerprint of a request, made in the way of a stored one. Return None if its version is unknown, or if its
+    secret is neither SECRET_KEY nor in SECRET_KEY_FALLBACKS."""
     way = way_of(stored)
-    if (found := _WAY.fullmatch(way)) is None:
+    if (found := _WAY.fullmatch(way)) is None or (found["secret"] and found["secret"] not in map(_name, _secrets())):
         return None
-    secret = next((each for each in secrets if _name(each) == found["secret"]), None)
-    if found["secret"] is not None and secret is None:
-        return None
-    return _made(way, request, body, secret, by_host=bool(found["host"]))
+    return _made(way, request, body, by_host=bool(found["host"]))
 
 
-def _made(way: str, request: HttpRequest, body: bytes | None, secret: str | bytes | None, *, by_host: bool) -> str:
-    kind, content = _content(request, body)
-    parts = [(request.method or "").encode(), target(request).encode(), kind, content]
+def _made(way: str, request: HttpRequest, body: Hidden[bytes | None], *, by_host: bool) -> str:
+    place = []
     if urlconf := chosen_urlconf(request):
-        parts.append(b"urlconf " + urlconf.encode())
+        place.append(b"urlconf " + urlconf.encode())
     if by_host:
-        parts += [b"host " + host_of(request).lower().encode(), request.META.get("SCRIPT_NAME", "").encode()]
-    digest = hashlib.sha256() if secret is None else hmac.new(_key(secret), digestmod=hashlib.sha256)
+        place += [b"host " + host_of(request).lower().encode(), request.META.get("SCRIPT_NAME", "").encode()]
+    parts = [(request.method or "").encode(), target(request).encode(), *_content(request, body), *place]
+    digest = _empty_digest(way.partition("k")[2])
     for part in parts:
         digest.update(b"%d:" % len(part))
         digest.update(part)
     return f"{way}:{digest.hexdigest()}"
 
 
+def _empty_digest(name: str) -> Any:
+    """Return a digest that is keyed with the secret of this name, or is not keyed if the name is empty."""
+    if not name:
+        return hashlib.sha256()
+    secret = next(each for each in _secrets() if _name(each) == name)
+    return hmac.new(hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest(), digestmod=hashlib.sha256)
+
+
+def _secrets() -> list[str | bytes]:
+    return [settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
+
+
 def _name(secret: str | bytes) -> str:
     """Return an id of a secret that does not reveal it."""
     return hashlib.sha256(b"idempotency.fingerprint.name" + force_bytes(secret)).hexdigest()[:8]
-
-
-def _key(secret: str | bytes) -> bytes:
-    return hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest()
 
 
 def target(request: HttpRequest) -> str:
@@ -147,11 +153,13 @@ def is_parsed(request: HttpRequest) -> bool:
     return request.method == "POST" or bool(fields or getattr(request, "_files", None))
 
 
-def _content(request: HttpRequest, body: bytes | None) -> tuple[bytes, bytes]:
+def _content(request: HttpRequest, body: Hidden[bytes | None]) -> tuple[bytes, bytes]:
     if is_multipart(request):
         return b"multipart", _multipart(request)
-    body = body or b""
-    content_type = request.content_type or ""
+    return _content_of_body(request.content_type or "", body.value or b"")
+
+
+def _content_of_body(content_type: str, body: bytes) -> tuple[bytes, bytes]:
     if content_type == "application/json" or content_type.endswith("+json"):
         try:
             return b"json", _canonical_json(body)
@@ -210,31 +218,38 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _multipart(request: HttpRequest) -> bytes:
     """Return the sorted fields and files, each file by its hash. The files are rewound."""
-    fields, files = _parts(request)
-    whole = vars(request).get("_body")
-    if whole is not None and any("\ufffd" in text for name, values in fields.lists() for text in (name, *values)):
-        # Not text in this charset. A parser of the view may tell such bytes apart.
-        fields, files = readable(MultiPartParser(request.META, BytesIO(whole), _handlers(request), "latin-1").parse)
-    counting = [pair for pair in fields.lists() if pair[0] != _CSRF_FIELD]
-    named = sorted(files.lists(), key=itemgetter(0))
-    return json.dumps(
-        [
-            sorted(counting, key=itemgetter(0)),
-            [[name, [_file(file) for file in of_name]] for name, of_name in named],
-        ]
-    ).encode()
+    # Code of the project runs here: the upload handlers, and the files that they make.
+    parts = _parts(request)
+    if "_body" in vars(request) and _has_unreadable_text(parts.value[0]):
+        # A parser of the view may tell such bytes apart.
+        parts = _parsed(request, "latin-1")
+    files = Hidden([[name, [_file(file) for file in files]] for name, files in _sorted(parts.value[1])])
+    fields = [pair for pair in _sorted(parts.value[0]) if pair[0] != _CSRF_FIELD]
+    return json.dumps([fields, files.value]).encode()
 
 
-def _parts(request: HttpRequest) -> tuple[QueryDict, "MultiValueDict[str, UploadedFile[Any]]"]:
+_Parts = tuple[QueryDict, "MultiValueDict[str, UploadedFile[Any]]"]
+
+
+def _parts(request: HttpRequest) -> Hidden[_Parts]:
     if is_parsed(request):
-        return request.POST, request.FILES
+        return Hidden((request.POST, request.FILES))
     # Parse a copy, because the view may parse the body itself.
-    encoding = request.encoding or settings.DEFAULT_CHARSET
-    return readable(MultiPartParser(request.META, BytesIO(request.body), _handlers(request), encoding).parse)
+    return _parsed(request, request.encoding or settings.DEFAULT_CHARSET)
 
 
-def _handlers(request: HttpRequest) -> list[Any]:
-    return [load_handler(path, request) for path in settings.FILE_UPLOAD_HANDLERS]
+def _parsed(request: HttpRequest, encoding: str) -> Hidden[_Parts]:
+    handlers = [load_handler(path, request) for path in settings.FILE_UPLOAD_HANDLERS]
+    return Hidden(readable(MultiPartParser(request.META, BytesIO(request.body), handlers, encoding).parse))
+
+
+def _has_unreadable_text(fields: QueryDict) -> bool:
+    """Return whether a field is not text in the charset of the request."""
+    return any("\ufffd" in text for name, values in fields.lists() for text in (name, *values))
+
+
+def _sorted(parts: "MultiValueDict[str, Any]") -> list[tuple[str, list[Any]]]:
+    return sorted(parts.lists(), key=itemgetter(0))
 
 
 def readable(read: Callable[[], Parsed]) -> Parsed:

@@ -15,6 +15,7 @@ from django.core.handlers.wsgi import WSGIRequest
 from django.http import HttpRequest
 from django.utils.functional import LazyObject
 
+from idempotency._hidden import Hidden
 from idempotency._store.events import about
 from idempotency.models import IdempotencyKey
 
@@ -86,19 +87,18 @@ def refuse_keep(names: Sequence[str]) -> None:
             )
 
 
-def kept_values(request: HttpRequest, names: Sequence[str], view: str) -> Kept:
+def kept_values(request: HttpRequest, names: Sequence[str], view: str) -> Hidden[Kept]:
     """Return the values that the request has now; absent ones are left out. Raises TypeError for a value that is not JSON."""
-    kept: Kept = {"request": {}}
+    kept: Hidden[Kept] = Hidden({"request": {}})
     session = getattr(request, "session", None)
     for name in names:
         if not name.startswith(_SESSION):
-            value = _read(request, name)
-            # Only a path leads to an identifier of an object; an attribute must come back with its own type.
-            text = str(value) if isinstance(value, UUID) and "." in name else value
-            kept["request"] |= {name: _json(text, name, view)} if value is not _ABSENT else {}
+            if (value := Hidden(_read(request, name))).value is not _ABSENT:
+                kept.value["request"][name] = _json(value, name, view)
         elif session is not None:
-            key = name.removeprefix(_SESSION)
-            kept.setdefault("session", {}).update({key: _json(session[key], name, view)} if key in session else {})
+            key, of_session = name.removeprefix(_SESSION), Hidden(kept.value.setdefault("session", {}))
+            if key in session:
+                of_session.value[key] = _json(Hidden(session[key]), name, view)
     return kept
 
 
@@ -120,19 +120,24 @@ def _read(request: HttpRequest, path: str) -> Any:
         value = getattr(value, name, _ABSENT)
     if issubclass(type(value), LazyObject):
         _ = value.__class__  # Loads the object behind it.
-        return vars(value)["_wrapped"]
-    return value
+        value = vars(value)["_wrapped"]
+    # Only a path leads to an identifier of an object; an attribute must come back with its own type.
+    return str(value) if isinstance(value, UUID) and "." in path else value
 
 
-def _json(value: Any, name: str, view: str) -> Any:
-    try:
-        copy = json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError):
-        copy = _ABSENT
-    if copy is _ABSENT or copy != value:
-        kind = value.__class__.__name__  # of the wrapped object, not of SimpleLazyObject
+def _json(value: Hidden[Any], name: str, view: str) -> Any:
+    copy = Hidden(_copy(value.value))
+    if copy.value is _ABSENT or copy.value != value.value:
+        kind = value.value.__class__.__name__  # of the wrapped object, not of SimpleLazyObject
         raise TypeError(
             f"The option keep of the view {view} names {name!r}, which is not a JSON value, but of type {kind}. Name an "
             f"identifier in it, such as 'basket.pk', and let PREPARE_REQUEST build the object from it."
         )
-    return copy
+    return copy.value
+
+
+def _copy(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        return _ABSENT

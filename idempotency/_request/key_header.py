@@ -13,6 +13,7 @@ from django.core.exceptions import ValidationError
 from django.http import HttpRequest
 
 from idempotency import conf
+from idempotency._hidden import Hidden
 from idempotency._request import problems
 
 #: "body:NAME", "form:NAME", or a function of the request.
@@ -27,29 +28,35 @@ _QUOTED = re.compile(
 _BARE = re.compile(r"[\x21\x23-\x2b\x2d-\x7e]+")
 
 
-def key_of(request: HttpRequest, seen_request: Any, key_from: KeyFrom | None) -> str | None:
+def key_of(request: HttpRequest, seen_request: Any, key_from: KeyFrom | None) -> Hidden[str] | None:
     """Return the key of the request, or None. A ``key_from`` function gets ``seen_request``, the request of the view. Raises
     Problem ``key_invalid`` for an invalid key or two different ones."""
     limits = conf.get()
-    values = [value for name in limits.HEADER_NAMES if (value := header(request, name)) is not None]
-    found = {_parse(value, strict=limits.STRICT_KEY_SYNTAX) for value in values}
+    found = Hidden(_in_headers(request))
     if key_from is not None:
-        found |= _elsewhere(request, seen_request, key_from)
-    if not found:
+        found.value |= _elsewhere(request, seen_request, key_from)
+    if not found.value:
         return None
-    if len(found) > 1:
+    if len(found.value) > 1:
         raise problems.key_invalid("The request carries two different keys. Send one.")
-    key = found.pop()
-    if not limits.KEY_MIN_LENGTH <= len(key) <= limits.KEY_MAX_LENGTH:
+    key = Hidden(found.value.pop())
+    length = len(key.value)
+    if not limits.KEY_MIN_LENGTH <= length <= limits.KEY_MAX_LENGTH:
         raise problems.key_invalid(
-            f"The key has {len(key)} characters; it must have {limits.KEY_MIN_LENGTH} to {limits.KEY_MAX_LENGTH}."
+            f"The key has {length} characters; it must have {limits.KEY_MIN_LENGTH} to {limits.KEY_MAX_LENGTH}."
         )
     if (validator := limits.KEY_VALIDATOR) is not None:
         try:
-            conf.named(validator)(key)
+            conf.named(validator)(key.value)
         except ValidationError as error:
             raise problems.key_invalid(" ".join(error.messages)) from None
     return key
+
+
+def _in_headers(request: HttpRequest) -> set[str]:
+    limits = conf.get()
+    values = [value for name in limits.HEADER_NAMES if (value := header(request, name)) is not None]
+    return {_parse(value, strict=limits.STRICT_KEY_SYNTAX) for value in values}
 
 
 def header(request: HttpRequest, name: str) -> str | None:

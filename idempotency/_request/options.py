@@ -31,7 +31,7 @@ _MAY_BE_ASYNC = ("on_abandon", "replay_check")
 _MAX_RETENTION_HOURS = 87_600
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Options:
     """The options with types and defaults; ``idempotency.decorators.idempotent`` documents them. Raises ValueError for an
     invalid value."""

@@ -17,7 +17,7 @@ from idempotency.exceptions import CallInDoubt, IdempotencyError, PhaseDidNotAdv
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Completion:
     """A run by the completer: its claimed key and its outcome."""
 

@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
 from asgiref.sync import sync_to_async
-from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import AnonymousUser
 from django.core.exceptions import BadRequest
@@ -23,6 +22,7 @@ from django.http import HttpRequest
 from django.utils.functional import SimpleLazyObject
 
 from idempotency import conf
+from idempotency._hidden import Hidden
 from idempotency._request.bodies import FORM, body_to_store, parse
 from idempotency._request.credentials import without_credentials
 from idempotency._request.fingerprint import (
@@ -88,64 +88,73 @@ def cause_of(stuck: KeyStuck) -> tuple[str, str]:
     return code, reason
 
 
-def capture(request: HttpRequest, scope: str, key: str, options: Options, *, view: str, framework: bool) -> ClaimedRequest:
+def capture(
+    request: HttpRequest, scope: str, key: Hidden[str], options: Options, *, view: str, framework: bool
+) -> ClaimedRequest:
     """Return the parts of the request that a claim stores. The body is read. Raises Problem ``body_incomplete`` for a
     truncated body, and the exceptions of Django for a body that is too large or invalid. If the values of ``keep=`` cannot be
     stored, ``unstorable`` has the error, which names the ``view``: a request that is only answered needs them no more. With
     ``framework``, the view has parsers of its own, as in Django REST framework."""
     body, content_type = body_to_store(request, framework=framework)
-    headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
-    headers |= {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
+    snapshot, unstorable = _kept(request, options, view)
+    user, no_user = user_of(request), is_no_user(request)
     marks = {
-        _NO_USER: "true" if is_no_user(request) else "",
+        _NO_USER: "true" if no_user else "",
         _MULTIPART: "true" if is_multipart(request) and content_type == FORM else "",
         _PARSED: "true" if request.method != "POST" and getattr(request, "_post", None) else "",
         _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
         _URLCONF: chosen_urlconf(request),
     }
-    snapshot, unstorable = _kept(request, options, view)
-    user = user_of(request)
     # An empty body contains no secret, and the completer can run it.
-    kept = body if options.store_body or not body else None
+    is_stored = body.value is not None and (options.store_body or not body.value)
     path, is_cut = without_credentials(target(request))
-    # The completer cannot run a request without its body and its whole query.
-    marks |= {_CREDENTIALS: "true"} if is_cut else {_KEPT: snapshot if kept is not None else ""}
-    # With a secret, parts that are not stored cannot be guessed from the fingerprint.
-    secret = settings.SECRET_KEY if is_cut or not options.store_body else None
     return ClaimedRequest(
         scope=scope,
-        idempotency_key=key,
+        idempotency_key=key.value,
         user_id=user.pk if user is not None else None,
         request_method=(request.method or "")[:20],
         request_path=path,
-        request_body=kept,
+        request_body=body.value if is_stored else None,
         request_content_type=printable(content_type),
-        request_headers=headers | {name: value for name, value in marks.items() if value},
+        request_headers=_client_headers(request)
+        | _given(marks)
+        # The completer cannot run a request without its body and its whole query.
+        | _given({_CREDENTIALS: "true"} if is_cut else {_KEPT: snapshot.value if is_stored else ""}),
         remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
-        request_fingerprint=fingerprint(request, body, secret, by_host=conf.get().FINGERPRINT_HOST),
-        made_alike=partial(
-            made_alike, request=request, body=body, secrets=[settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
+        # Parts that are not stored must not be guessed from the fingerprint.
+        request_fingerprint=fingerprint(
+            request, body, keyed=is_cut or not options.store_body, by_host=conf.get().FINGERPRINT_HOST
         ),
+        made_alike=partial(made_alike, request=request, body=body),
         retention_hours=options.retention_hours,
         unstorable=unstorable,
     )
 
 
-def _kept(request: HttpRequest, options: Options, view: str) -> tuple[str, Exception | None]:
+def _client_headers(request: HttpRequest) -> dict[str, str]:
+    headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
+    return headers | {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
+
+
+def _given(marks: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in marks.items() if value}
+
+
+def _kept(request: HttpRequest, options: Options, view: str) -> tuple[Hidden[str], Exception | None]:
     """Return the values of ``keep=`` as JSON text, empty if there are none, and why they cannot be stored. To read a lazy value
     may raise any exception, for instance if the row behind it was deleted. Raises database errors, after which the client
     retries."""
     if not options.keep:
-        return "", None
+        return Hidden(""), None
     try:
-        text = json.dumps(kept_values(request, options.keep, view))
+        text = Hidden(json.dumps(kept_values(request, options.keep, view).value))
     except Error:
         raise
     except Exception as error:
-        return "", error
-    if len(text) > MAX_KEPT_BYTES:
-        return "", ValueError(
-            f"The values of the option keep of the view {view} have {len(text):,} bytes as JSON; at most {MAX_KEPT_BYTES:,} "
+        return Hidden(""), error
+    if (length := len(text.value)) > MAX_KEPT_BYTES:
+        return Hidden(""), ValueError(
+            f"The values of the option keep of the view {view} have {length:,} bytes as JSON; at most {MAX_KEPT_BYTES:,} "
             f"are stored. Name identifiers, and read the rows again."
         )
     return text, None
@@ -194,12 +203,7 @@ def refuse_partial(key: IdempotencyKey) -> None:
 def rebuild(key: IdempotencyKey) -> HttpRequest:
     """Return the request of a key, without the parts that are not stored. Its user is read at the first access, in the
     database that the router names then."""
-    body, content_type = bytes(key.request_body or b""), key.request_content_type
-    if _MULTIPART in key.request_headers:
-        body, content_type = _multipart(body)
-    request = WSGIRequest(_environ(key, body, content_type))
-    # The body counts as read, because a stream could not serve a second attempt.
-    request._body = body
+    request = _request_of(key)
     if _PARSED in key.request_headers:
         with suppress(BadRequest):  # In a charset that only the parsers of the view can read.
             parse(request)
@@ -211,6 +215,16 @@ def rebuild(key: IdempotencyKey) -> HttpRequest:
     if urlconf := urlconf_of(key):
         request.urlconf = urlconf
     give_back(request, json.loads(key.request_headers.get(_KEPT, "{}")), key)
+    return request
+
+
+def _request_of(key: IdempotencyKey) -> WSGIRequest:
+    body, content_type = bytes(key.request_body or b""), key.request_content_type
+    if _MULTIPART in key.request_headers:
+        body, content_type = _multipart(body)
+    request = WSGIRequest(_environ(key, body, content_type))
+    # The body counts as read, because a stream could not serve a second attempt.
+    request._body = body
     return request
 
 

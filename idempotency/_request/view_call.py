@@ -26,7 +26,7 @@ OUTSIDE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Call:
     view: View
     args: tuple[Any, ...]

@@ -38,7 +38,7 @@ class Outcome(Enum):
     UNKNOWN_POINT = "unknown recovery point"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ClaimedRequest:
     """The columns of a request that a claim stores, to compare a retry with it and to run it again."""
 
@@ -60,7 +60,7 @@ class ClaimedRequest:
     unstorable: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Claim:
     """The result of a claim. While another run holds the key, ``lock_seconds`` is the remaining time of its lock; 1 if that is
     unknown."""
@@ -70,7 +70,7 @@ class Claim:
     lock_seconds: float = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class _Found:
     """The result of a claim statement: the columns of the claimed key, or the existing key with the remaining seconds of its
     lock; and the time before the statement."""

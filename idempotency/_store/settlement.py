@@ -29,7 +29,7 @@ logger = logging.getLogger("idempotency")
 _MAX_DETAIL_LENGTH = 300
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Decision:
     """The decision of an operator about a key, and the state that the operator saw. If ``at`` is None it is not compared."""
 

@@ -44,7 +44,7 @@ _CLOSED = "The connection was closed inside a transaction of this app, for examp
 _BEGIN_HOOK = "_start_transaction_under_autocommit"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class First:
     """The first statement of a transaction. If it was sent with BEGIN, ``ran`` is true, and ``row`` is its result."""
 

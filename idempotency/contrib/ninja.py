@@ -23,6 +23,7 @@ from pydantic import BaseModel
 
 from idempotency import conf, decorators
 from idempotency._async import awaited
+from idempotency._hidden import Hidden
 from idempotency._request.lookup import FINDERS
 from idempotency._request.options import Options
 from idempotency._request.phased_run import completion_of
@@ -70,21 +71,24 @@ def _protect(operation: Operation, protect: Callable[[Run], Run]) -> None:
     # Ninja copies the operations of a router for each API, and decorates the copies again.
     view_func: Run = getattr(operation.view_func, "unprotected", operation.view_func)
 
-    def arguments(request: HttpRequest, values: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    def arguments(request: HttpRequest, values: Hidden[dict[str, Any]]) -> tuple[Hidden[dict[str, Any]], Any]:
         # Each attempt needs its own values and response.
         response = operation.api.create_temporal_response(request)
-        values = {name: _copy(value) for name, value in values.items()}
+        copies = Hidden({name: _copy(value) for name, value in values.value.items()})
         if operation.signature.response_arg:
-            values[operation.signature.response_arg] = response
-        return values, response
+            copies.value[operation.signature.response_arg] = response
+        return copies, response
 
+    # The values are parts of the body: no local variable has them while the function of the operation runs.
     def respond(request: HttpRequest, **values: Any) -> HttpResponseBase:
-        values, response = arguments(request, values)
-        return operation._result_to_response(request, view_func(request, **values), response)
+        copies, response = arguments(request, Hidden(values))
+        del values
+        return operation._result_to_response(request, view_func(request, **copies.value), response)
 
     async def respond_async(request: HttpRequest, **values: Any) -> HttpResponseBase:
-        values, response = arguments(request, values)
-        return operation._result_to_response(request, await view_func(request, **values), response)
+        copies, response = arguments(request, Hidden(values))
+        del values
+        return operation._result_to_response(request, await view_func(request, **copies.value), response)
 
     inner = wraps(view_func)(respond_async if operation.is_async else respond)
     inner.answer_to = lambda request, error: operation.api.on_exception(request, error)  # type: ignore[attr-defined]
@@ -92,10 +96,12 @@ def _protect(operation: Operation, protect: Callable[[Run], Run]) -> None:
 
     @wraps(protected)
     def view(request: HttpRequest, **values: Any) -> Any:  # a response, or an awaitable of one
+        given = Hidden(values)
+        del values
         auth = getattr(request, "auth", None)
         if isinstance(auth, get_user_model()):
             request.user = auth
-        return protected(request, **values)
+        return protected(request, **given.value)
 
     view.unprotected = view_func  # type: ignore[attr-defined]
     operation.view_func = view

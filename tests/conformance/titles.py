@@ -57,4 +57,5 @@ TITLES = {
     55: "a plain view in a transaction that a middleware opened commits or vanishes with it; a phased one is refused",
     57: "a database that the view does not use changes nothing; a decoded body is whole; hooks of frameworks run once",
     59: "wrappers of execute_wrapper() get the cursor, the SQL and the result as from any query of the ORM",
+    60: "no report of an error shows a secret, a key, a seed, a token, a body or arguments in a frame of this app",
 }

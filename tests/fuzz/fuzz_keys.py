@@ -22,11 +22,12 @@ def key_in(header: str) -> str | None:
     """Return the key that the code finds; None for a refusal, which must be 400."""
     request = _factory.post("/", headers={"Idempotency-Key": header})
     try:
-        return key_of(request, request, None)
+        found = key_of(request, request, None)
     except Problem as refusal:
         if (refusal.status, refusal.code) != (400, "key_invalid"):
             raise
         return None
+    return None if found is None else found.value
 
 
 def read_by_hand(header: str) -> tuple[str | None, str]:

@@ -18,6 +18,7 @@ from django.http.multipartparser import MultiPartParserError
 from django.test import RequestFactory
 from django.test.client import encode_multipart
 
+from idempotency._hidden import Hidden
 from idempotency._request.fingerprint import fingerprint, target
 from idempotency._request.stored_request import capture
 from idempotency.decorators import idempotent
@@ -31,12 +32,12 @@ def of(body: bytes | str = b"", content_type: str = "application/json", *, metho
     """Return the fingerprint of a request."""
     request = factory.generic(method, path, body, content_type=content_type)
     parsed = request.content_type == "multipart/form-data" and method == "POST"
-    return fingerprint(request, None if parsed else request.body)
+    return fingerprint(request, Hidden(None if parsed else request.body))
 
 
 def test_fingerprint_is_versioned_and_fits_its_column() -> None:
     request = factory.post("/rides", b"{}", "application/json")
-    longest = fingerprint(request, request.body, "a secret", by_host=True)
+    longest = fingerprint(request, Hidden(request.body), keyed=True, by_host=True)
     assert of().startswith("v1:")
     assert re.fullmatch(r"v1hk[0-9a-f]{8}:[0-9a-f]{64}", longest)
     assert len(longest) <= 80
@@ -274,7 +275,7 @@ def test_memory_is_linear_in_the_body(token: str) -> None:
     request = factory.generic("POST", "/rides", body, content_type="application/json")
     assert request.body
     tracemalloc.start()
-    fingerprint(request, request.body)
+    fingerprint(request, Hidden(request.body))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 40 * len(body)
@@ -300,7 +301,7 @@ def test_urlconf_that_a_middleware_chose_counts() -> None:
         request = factory.post("/rides", b"{}", "application/json")
         if urlconf is not None:
             request.urlconf = urlconf
-        return fingerprint(request, request.body)
+        return fingerprint(request, Hidden(request.body))
 
     urls = [None, "shop.urls", "admin.urls", type("Urls", (), {"urlpatterns": []})]
     assert len({of_urlconf(urlconf) for urlconf in urls}) == len(urls)
@@ -314,10 +315,12 @@ def test_host_and_mount_count_where_the_site_says_so() -> None:
     requests = [factory.post("/rides", b"{}", "application/json", **address) for address in ADDRESSES]
     for request in requests:
         request.path_info = "/rides"
-    assert len({fingerprint(request, request.body) for request in requests}) == 1
-    assert len({fingerprint(request, request.body, by_host=True) for request in requests}) == len(ADDRESSES)
+    assert len({fingerprint(request, Hidden(request.body)) for request in requests}) == 1
+    assert len({fingerprint(request, Hidden(request.body), by_host=True) for request in requests}) == len(ADDRESSES)
     upper = factory.post("/rides", b"{}", "application/json", HTTP_HOST="A.example")
-    assert fingerprint(upper, upper.body, by_host=True) == fingerprint(requests[0], requests[0].body, by_host=True)
+    assert fingerprint(upper, Hidden(upper.body), by_host=True) == fingerprint(
+        requests[0], Hidden(requests[0].body), by_host=True
+    )
 
 
 CHARSETS = sorted(module.name for module in pkgutil.iter_modules(codecs))
@@ -340,7 +343,7 @@ def test_multipart_body_in_any_charset_is_described_or_a_bad_request(method: str
                 content_type = f"multipart/form-data; boundary=x; charset={charset}"
                 request = rf.generic(method, "/rides", part_in(charset, header, text), content_type=content_type)
                 try:
-                    capture(request, "scope", "key", options, view="", framework=False)
+                    capture(request, "scope", Hidden("key"), options, view="", framework=False)
                 except (BadRequest, MultiPartParserError):
                     refused.add(charset)
     assert {"idna", "punycode", "undefined", "zlib_codec"} <= refused

@@ -76,7 +76,8 @@ INVALID = [
 
 
 def key_of(request: HttpRequest) -> str | None:
-    return key_carried_by(request, request, None)
+    key = key_carried_by(request, request, None)
+    return None if key is None else key.value
 
 
 def _request(key: str) -> HttpRequest:
