@@ -1,9 +1,8 @@
-"""The items of docs/explanation/security.md: its table names their tests, and this file has tests that no other file has."""
+"""Items of docs/explanation/security.md that no other file tests."""
 
 import re
 from collections.abc import Callable
 from html import unescape
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 from uuid import uuid4
@@ -23,33 +22,10 @@ from tests.kit.database import statements
 from tests.kit.serving import View, problem
 from tests.kit.views import Counted, both_kinds, create
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "explanation" / "security.md").read_text()
-PROMISES, _, REST = PAGE.partition("## What it does not do")
-ROWS = dict(re.findall(r"^\| (.+?) \| (.*::test_.*) \|$", REST, re.M))
-NAMED = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", PAGE)
 MEGABYTE = 1024 * 1024
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
-
-
-def test_each_item_of_the_page_has_a_row_with_its_tests() -> None:
-    items = re.findall(r"^- (?:\*\*(.+?)\.\*\*)?", PROMISES, re.M)
-    assert len(items) > 10
-    assert [*items, *re.findall(r"^\*\*(.+?)\.\*\*", REST, re.M)] == list(ROWS)
-
-
-@pytest.mark.parametrize(("path", "name"), NAMED, ids=[name for _, name in NAMED])
-def test_each_test_that_the_page_names_exists(path: str, name: str) -> None:
-    assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.M)
-
-
-def test_each_test_of_this_file_is_named_on_the_page() -> None:
-    here = set(re.findall(r"^def (test_\w+)\(", Path(__file__).read_text(), re.M))
-    assert {name for name in here if "page" not in name} == {
-        name for path, name in NAMED if path == "tests/request/test_security.py"
-    }
 
 
 def anonymous(**options: Any) -> dict[str, Any]:
