@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-processes test-all test-pools test-unmerged conformance screenshots fuzz citus proof failover coverage mutants docs bench bench-scale examples package matrix lint clean
+.PHONY: demo soak serve test test-processes test-all test-configurations test-pools test-unmerged conformance screenshots fuzz citus proof failover coverage mutants docs bench bench-scale examples package matrix lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -39,6 +39,7 @@ test:
 	$(SQLITE) -m "not postgres and $(IN_PROCESS)" $(CORE) tests/frameworks $(PYTEST_ARGS) >.run/test-sqlite.log 2>&1 & sqlite=$$!; \
 	step $(PY) -m pytest -m "$(IN_PROCESS)" $(WORKERS) $(PYTEST_ARGS); \
 	step wait $$sqlite; cat .run/test-sqlite.log; \
+	step $(PY) -m tests.configurations --sample; \
 	$(call end,test)
 
 # Real processes, kills, brokers, a browser, the demo. SAMPLE=1: one case for each queue and each kind of kill.
@@ -54,8 +55,21 @@ test-all:
 	@$(steps); \
 	step $(PY) -m pytest -m "not processes" $(WORKERS) $(PYTEST_ARGS); \
 	step $(SQLITE) -m "not postgres and not processes" $(WORKERS) $(PYTEST_ARGS); \
-	for tier in test-processes proof fuzz test-pools test-unmerged; do step $(MAKE) $$tier; done; \
+	for tier in test-processes test-configurations proof fuzz test-pools test-unmerged; do step $(MAKE) $$tier; done; \
 	$(call end,test-all)
+
+# One small project with the settings, middleware, packages and databases of others, each with the same contract; in an
+# environment of its own. NAMES: some of them.
+test-configurations:
+	@$(MAKE) -s .venv-configurations/configurations.stamp || { echo "test-configurations: FAILED 2"; exit 2; }
+	@$(steps); \
+	step .venv-configurations/bin/python -m tests.configurations $(NAMES); \
+	$(call end,test-configurations)
+
+.venv-configurations/configurations.stamp: requirements/configurations.txt
+	@python3.11 -m venv .venv-configurations
+	@.venv-configurations/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
 
 CORE := $(addprefix tests/,store/test_keys.py store/test_round_trips.py request/test_decorators.py request/test_signals.py request/test_lost_connections.py \
 	store/test_replication.py request/test_in_test_cases.py request/test_phases.py request/test_after_commit.py request/test_foreign_calls.py \
@@ -194,8 +208,10 @@ package:
 
 # A line for each Python and Django that is supported: the core on the newest PostgreSQL, then on SQLite; then on the oldest
 # PostgreSQL, which Debian has. What is not found is said. CELLS: only some of them. MINUTES: after so many, no cell but the first.
-CELLS := py311-django52 py312-django52 py312-django60 py312-django61 py313-django52 py313-django60 py313-django61 postgres15
+CELLS := py311-django52 py311-lowest py312-django52 py312-django60 py312-django61 py313-django52 py313-django60 py313-django61 postgres15
 IN_CELLS := $(CORE) $(addprefix tests/,admin/test_admin.py request/test_checks.py jobs/test_jobs_offered_again.py jobs/test_tasks.py)
+# The tests of the other packages, for the cell with their lowest versions.
+OF_EXTRAS := $(addprefix tests/,frameworks jobs/test_backends.py jobs/test_celery.py)
 matrix:
 	$(call set-up,matrix,test)
 	@$(MAKE) -s .venv-package/package.stamp || { echo "matrix: FAILED 2"; exit 2; }
@@ -204,7 +220,7 @@ matrix:
 	[ -z "$$others" ] || export PYENV_VERSION="$$others"; \
 	tox() { .venv-package/bin/python -m tox run --discover "$$python" -e $$cell "$$@"; }; \
 	cell_postgres() { $(PY) -m tests.kit.debian_postgres 15 $(PY) -m pytest -q -m "$(IN_PROCESS)" $(IN_CELLS) $(WORKERS) $(PYTEST_ARGS); }; \
-	cell_tox() { tox --skip-pkg-install -- $(IN_CELLS) $(WORKERS) $(PYTEST_ARGS); }; \
+	cell_tox() { [ $$cell != py311-lowest ] || set -- $(OF_EXTRAS); tox --skip-pkg-install -- $(IN_CELLS) "$$@" $(WORKERS) $(PYTEST_ARGS); }; \
 	for cell in $(CELLS); do \
 		log=.run/matrix-$$cell.log; \
 		if [ $$ended -gt 0 ] && [ $$(($$(date +%s) - began)) -ge $$(($(or $(MINUTES),600) * 60)) ]; then echo "$$cell: left out (no time)"; continue; fi; \
@@ -238,7 +254,7 @@ lint:
 
 clean:
 	@$(steps); \
-	step rm -rf .venv .venv-docs .venv-bench .venv-package .venv-mutation .venv-examples .tox .run .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis; \
+	step rm -rf .venv .venv-docs .venv-bench .venv-package .venv-mutation .venv-examples .venv-configurations .tox .run .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis; \
 	$(call end,clean)
 
 .venv-package/package.stamp: requirements/package.txt .venv/test.stamp

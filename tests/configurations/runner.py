@@ -1,0 +1,31 @@
+"""The test runner: it makes the migrations of the project, whose models depend on the configuration."""
+
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from django.core.management import call_command
+from django.test.runner import DiscoverRunner
+
+#: The packages of the migrations, in a folder that ends with the process.
+MIGRATIONS = {app: f"migrations_of_{app}_{os.getpid()}" for app in ("users", "shop")}
+
+
+class Runner(DiscoverRunner):
+    """Make the migrations, and then run the tests."""
+
+    def setup_databases(self, **kwargs: Any) -> Any:
+        """Write the migrations to a temporary folder, and create the databases with them."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name in MIGRATIONS.values():
+                package = Path(folder) / name
+                package.mkdir()
+                (package / "__init__.py").touch()
+            sys.path.insert(0, folder)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # There is no database yet, so its history cannot be compared.
+                call_command("makemigrations", *MIGRATIONS, verbosity=0)
+            return super().setup_databases(**kwargs)

@@ -1,0 +1,1 @@
+"""The users of the project, whose keys are not numbers."""
