@@ -116,7 +116,7 @@ def _protected(view: View, options: Options) -> View:
             # Such a dispatch() is a plain function that returns an awaitable.
             return protected_async(*call.args, **call.kwargs)
         with outside_of_atomic_requests(call.request, options):
-            return answer_request(call, options)
+            return call.returned(answer_request(call, options))
 
     @wraps(view)
     async def protected_async(*args: Any, **kwargs: Any) -> HttpResponseBase:
@@ -127,9 +127,9 @@ def _protected(view: View, options: Options) -> View:
             return await view(*call.args, **call.kwargs)  # type: ignore[no-any-return]
         # The transaction belongs to the thread of the request. That thread runs the view on the event loop.
         if options.recovery_points is None:
-            return await sync_to_async(answer_request)(call, options)
+            return call.returned(await sync_to_async(answer_request)(call, options))
         # A client that hangs up rolls a plain view back. A phased view may be in a foreign call, so it goes on, as under WSGI.
-        return await in_thread(answer_request, call, options)
+        return call.returned(await in_thread(answer_request, call, options))
 
     made: View = protected_async if iscoroutinefunction(view) else protected
     made.idempotency = options  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ from idempotency._request.view_call import Call
 from idempotency._request.wait import Patience
 from idempotency._store import claims, events, fence, rows
 from idempotency._store.claims import ClaimedRequest, Outcome
-from idempotency._store.database_errors import drop_connection
+from idempotency._store.database_errors import drop_connection, retryable_failure
 from idempotency._store.late_releases import release_later
 from idempotency._store.transactions import refuse_outer_transaction
 from idempotency._text import error_text, first_line
@@ -117,9 +117,13 @@ def _respond(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
     try:
         response = call.response()
     except Exception as error:
-        answer = responses.answer_to(error, call)
-        if answer is None or (answer.status_code >= 500 and not run.key.untouched):
+        retryable = retryable_failure(error, run.level, using=run.using)
+        if retryable or (answer := responses.answer_to(error, call)) is None:
             raise
+        if answer.status_code >= 500 and not run.key.untouched:
+            if not run.finished:
+                _release(run.key, error_text(error, withheld=not options.store_body), using=run.using)
+            return answer
         response, cause = answer, error
     if run.has_stored(response):
         return response

@@ -42,10 +42,12 @@ _MAX_MESSAGE_LENGTH = 500
 
 def is_stored(response: HttpResponseBase) -> bool:
     """Return whether this response finishes its key: 2xx, 3xx, definitive 4xx, and 5xx with STORE_5XX."""
+    return not is_not_stored(response) and _is_stored(response.status_code)
+
+
+def _is_stored(status: int) -> bool:
     limits = conf.get()
-    if is_not_stored(response) or response.status_code in limits.NEVER_STORED_STATUSES:
-        return False
-    return response.status_code < HTTPStatus.INTERNAL_SERVER_ERROR or limits.STORE_5XX
+    return status not in limits.NEVER_STORED_STATUSES and (status < HTTPStatus.INTERNAL_SERVER_ERROR or limits.STORE_5XX)
 
 
 def is_refusal(response: HttpResponseBase) -> bool:
@@ -134,11 +136,19 @@ def stored_response(key: IdempotencyKey) -> HttpResponse:
 
 
 def answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
-    """Return the response of the framework or Django to an exception if it is stored, or None to raise the exception."""
+    """Return the response of the framework to an exception, or that of Django if it is stored. Return None to raise the
+    exception: the hooks of the framework or Django have then not run, or do not run again."""
     if isinstance(error, Error | IdempotencyError | Problem):
         return None
     if (answer := call.answer_to(error)) is not None:
         return answer
-    if isinstance(error, HTTP_EXCEPTIONS) or conf.get().STORE_5XX:
-        answer = response_for_exception(call.request, error)
-    return answer if answer is not None and is_stored(answer) else None
+    return response_for_exception(call.request, error) if _is_stored(_status_of(error)) else None
+
+
+def _status_of(error: Exception) -> int:
+    """Return the status of Django's response to an exception."""
+    if isinstance(error, Http404):
+        return 404
+    if isinstance(error, PermissionDenied):
+        return 403
+    return 400 if isinstance(error, HTTP_EXCEPTIONS) else 500

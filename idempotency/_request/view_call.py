@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -19,6 +20,9 @@ View = Callable[..., Any]
 
 #: The key of the running view, to which staged jobs refer.
 current_key: ContextVar[IdempotencyKey | None] = ContextVar("idempotency_key", default=None)
+
+#: The mark of a response that the view of Django REST framework has finalized.
+_FINALIZED = "idempotency_finalized"
 
 OUTSIDE = (
     " is decorated with @idempotent outside authentication and permissions, so anybody could get a stored response. Apply it "
@@ -88,8 +92,8 @@ class Call:
         return {name: value for name, value in self.kwargs.items() if every or name in names}
 
     def answer_to(self, error: Exception) -> HttpResponseBase | None:
-        """Return the response of the view's framework to an exception, or None if Django handles it. Django REST framework
-        handles it in the view; other frameworks set ``answer_to(request, error)`` on the decorated view."""
+        """Return the response of the view's framework to an exception, or None if the exception must be raised. Django REST
+        framework handles it in the view; other frameworks set ``answer_to(request, error)`` on the decorated view."""
         try:
             if (own := getattr(self.view, "answer_to", None)) is not None:
                 return self.rendered(own(self.request, error))
@@ -97,19 +101,42 @@ class Call:
                 return None
             with _kept_from_rollback():
                 return self.rendered(self.owner.handle_exception(error))
-        except Exception:
-            return None  # It raises exceptions that it does not handle.
+        except Exception as raised:  # It raises exceptions that it does not handle, or another exception.
+            if self.seen_request is not self.request:
+                self._replace_hook_once("handle_exception", error, partial(_raise, raised))
+            return None
+
+    def returned(self, response: HttpResponseBase) -> HttpResponseBase:
+        """Return the response to the framework, which must not finalize it a second time."""
+        if getattr(response, _FINALIZED, False):
+            self._replace_hook_once("finalize_response", response, lambda: response)
+        return response
+
+    def _replace_hook_once(self, name: str, subject: object, result: Callable[[], Any]) -> None:
+        """Replace the next call of a hook of Django REST framework, if it is about ``subject``: the hook has already run."""
+        hook, attributes = getattr(self.owner, name), vars(self.owner)
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            attributes.pop(name, None)
+            return result() if any(argument is subject for argument in args) else hook(*args, **kwargs)
+
+        attributes[name] = replaced
 
     def rendered(self, response: Any) -> HttpResponseBase:
         """Return the rendered response, so that rendering errors occur before COMMIT."""
-        if self.seen_request is not self.request:
+        if self.seen_request is not self.request and not getattr(response, _FINALIZED, False):
             response = self.owner.finalize_response(self.seen_request, response, *self.owner.args, **self.owner.kwargs)
+            setattr(response, _FINALIZED, True)
         if not isinstance(response, HttpResponseBase):
             raise TypeError(
                 f"The view returned {type(response).__name__}, not a response. Apply @idempotent to the async view itself, or "
                 f"make the decorators between them coroutine functions."
             )
         return rendered(response)
+
+
+def _raise(error: Exception) -> Any:
+    raise error
 
 
 @contextmanager

@@ -5,8 +5,8 @@ of the operation. The function runs after authentication, throttling and parsing
 exception its writes are rolled back, and the exception handlers of the API respond.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from functools import wraps
 from inspect import iscoroutinefunction, unwrap
@@ -70,6 +70,29 @@ def idempotent(run: Run | None = None, **options: Any) -> Any:
 def _protect(operation: Operation, protect: Callable[[Run], Run]) -> None:
     # Ninja copies the operations of a router for each API, and decorates the copies again.
     view_func: Run = getattr(operation.view_func, "unprotected", operation.view_func)
+    protected = protect(_responding(operation, view_func))
+
+    def view_sync(request: HttpRequest, **values: Any) -> HttpResponseBase:
+        given = Hidden(values)
+        del values
+        _set_user(request)
+        with _handled_once(request, operation):
+            return protected(request, **given.value)  # type: ignore[no-any-return]
+
+    async def view_async(request: HttpRequest, **values: Any) -> HttpResponseBase:
+        given = Hidden(values)
+        del values
+        _set_user(request)
+        with _handled_once(request, operation):
+            return await protected(request, **given.value)  # type: ignore[no-any-return]
+
+    view = wraps(protected)(view_async if operation.is_async else view_sync)
+    view.unprotected = view_func  # type: ignore[attr-defined]
+    operation.view_func = view
+
+
+def _responding(operation: Operation, view_func: Run) -> Run:
+    """Return the function of an operation as one that returns a response."""
 
     def arguments(request: HttpRequest, values: Hidden[dict[str, Any]]) -> tuple[Hidden[dict[str, Any]], Any]:
         # Each attempt needs its own values and response.
@@ -90,21 +113,48 @@ def _protect(operation: Operation, protect: Callable[[Run], Run]) -> None:
         del values
         return operation._result_to_response(request, await view_func(request, **copies.value), response)
 
+    def answer_to(request: HttpRequest, error: Exception) -> HttpResponseBase:
+        try:
+            return operation.api.on_exception(request, error)
+        except Exception as raised:
+            request._idempotency_raised = error, raised  # type: ignore[attr-defined]
+            raise
+
     inner = wraps(view_func)(respond_async if operation.is_async else respond)
-    inner.answer_to = lambda request, error: operation.api.on_exception(request, error)  # type: ignore[attr-defined]
-    protected = protect(inner)
+    inner.answer_to = answer_to  # type: ignore[attr-defined]
+    return inner
 
-    @wraps(protected)
-    def view(request: HttpRequest, **values: Any) -> Any:  # a response, or an awaitable of one
-        given = Hidden(values)
-        del values
-        auth = getattr(request, "auth", None)
-        if isinstance(auth, get_user_model()):
-            request.user = auth
-        return protected(request, **given.value)
 
-    view.unprotected = view_func  # type: ignore[attr-defined]
-    operation.view_func = view
+def _set_user(request: HttpRequest) -> None:
+    auth = getattr(request, "auth", None)
+    if isinstance(auth, get_user_model()):
+        request.user = auth
+
+
+class _AlreadyHandled(Exception):
+    """Its cause was raised by an exception handler of the API. The API must call no handler for it."""
+
+
+@contextmanager
+def _handled_once(request: HttpRequest, operation: Operation) -> Iterator[None]:
+    """If the block raises an exception for which a handler of the API was called, let the API call no handler again."""
+    try:
+        yield
+    except Exception as error:
+        handled, raised = vars(request).pop("_idempotency_raised", (None, None))
+        if handled is not error:
+            raise
+        operation.api.add_exception_handler(_AlreadyHandled, _raise_cause)
+        raise _AlreadyHandled from raised
+
+
+def _raise_cause(request: HttpRequest, error: Any) -> Any:
+    raised = error.__cause__
+    context = raised.__context__
+    try:
+        raise raised
+    finally:
+        raised.__context__ = context  # without this exception
 
 
 def _copy(value: Any) -> Any:
