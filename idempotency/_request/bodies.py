@@ -17,6 +17,7 @@ from idempotency._request import problems
 from idempotency._request.fingerprint import content_length, is_multipart, is_parsed, readable
 
 FORM = "application/x-www-form-urlencoded"
+_STREAM = "_idempotency_stream"
 _FILE = re.compile(rb"filename", re.IGNORECASE)
 _CONSUMED = (
     "The body was read as a stream before @idempotent could compare it. Code outside @idempotent must read request.body or "
@@ -28,13 +29,13 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
     """Return the body to store and its content type. Of a multipart request the fields are stored as a form, but with files
     nothing. For a ``framework`` the body is stored as it came, if it is in memory."""
     content_type: str = request.META.get("CONTENT_TYPE", "")
-    stream, was_read = getattr(request, "_stream", None), hasattr(request, "_body")
+    note_stream(request)
     read_into_memory(request)
     if framework and is_multipart(request) and not request._read_started:  # type: ignore[attr-defined]
         parse(request)  # A view of Django REST framework takes these fields, whatever the method.
     if not (is_multipart(request) and is_parsed(request)):
         body: Hidden[bytes | None] = Hidden(_raw_body(request))
-        _refuse_cut_body(request, stream, was_read)
+        _refuse_cut_body(request)
         if is_multipart(request) and _FILE.search(request.body):
             body.value = None
         return body, content_type
@@ -48,7 +49,7 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
         parse(request)
         request._upload_handlers = handlers  # type: ignore[attr-defined]
     fields: Hidden[bytes | None] = Hidden(readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode()))
-    _refuse_cut_body(request, stream, was_read)
+    _refuse_cut_body(request)
     if request.FILES:
         return Hidden(None), content_type
     if framework and whole.value is not None and not _FILE.search(whole.value):  # A handler may skip a file.
@@ -89,10 +90,15 @@ def _fits_in_memory(request: HttpRequest) -> bool:
     return 0 < content_length(request) <= most
 
 
-def _refuse_cut_body(request: HttpRequest, stream: Any, was_read: bool) -> None:
+def note_stream(request: HttpRequest) -> None:
+    """Note the stream of a request, and whether its body was read, before this app or a function of its options reads it."""
+    vars(request).setdefault(_STREAM, (getattr(request, "_stream", None), hasattr(request, "_body")))
+
+
+def _refuse_cut_body(request: HttpRequest) -> None:
     """Raise Problem for a truncated body, which would use the key for another request. Only the connection truncates a body.
-    The argument ``stream`` is that of the request before this app read it. If the body ``was_read`` before, a middleware may
-    have replaced it by a shorter one."""
+    If the body was read before, a middleware may have replaced it by a shorter one."""
+    stream, was_read = vars(request)[_STREAM]
     cut = False  # The stream of a middleware that decodes the body, or of ASGI, in which Django refuses a truncated body.
     if isinstance(stream, LimitedStream):
         cut = request._read_started and stream._pos < stream.limit  # type: ignore[attr-defined]

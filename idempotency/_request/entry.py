@@ -40,6 +40,7 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
     try:
         if (completion := completion_of(request)) is not None:
             return run_claimed(call, options, completion.key, completion=completion)
+        bodies.note_stream(request)
         if call.seen_request is not request:
             bodies.read_into_memory(request)
         if not _applies(call, options):
