@@ -131,6 +131,7 @@ def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from sett
     run = run_of(key)
     phase = AtomicPhase(run)
     with durable_transaction(run.begin_phase(isolation), using=run.using, of_phase=True) as own:
+        run.transaction = own
         # Registered first: an exception in a hook of the view must not skip it.
         transaction.on_commit(phase.note, using=run.using)
         yield phase

@@ -15,6 +15,7 @@ from django.http import HttpRequest
 from django.urls import URLResolver, get_resolver, get_urlconf
 
 from idempotency._request.lookup import every_view, options_of
+from idempotency._request.nesting import outer_run
 from idempotency._request.options import Options
 from idempotency._store.several_databases import atomic_aliases
 
@@ -56,7 +57,7 @@ def _blocks_of_django(request: HttpRequest, options: Options) -> list[Atomic]:
     view = request.resolver_match.func if request.resolver_match else None
     aliases = atomic_aliases(view)
     # A view that only calls the protected one may have written in its transaction.
-    if view is None or not aliases or options_of(view, request.method or "") is not options:
+    if view is None or not aliases or outer_run(request) or options_of(view, request.method or "") is not options:
         return []
     open_blocks = [
         [block for block in connections[name].atomic_blocks if not getattr(block, "_from_testcase", False)] for name in aliases

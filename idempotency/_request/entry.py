@@ -11,6 +11,7 @@ from django.http import HttpResponseBase
 from idempotency import conf, scopes, signals
 from idempotency._hidden import Hidden
 from idempotency._request import bodies, key_header, problems, stored_request
+from idempotency._request.nesting import join, outer_run
 from idempotency._request.options import Options
 from idempotency._request.phased import run_claimed, run_phased
 from idempotency._request.phased_run import completion_of
@@ -34,17 +35,21 @@ _NOT_CLAIMED = frozenset({"body_incomplete", "scope_missing"})
 def answer_request(call: Call, options: Options) -> HttpResponseBase:
     """Return the response to one request. A Problem becomes its error response."""
     request = call.request
-    request.idempotency_key = None  # type: ignore[attr-defined]
+    outer = outer_run(request)
+    if outer is None or outer.call.request is not request:
+        request.idempotency_key = None  # type: ignore[attr-defined]
     if request.method in SAFE_METHODS:
         return _unprotected(call)
     try:
-        if (completion := completion_of(request)) is not None:
+        if outer is None and (completion := completion_of(request)) is not None:
             return run_claimed(call, options, completion.key, completion=completion)
         bodies.note_stream(request)
         if call.seen_request is not request:
             bodies.read_into_memory(request)
         if not _applies(call, options):
             return _unprotected(call)
+        if outer is not None and join(outer, call, options):
+            return call()  # type: ignore[no-any-return]
         key = key_header.key_of(request, call.seen_request, options.key_from)
         if key is not None:
             return _announced(call, options, key)

@@ -23,6 +23,7 @@ from django.http import HttpResponseBase
 
 from idempotency import signals
 from idempotency._request import problems, replays, responses
+from idempotency._request.nesting import Run
 from idempotency._request.options import Options
 from idempotency._request.phased_run import Completion, PhasedRun
 from idempotency._request.retry import Attempts, RequestState
@@ -99,7 +100,7 @@ def _in_attempts(call: Call, run: PhasedRun, options: Options) -> HttpResponseBa
         for attempt in Attempts(RequestState(call), lambda: run.level, using=run.using):
             with attempt:
                 run.begin_attempt()
-                with call.bound(run.key):
+                with Run(call, options, run.key, run.by_completer, lambda: run.level, lambda: run.transaction).bound():
                     return _respond(call, run, options)
         raise problems.conflict()
     except responses.HTTP_EXCEPTIONS as error:

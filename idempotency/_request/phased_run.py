@@ -12,6 +12,7 @@ from idempotency import conf
 from idempotency._request import responses
 from idempotency._request.view_call import Call
 from idempotency._store import fence, rows
+from idempotency._store.transactions import OwnTransaction
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.exceptions import CallInDoubt, IdempotencyError, PhaseDidNotAdvance
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
@@ -65,6 +66,8 @@ class PhasedRun:
         #: The request for signals; None in a run of the completer.
         self.sender = sender
         self.using = using
+        #: That of the last phase.
+        self.transaction: OwnTransaction | None = None
         self._started = False
         self._take(key)
 

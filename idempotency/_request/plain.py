@@ -13,6 +13,7 @@ from django.http import HttpResponseBase
 
 from idempotency import signals
 from idempotency._request import problems, replays, responses
+from idempotency._request.nesting import Run
 from idempotency._request.options import Options
 from idempotency._request.retry import Attempts, RequestState
 from idempotency._request.view_call import Call
@@ -101,7 +102,7 @@ class _PlainRun:
                 # Registered first: an exception in a hook of the view must not skip it.
                 transaction.on_commit(before.note_committed, using=using)
                 with others.opened():
-                    with call.bound(claim.key):
+                    with Run(call, self._options, claim.key, False, self._options.level, lambda: own).bound():
                         response = respond()
                     if stored := responses.is_stored(response):
                         # Other databases commit before this one.

@@ -95,6 +95,11 @@ class OwnTransaction:
         self._marker = ""
         self._last: tuple[str, dict[str, Any], Callable[[Any], None]] | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether this thread is in the transaction."""
+        return self.block in connections[self._connection.alias].atomic_blocks
+
     def begin(self) -> None:
         """Begin with the level, the time limits and the first statement, in one round trip if round trips are merged. After an
         error the connection is outside of a transaction, or closed."""

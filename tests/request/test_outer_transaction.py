@@ -11,6 +11,7 @@ import pytest
 from django.db import OperationalError, connection, connections, transaction
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from django.test import RequestFactory
+from django.views.decorators.csrf import csrf_exempt
 from pytest_django import Settings
 from rest_framework.exceptions import ValidationError
 from rest_framework.response import Response
@@ -21,6 +22,7 @@ from idempotency.decorators import idempotent
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.signals import RequestOutcome
+from tests.kit.asgi import ask, run
 from tests.kit.database import statements
 from tests.kit.serving import Sender, View, another_client
 from tests.kit.threads import Gate, background, elsewhere
@@ -155,6 +157,25 @@ def test_a_repeat_in_the_same_transaction_is_a_replay(sender: Sender) -> None:
         first, second = view(request()), view(request())
     assert (second.content, second["Idempotent-Replayed"]) == (first.content, "true")
     assert (work.runs, rows()) == (1, (0, 1, 1))
+
+
+@pytest.mark.postgres
+def test_an_async_view_behind_asgi_is_a_savepoint_too(serve: Serve, middleware: Middleware, transactional_db: None) -> None:
+    async def work(request: HttpRequest) -> HttpResponse:
+        await Entry.objects.acreate(name="made")
+        return HttpResponse(status=201)
+
+    serve(view=csrf_exempt(idempotent(scope=lambda request: "anybody")(work)))
+
+    async def scenario() -> None:
+        middleware.end = roll_back
+        assert [(await ask("/view/", "key-1"))[0] for _ in range(2)] == [201, 201]
+        middleware.end = lambda response: None
+        assert "Idempotent-Replayed" not in (await ask("/view/", "key-1"))[1]
+        assert "Idempotent-Replayed" in (await ask("/view/", "key-1"))[1]
+
+    run(scenario)
+    assert rows() == (2, 1, 1)
 
 
 # Answers of errors
