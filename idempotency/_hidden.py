@@ -6,7 +6,7 @@ a seed, a body or arguments only in a ``Hidden``, or in another object whose ``r
 them and that is no collection.
 """
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
 
@@ -18,3 +18,7 @@ class Hidden(Generic[Value]):
 
     def __init__(self, value: Value) -> None:
         self.value = value
+
+
+#: The parameters of a statement, by name.
+Parameters = Hidden[dict[str, Any]]

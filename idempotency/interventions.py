@@ -98,7 +98,7 @@ def answer(
     if problem := answer_problem(response):
         raise ValueError(problem)
     alias = _alias(using)
-    if done := settlement.answer(Decision(pk, seen, at, by, note, alias), *responses.stored_parts(response), calls=calls):
+    if done := settlement.answer(Decision(pk, seen, at, by, note, alias), responses.stored_parts(response), calls=calls):
         replication.confirm(alias)
         events.emit(signals.key_finished, rows.read(pk, using=alias), None)
     return done

@@ -89,7 +89,7 @@ class AtomicPhase:
         if self._response is not None:
             # Render here, in the transaction of the phase: a template may query the database.
             self._response = run.call.rendered(self._response)
-            fence.finish(run.key, *responses.stored_parts(self._response), using=run.using, ends=own)
+            fence.finish(run.key, responses.stored_parts(self._response), using=run.using, ends=own)
         elif self._to == run.key.recovery_point:
             fence.renew(run.key, using=run.using, ends=own)
         else:

@@ -88,7 +88,7 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
         if not isinstance(response, HttpResponseBase):
             raise TypeError(f"it returned {type(response).__name__}, not a response")
         if responses.is_stored(response):
-            fence.finish(key, *responses.stored_parts(response), using=using)
+            fence.finish(key, responses.stored_parts(response), using=using)
             return True
         told = responses.described(response, withheld=key.request_body is None)
         failure = f"The response of on_abandon cannot be stored: {told}"

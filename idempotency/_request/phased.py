@@ -139,7 +139,7 @@ def _respond(call: Call, run: PhasedRun, options: Options) -> HttpResponseBase:
         _let_go(run, f"The view responded with {told}", refusal=refusal)
         return response
     if early:
-        fence.finish(run.key, *responses.stored_parts(response), using=run.using, untouched=True)
+        fence.finish(run.key, responses.stored_parts(response), using=run.using, untouched=True)
         run.note_finished(response)
         events.emit(signals.key_finished, run.key, run.sender)
         return response

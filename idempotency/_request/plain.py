@@ -107,7 +107,7 @@ class _PlainRun:
                     if stored := responses.is_stored(response):
                         # Other databases commit before this one.
                         ends = None if others.used else own
-                        fence.finish(claim.key, *responses.stored_parts(response), using=using, ends=ends)
+                        fence.finish(claim.key, responses.stored_parts(response), using=using, ends=ends)
                         others.prepare_commits()
                     else:
                         others.set_rollback()

@@ -19,6 +19,7 @@ from idempotency import conf
 from idempotency._request.credentials import is_credential
 from idempotency._request.problems import Problem
 from idempotency._request.view_call import Call
+from idempotency._store.fence import StoredResponse
 from idempotency._text import cut
 from idempotency.exceptions import IdempotencyError
 from idempotency.http import is_not_stored
@@ -68,12 +69,14 @@ def is_login_redirect(response: HttpResponseBase, request: HttpRequest) -> bool:
     return any(url._replace(scheme="", netloc="").geturl() == own for url in named)
 
 
-def stored_parts(response: HttpResponseBase) -> tuple[int, dict[str, str], bytes | None]:
+def stored_parts(response: HttpResponseBase) -> StoredResponse:
     """Return status, headers and body to store; the body is None if it streams or is too large."""
+    return StoredResponse(response.status_code, stored_headers(response), _stored_body(response))
+
+
+def _stored_body(response: HttpResponseBase) -> bytes | None:
     body = response.content if isinstance(response, HttpResponse) else None
-    if body is not None and len(body) > conf.get().MAX_STORED_BODY_BYTES:
-        body = None
-    return response.status_code, stored_headers(response), body
+    return body if body is not None and len(body) <= conf.get().MAX_STORED_BODY_BYTES else None
 
 
 def stored_headers(response: HttpResponseBase) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from django.db import Error, connections
 
+from idempotency._hidden import Hidden, Parameters
 from idempotency._store import statements
 from idempotency._store.advisory_locks import HOLDER, lock_parameters, way_of
 from idempotency._store.database_errors import connection_lost, refuse_second_wait, serialization_failed
@@ -91,8 +92,8 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     postgresql = vendor(using) == "postgresql"
     in_one = postgresql and request.unstorable is None
     text = statements_for(using)
-    token, parameters = _parameters(request, using)
-    parameters["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
+    parameters = _parameters(request, using)
+    parameters.value["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
     for _ in range(_CLAIM_TRIES):
         try:
             found = _look(text.claim_phased if in_one else text.read, parameters, request, using)
@@ -114,11 +115,11 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
                 found = _look(text.upsert, parameters, request, using)
         except Error as error:
             claimed = IdempotencyKey(scope=request.scope, idempotency_key=request.idempotency_key)
-            _raise_unless_race(error, claimed, token, using)
+            _raise_unless_race(error, claimed, parameters, using)
             continue
         if found.claimed is not None:
             # A claim clears the mark of a stuck key, and an unfinished key has no response.
-            return Claim(Outcome.CLAIMED, _key_of_claim(found, request, token, using, finished_at=None))
+            return Claim(Outcome.CLAIMED, _key_of_claim(found, request, parameters, using, finished_at=None))
         # Another claim has inserted or changed the key, and the next attempt reads it; or a plain view holds the key.
         if key is None and postgresql and (refusal := _refusal_by_holder(parameters, using)):
             return refusal
@@ -128,7 +129,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
 def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
     """Return the claim of a plain view, which may be sent with BEGIN."""
     text = statements_for(using)
-    return First(text.claim_plain if vendor(using) == "postgresql" else text.insert_plain, _parameters(request, using)[1])
+    return First(text.claim_plain if vendor(using) == "postgresql" else text.insert_plain, _parameters(request, using))
 
 
 def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
@@ -139,9 +140,9 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
     parameters = first.parameters
     for attempt in range(_CLAIM_TRIES):
         ran = first.ran and attempt == 0
-        found = _parsed(first.row, 0.0, request, using) if ran else _look(first.text, parameters, request, using)
+        found = _parsed(Hidden(first.row), 0.0, request, using) if ran else _look(first.text, parameters, request, using)
         if found.claimed is not None:
-            key = _key_of_claim(found, request, uuid.UUID(str(parameters["claim_token"])), using)
+            key = _key_of_claim(found, request, parameters, using)
             key.born_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.
             return Claim(Outcome.CLAIMED, key)
         if found.verdict == "same":  # A run of the same request holds the key, and has not committed.
@@ -163,32 +164,33 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
     """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next run is due. If this run
     fails too, the key is due again after ``delay_seconds``. Return None if the key is not due, locked, finished, stuck or
     refused."""
-    token = uuid.uuid4()
-    parameters = {
-        "id": pk,
-        "claim_token": token_parameter(token, using),
-        "delay": delay_seconds,
-        "early": early,
-        "event": HistoryEvent.CLAIMED,
-        "detail": "reaper" if early else "completer",
-    }
+    parameters: Parameters = Hidden(
+        {
+            "id": pk,
+            "claim_token": token_parameter(uuid.uuid4(), using),
+            "delay": delay_seconds,
+            "early": early,
+            "event": HistoryEvent.CLAIMED,
+            "detail": "reaper" if early else "completer",
+        }
+    )
     try:
         return fetch_key(statements_for(using).claim_by_id, parameters, using)
     except Error as error:
-        _raise_unless_race(error, IdempotencyKey(pk=pk), token, using)
+        _raise_unless_race(error, IdempotencyKey(pk=pk), parameters, using)
         return None
 
 
-def _look(text: str, parameters: dict[str, Any], request: ClaimedRequest, using: str) -> _Found:
+def _look(text: str, parameters: Parameters, request: ClaimedRequest, using: str) -> _Found:
     sent = time.monotonic()
     with _one_wait():
-        values = fetch(text, parameters, using)
+        values = Hidden(fetch(text, parameters, using))
     return _parsed(values, sent, request, using)
 
 
 def _retire(key: IdempotencyKey, request: ClaimedRequest, using: str) -> None:
     with _one_wait():
-        execute(statements_for(using).retire, {"id": key.pk, "scope": request.scope}, using)
+        execute(statements_for(using).retire, Hidden({"id": key.pk, "scope": request.scope}), using)
 
 
 @contextmanager
@@ -200,42 +202,51 @@ def _one_wait() -> Iterator[None]:
         raise
 
 
-def _parsed(values: tuple[Any, ...] | None, sent: float, request: ClaimedRequest, using: str) -> _Found:
-    if values is None:
+def _parsed(values: Hidden[tuple[Any, ...] | None], sent: float, request: ClaimedRequest, using: str) -> _Found:
+    if values.value is None:
         return _Found(sent)
-    claimed, (*columns, expired, lock_seconds), verdict = statements.parts(values)
-    if claimed is not None:
-        return _Found(sent, claimed)
-    if columns[0] is None:
+    parts = Hidden(statements.parts(values.value))
+    verdict = parts.value[2]
+    if parts.value[0] is not None:
+        return _Found(sent, parts.value[0])
+    met = Hidden(parts.value[1])
+    if met.value[0] is None:
         return _Found(sent, verdict=verdict)
-    key = key_of_row(statements.MET, columns, using, scope=request.scope, idempotency_key=request.idempotency_key)
+    expired, lock_seconds = met.value[-2:]
+    key = key_of_row(
+        statements.MET, Hidden(met.value[:-2]), using, scope=request.scope, idempotency_key=request.idempotency_key
+    )
     return _Found(sent, None, key, bool(expired), lock_seconds, verdict)
 
 
-def _raise_unless_race(error: Error, key: IdempotencyKey, token: uuid.UUID, using: str) -> None:
+def _raise_unless_race(error: Error, key: IdempotencyKey, parameters: Parameters, using: str) -> None:
     """Raise the error of a claim statement, unless another claim won under a high level of isolation. After a lost connection
     or standby, release the claim: it may have been committed."""
     if serialization_failed(error) and not connections[using].in_atomic_block:
         return
     sent = vendor(using) == "postgresql" and connections[using].connection is not None
     if sent and connection_lost(error, using):
-        key.fence = token
+        key.fence = _token_of(parameters)
         release_later(key, "The result of the claim was lost with the connection.", using=using)
     raise error
 
 
-def _key_of_claim(found: _Found, request: ClaimedRequest, token: uuid.UUID, using: str, **known: Any) -> IdempotencyKey:
-    *columns, age_seconds, place = found.claimed or ()
+def _token_of(parameters: Parameters) -> uuid.UUID:
+    return uuid.UUID(str(parameters.value["claim_token"]))
+
+
+def _key_of_claim(found: _Found, request: ClaimedRequest, parameters: Parameters, using: str, **known: Any) -> IdempotencyKey:
+    claimed = Hidden(found.claimed or ())
     key = key_of_row(
         statements.CLAIMED,
-        columns,
+        Hidden(claimed.value[:-2]),
         using,
         scope=request.scope,
         idempotency_key=request.idempotency_key,
         request_method=request.request_method,
         request_path=request.request_path,
         request_fingerprint=request.request_fingerprint,
-        claim_token=token,
+        claim_token=_token_of(parameters),
         stuck_at=None,
         stuck_code="",
         stuck_reason="",
@@ -244,8 +255,8 @@ def _key_of_claim(found: _Found, request: ClaimedRequest, token: uuid.UUID, usin
         response_body=None,
         **known,
     )
-    key.born_monotonic = born(found.sent, age_seconds)
-    key.fence, key.place = token, place
+    age_seconds, key.place = claimed.value[-2:]
+    key.born_monotonic, key.fence = born(found.sent, age_seconds), key.claim_token
     return key
 
 
@@ -266,19 +277,24 @@ def _refusal(found: _Found, request: ClaimedRequest) -> Claim | None:
     return None
 
 
-def _refusal_by_holder(parameters: dict[str, Any], using: str) -> Claim | None:
+def _refusal_by_holder(parameters: Parameters, using: str) -> Claim | None:
     held, another_request = fetch(HOLDER, parameters, using) or (False, False)
     return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS) if held else None
 
 
-def _parameters(request: ClaimedRequest, using: str) -> tuple[uuid.UUID, dict[str, Any]]:
-    token = uuid.uuid4()
+def _parameters(request: ClaimedRequest, using: str) -> Parameters:
+    # The field of the project's user model runs here.
+    user_id = IdempotencyKey._meta.get_field("user").get_db_prep_save(request.user_id, connections[using])
     locks = lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
-    return token, locks | {name: getattr(request, name) for name in statements.REQUEST} | {
-        "user_id": IdempotencyKey._meta.get_field("user").get_db_prep_save(request.user_id, connections[using]),
-        "request_headers": json.dumps(request.request_headers),
-        "claim_token": token_parameter(token, using),
-        "seed": random_seed(),
-        "event": HistoryEvent.CLAIMED,
-        "detail": "client",
-    }
+    return Hidden(
+        locks
+        | {name: getattr(request, name) for name in statements.REQUEST}
+        | {
+            "user_id": user_id,
+            "request_headers": json.dumps(request.request_headers),
+            "claim_token": token_parameter(uuid.uuid4(), using),
+            "seed": random_seed(),
+            "event": HistoryEvent.CLAIMED,
+            "detail": "client",
+        }
+    )

@@ -7,11 +7,13 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", 
 
 import json
 import logging
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from django.db import connections
 
+from idempotency._hidden import Hidden, Parameters
 from idempotency._store import replication, statements
 from idempotency._store.cursors import is_instrumented
 from idempotency._store.events import about
@@ -25,6 +27,20 @@ from idempotency.models import FINISHED, IdempotencyKey
 logger = logging.getLogger("idempotency")
 
 _MAX_CODE_LENGTH = 50
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StoredResponse:
+    """The parts of a response to store."""
+
+    code: int
+    headers: dict[str, str]
+    #: None: the body is not stored.
+    body: bytes | None
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters of a statement that stores the response."""
+        return {"code": self.code, "headers": json.dumps(self.headers), "body": self.body}
 
 
 def advance(key: IdempotencyKey, recovery_point: str, *, using: str, ends: OwnTransaction | None = None) -> None:
@@ -51,22 +67,20 @@ def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = 
 
 def finish(
     key: IdempotencyKey,
-    code: int,
-    headers: dict[str, str],
-    body: bytes | None,
+    response: StoredResponse,
     *,
     using: str,
     untouched: bool = False,
     ends: OwnTransaction | None = None,
 ) -> None:
-    """Store the response; None as ``body`` means that it was not stored. Raises LockLost if another claim has taken over the
+    """Store the response. Raises LockLost if another claim has taken over the
     key. With ``untouched``, raises LockLost also if something was begun: if the response to a COMMIT was lost, the run may
     not know of it."""
     statement = "finish_untouched" if untouched else "finish"
     if key.recovery_point == FINISHED:  # The row of a plain view was inserted as finished.
         statement = "finish_plain"
-    event: dict[str, Any] = {"event": HistoryEvent.FINISHED, "detail": f"status {code}"}
-    _fenced(statement, key, using, ends=ends, code=code, headers=json.dumps(headers), body=body, **event)
+    event: dict[str, Any] = {"event": HistoryEvent.FINISHED, "detail": f"status {response.code}"}
+    _fenced(statement, key, using, ends=ends, **response.parameters(), **event)
 
 
 def release(key: IdempotencyKey, error: str, *, using: str) -> None:
@@ -101,10 +115,12 @@ def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> No
     key.stuck_code = parameters["code"]
 
 
-def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransaction | None = None, **parameters: Any) -> None:
+def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransaction | None = None, **values: Any) -> None:
     text: str = getattr(statements_for(using), statement)
-    fence = {"id": key.pk, "token": token_parameter(key.fence, using), "place": key.place, "reached": key.recovery_point}
-    parameters |= fence
+    parameters: Parameters = Hidden(values)
+    del values
+    parameters.value |= {"id": key.pk, "place": key.place, "reached": key.recovery_point}
+    parameters.value["token"] = token_parameter(key.fence, using)
     if ends is not None:
 
         def note(row: tuple[Any, ...]) -> None:

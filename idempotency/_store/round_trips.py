@@ -24,6 +24,7 @@ from psycopg.pq.abc import PGconn, PGresult
 from psycopg.waiting import Ready, Wait
 
 from idempotency import conf
+from idempotency._hidden import Hidden, Parameters
 from idempotency._store.cursors import is_instrumented, numbered
 from idempotency._store.engine import is_citus
 from idempotency.exceptions import LockLost, TransactionEnded
@@ -79,7 +80,7 @@ def can_send(connection: BaseDatabaseWrapper) -> bool:
 def run(
     connection: BaseDatabaseWrapper,
     text: str,
-    parameters: dict[str, Any],
+    parameters: Parameters,
     *,
     before: Sequence[str] = (),
     after: Sequence[str] = (),
@@ -98,12 +99,13 @@ def run(
 
 
 def _run(
-    own: "psycopg.Connection[Any]", text: str, parameters: dict[str, Any], before: Sequence[str], after: Sequence[str]
+    own: "psycopg.Connection[Any]", text: str, parameters: Parameters, before: Sequence[str], after: Sequence[str]
 ) -> Result:
     server, prepared = own.pgconn, _prepared(own)
     query, names = numbered(text)
     transformer = Transformer(own)
-    values = transformer.dump_sequence([parameters[name] for name in names], [PyFormat.AUTO] * len(names))
+    # A partial of libpq's functions would show the values.
+    values = Hidden(transformer.dump_sequence([parameters.value[name] for name in names], [PyFormat.AUTO] * len(names)))
     types, formats = transformer.types or (), transformer.formats
     sends: list[Callable[[], None]] = [partial(server.send_query_params, each.encode(), None) for each in before]
     key, place = (query, types), len(before)
@@ -112,9 +114,9 @@ def _run(
         sends.append(partial(server.send_prepare, name, query.encode(), types))
         place += 1
     if name is None:
-        sends.append(partial(server.send_query_params, query.encode(), values, types, formats))
+        sends.append(lambda: server.send_query_params(query.encode(), values.value, types, formats))
     else:
-        sends.append(partial(server.send_query_prepared, name, values, formats))
+        sends.append(lambda: server.send_query_prepared(name, values.value, formats))
     sends += [partial(server.send_query_params, each.encode(), None) for each in after]
     results = _exchange(own, sends)
     if name is not None and len(results) > place:

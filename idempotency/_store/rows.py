@@ -13,6 +13,7 @@ from django.db.backends.utils import CursorWrapper
 from django.db.models import DEFERRED
 
 from idempotency import conf
+from idempotency._hidden import Hidden, Parameters
 from idempotency._store import engine, round_trips, statements
 from idempotency._store.cursors import changed_rows, classified_errors, is_instrumented, numbered, own_cursor, positional
 from idempotency._store.round_trips import Result, StaleStatement
@@ -35,17 +36,17 @@ def statements_for(using: str) -> statements.Statements:
     return _statements(vendor(using), limits.LOCK_TIMEOUT_SECONDS, limits.RETENTION_HOURS)
 
 
-def execute(text: str, parameters: dict[str, Any], using: str) -> int:
+def execute(text: str, parameters: Parameters, using: str) -> int:
     """Run a statement that returns no row; return the number of rows that it has changed."""
     return _run(text, parameters, using, lambda cursor: Result(None, changed_rows(cursor))).rows
 
 
-def fetch(text: str, parameters: dict[str, Any], using: str) -> tuple[Any, ...] | None:
+def fetch(text: str, parameters: Parameters, using: str) -> tuple[Any, ...] | None:
     """Return the first row of a statement, or None."""
     return _run(text, parameters, using, lambda cursor: Result(cursor.fetchone(), cursor.rowcount)).row
 
 
-def _run(text: str, parameters: dict[str, Any], using: str, read: Callable[[CursorWrapper], Result]) -> Result:
+def _run(text: str, parameters: Parameters, using: str, read: Callable[[CursorWrapper], Result]) -> Result:
     connection = connections[using]
     postgresql = connection.vendor == "postgresql"
     if postgresql:
@@ -53,23 +54,23 @@ def _run(text: str, parameters: dict[str, Any], using: str, read: Callable[[Curs
         if round_trips.can_send(connection):
             with classified_errors(connection):
                 return _sent(connection, text, parameters)
-    bound: Any = parameters
+    bound: Hidden[Any] = parameters
     factory: type[psycopg.Cursor[Any]] = psycopg.Cursor
     if is_instrumented(connection):
         text, names = positional(text)
-        bound = tuple(parameters[name] for name in names)
+        bound = Hidden(tuple(parameters.value[name] for name in names))
     elif postgresql and not connection.settings_dict["OPTIONS"].get("server_side_binding"):
         # psycopg parses a text of over 4,096 characters with named parameters at each use. Django's log of a cursor with
         # server-side binding needs them.
         factory = psycopg.RawCursor
         text, names = numbered(text)
-        bound = [parameters[name] for name in names]
+        bound = Hidden([parameters.value[name] for name in names])
     with own_cursor(using, factory) as cursor:
-        cursor.execute(text, bound)
+        cursor.execute(text, bound.value)
         return read(cursor)
 
 
-def _sent(connection: BaseDatabaseWrapper, text: str, parameters: dict[str, Any]) -> Result:
+def _sent(connection: BaseDatabaseWrapper, text: str, parameters: Parameters) -> Result:
     """Send a statement; in autocommit once more if the server has lost it."""
     try:
         return round_trips.run(connection, text, parameters)
@@ -80,17 +81,17 @@ def _sent(connection: BaseDatabaseWrapper, text: str, parameters: dict[str, Any]
 
 
 def read(pk: int, *, using: str) -> IdempotencyKey | None:
-    return fetch_key(statements_for(using).read_by_id, {"id": pk}, using)
+    return fetch_key(statements_for(using).read_by_id, Hidden({"id": pk}), using)
 
 
-def fetch_key(text: str, parameters: dict[str, Any], using: str) -> IdempotencyKey | None:
+def fetch_key(text: str, parameters: Parameters, using: str) -> IdempotencyKey | None:
     """Return the key of a row with ``statements.READ`` and its age. Its fence is the token of the current claim."""
     sent = time.monotonic()
-    row = fetch(text, parameters, using)
-    if row is None:
+    row = Hidden(fetch(text, parameters, using))
+    if row.value is None:
         return None
-    *columns, age_seconds, place = row
-    key = key_of_row(statements.READ, columns, using)
+    key = key_of_row(statements.READ, Hidden(row.value[:-2]), using)
+    age_seconds, place = row.value[-2:]
     key.born_monotonic = born(sent, age_seconds)
     key.fence, key.place = key.claim_token, place
     return key
@@ -113,14 +114,15 @@ def read_own(key: IdempotencyKey, *, using: str) -> IdempotencyKey:
     return fresh
 
 
-def key_of_row(names: tuple[str, ...], values: Sequence[Any], using: str, **known: Any) -> IdempotencyKey:
+def key_of_row(names: tuple[str, ...], values: Hidden[Sequence[Any]], using: str, **known: Any) -> IdempotencyKey:
     """Return a key with the columns ``names`` and the attributes ``known``; other fields are deferred."""
-    columns = list(values)
+    columns, attributes = Hidden(list(values.value)), Hidden(known)
+    del known  # The converters of the project's user model run here, and the receivers of signals.
     for position, converters, expression in _converters(names, using):
         for converter in converters:
-            columns[position] = converter(columns[position], expression, connections[using])
-    known.update(zip(names, columns, strict=True))
-    key = IdempotencyKey(*[known.get(name, DEFERRED) for name in _ATTRIBUTES])
+            columns.value[position] = converter(columns.value[position], expression, connections[using])
+    attributes.value.update(zip(names, columns.value, strict=True))
+    key = IdempotencyKey(*[attributes.value.get(name, DEFERRED) for name in _ATTRIBUTES])
     key._state.adding, key._state.db = False, using
     return key
 

@@ -6,7 +6,6 @@ new token: of two operators who act at once one succeeds, and a late run is fenc
 """
 # ruff: noqa: S608 - only names and conditions of this module are formatted into statements; values are parameters
 
-import json
 import logging
 import uuid
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from typing import Any
 
 from django.http import HttpRequest
 
+from idempotency._hidden import Hidden, Parameters
 from idempotency._store.events import about, announce_stuck
-from idempotency._store.fence import stuck_parameters
+from idempotency._store.fence import StoredResponse, stuck_parameters
 from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
 from idempotency._store.statements import CLEAR_STUCK, TABLE
@@ -58,7 +58,7 @@ def _calls(using: str) -> str:
 
 def give_up(pk: int, code: str, reason: str, *, using: str, request: HttpRequest | None = None) -> bool:
     """Mark a key as stuck if no run holds it, and announce it; return whether this call did it."""
-    if execute(statements_for(using).give_up, {"id": pk, **stuck_parameters(code, reason)}, using) == 0:
+    if execute(statements_for(using).give_up, Hidden({"id": pk, **stuck_parameters(code, reason)}), using) == 0:
         return False
     announce_stuck(pk, request, using=using)
     return True
@@ -81,7 +81,7 @@ def hand_back(decision: Decision) -> bool:
     )
 
 
-def answer(decision: Decision, code: int, headers: dict[str, str], body: bytes | None, *, calls: str | None) -> bool:
+def answer(decision: Decision, response: StoredResponse, *, calls: str | None) -> bool:
     text = statements_for(decision.using)
     return _change(
         decision,
@@ -89,11 +89,9 @@ def answer(decision: Decision, code: int, headers: dict[str, str], body: bytes |
         f"{CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
         text.unlocked + (f" AND {_calls(decision.using)} = %(calls)s" if calls is not None else ""),
         event=HistoryEvent.ANSWERED,
-        detail=f"status {code}, {decision.signed}",
+        detail=f"status {response.code}, {decision.signed}",
         calls=calls,
-        code=code,
-        headers=json.dumps(headers),
-        body=body,
+        **response.parameters(),
     )
 
 
@@ -110,13 +108,15 @@ def acknowledge(decision: Decision) -> bool:
 
 def calls_of(pk: int, *, using: str) -> str:
     """Return a text that changes with each call of the key; empty if there is no such key."""
-    row = fetch(f"SELECT {_calls(using)} FROM {TABLE} AS k WHERE k.id = %(id)s", {"id": pk}, using)  # nosec B608  # see the noqa above
+    row = fetch(f"SELECT {_calls(using)} FROM {TABLE} AS k WHERE k.id = %(id)s", Hidden({"id": pk}), using)  # nosec B608  # see the noqa above
     return row[0] if row else ""
 
 
-def _change(decision: Decision, changes: str, condition: str, *, moves: bool = True, **parameters: Any) -> bool:
+def _change(decision: Decision, changes: str, condition: str, *, moves: bool = True, **values: Any) -> bool:
     """Change an unfinished key if it was not claimed since the operator saw it, and write the history."""
     using = decision.using
+    parameters: Parameters = Hidden(values)
+    del values
     same = "k.claim_token = %(seen)s" if decision.seen else "k.claim_token IS NULL"
     if decision.at is not None:
         same += " AND k.recovery_point = %(at)s"
@@ -126,15 +126,16 @@ def _change(decision: Decision, changes: str, condition: str, *, moves: bool = T
         f"UPDATE {TABLE} AS k SET {changes}, history = {statements_for(using).history} "  # nosec B608  # see the noqa above
         f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition} RETURNING scope, idempotency_key"
     )
-    parameters |= {
+    event, detail = parameters.value["event"], summary(parameters.value["detail"], _MAX_DETAIL_LENGTH)
+    parameters.value |= {
         "id": decision.pk,
         "at": decision.at,
         "seen": token_parameter(decision.seen, using),
         "token": token_parameter(uuid.uuid4(), using),
-        "detail": summary(parameters["detail"], _MAX_DETAIL_LENGTH),
+        "detail": detail,
     }
-    if (row := fetch(statement, parameters, using)) is None:
+    if (row := Hidden(fetch(statement, parameters, using))).value is None:
         return False
-    changed = IdempotencyKey(scope=row[0], idempotency_key=row[1])
-    logger.warning("key %s: %s %s", changed.key_hash, parameters["event"], parameters["detail"], extra=about(changed))
+    changed = IdempotencyKey(scope=row.value[0], idempotency_key=row.value[1])
+    logger.warning("key %s: %s %s", changed.key_hash, event, detail, extra=about(changed))
     return True

@@ -17,6 +17,7 @@ from psycopg.errors import error_from_result
 from psycopg.pq import DiagnosticField, ExecStatus
 
 from idempotency import conf
+from idempotency._hidden import Hidden, Parameters
 from idempotency._store import engine, round_trips
 from idempotency._store.call_stack import nearest_function
 from idempotency._store.cursors import classified_errors
@@ -49,7 +50,7 @@ class First:
     """The first statement of a transaction. If it was sent with BEGIN, ``ran`` is true, and ``row`` is its result."""
 
     text: str
-    parameters: dict[str, Any]
+    parameters: Parameters
     ran: bool = False
     row: tuple[Any, ...] | None = None
 
@@ -93,7 +94,7 @@ class OwnTransaction:
         self._begun = False
         #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
         self._marker = ""
-        self._last: tuple[str, dict[str, Any], Callable[[Any], None]] | None = None
+        self._last: tuple[str, Parameters, Callable[[Any], None]] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -138,7 +139,7 @@ class OwnTransaction:
             begin += engine.lock_timeout(self._connection, f"{milliseconds}ms")
         return begin
 
-    def end_with(self, text: str, parameters: dict[str, Any], then: Callable[[Any], None]) -> bool:
+    def end_with(self, text: str, parameters: Parameters, then: Callable[[Any], None]) -> bool:
         """Send this statement with COMMIT at the end of the block, and call ``then`` with its row after that. It must fail with
         a division by zero if it changes no row, and end with its list of columns. Return False, and do nothing, if the
         transaction does not end that way."""
@@ -147,7 +148,7 @@ class OwnTransaction:
             return False
         self._connection.validate_no_broken_transaction()
         if self._marker:
-            text, parameters = text + _OR_ENDED, {**parameters, "marker": self._marker}
+            text, parameters = text + _OR_ENDED, Hidden({**parameters.value, "marker": self._marker})
         self._last = text, parameters, then
         return True
 

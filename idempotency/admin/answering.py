@@ -110,8 +110,9 @@ def _no_constant(name: str) -> None:
 
 
 def _preview(response: HttpResponse, kind: str, template: IdempotencyKey | None) -> Preview:
-    code, headers, body = responses.stored_parts(response)
-    replay = responses.stored_response(IdempotencyKey(response_code=code, response_headers=headers, response_body=body))
+    stored = responses.stored_parts(response)
+    parts = {"response_code": stored.code, "response_headers": stored.headers, "response_body": stored.body}
+    replay = responses.stored_response(IdempotencyKey(**parts))
     replay[conf.get().REPLAYED_HEADER] = "true"
     text, notes = response.content.decode(), []
     if not text:
@@ -121,7 +122,7 @@ def _preview(response: HttpResponse, kind: str, template: IdempotencyKey | None)
     if template is not None and text and _same(text, bytes(template.response_body or b"").decode()):
         note = gettext("The body is that of key #%(key)s, unchanged. Are its values right for this request?")
         notes.append(note % {"key": template.pk})
-    return Preview(f"{code} {replay.reason_phrase}", list(replay.items()), text, notes)
+    return Preview(f"{stored.code} {replay.reason_phrase}", list(replay.items()), text, notes)
 
 
 def _same(one: str, other: str) -> bool:

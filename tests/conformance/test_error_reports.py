@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from django.core.files.uploadedfile import InMemoryUploadedFile, SimpleUploadedFile
 from django.core.files.uploadhandler import MemoryFileUploadHandler
+from django.db import DatabaseError, connection
+from django.db.models.signals import post_init
 from django.http import HttpRequest, HttpResponse
 from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 
@@ -25,9 +27,9 @@ def ask(planted: Planted, transactional_db: None) -> Callable[[], BaseException]
     sender = Sender()
     sender.client.raise_request_exception = True
 
-    def send(**sent: Any) -> BaseException:
+    def send(error: type[Exception] = OutOfLuck, **sent: Any) -> BaseException:
         headers = {"Accept-Language": planted["header"]}
-        with pytest.raises(OutOfLuck) as caught:
+        with pytest.raises(error) as caught:
             sender.send(**{"key": planted["key"], "body": {"card": planted["body"]}, "headers": headers, **sent})
         return caught.value
 
@@ -168,6 +170,35 @@ def test_60_error_of_an_upload(
     planted.refuse_shown(ask(method=method, **uploaded(planted)), at_least=10)
 
 
+def test_60_error_of_a_value_that_keep_names(serve: Serve, planted: Planted, ask: Any, settings: Any) -> None:
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{__name__}.with_basket"]
+    serve(view=phased(fail, keep=["session.card", "basket.pk"]))
+    session = ask.client.session
+    session["card"] = planted["session"]
+    session.save()
+    planted.refuse_shown(ask(), at_least=10)
+
+
+class Basket:
+    """An object of a middleware."""
+
+    @property
+    def pk(self) -> int:
+        """Fail, as a row that was deleted."""
+        raise OutOfLuck
+
+
+def with_basket(get_response: Any) -> Any:
+    """Set the basket of the request, as a middleware does."""
+
+    def middleware(request: HttpRequest) -> HttpResponse:
+        request.basket = Basket()
+        response: HttpResponse = get_response(request)
+        return response
+
+    return middleware
+
+
 def test_60_error_of_a_check_of_replays(serve: Serve, planted: Planted, ask: Any) -> None:
     stored = HttpResponse(planted["answer"])
     serve(view=plain(lambda request: stored, replay_check=fail))
@@ -175,3 +206,82 @@ def test_60_error_of_a_check_of_replays(serve: Serve, planted: Planted, ask: Any
         ask()
     planted.of_key(IdempotencyKey.objects.get())
     planted.refuse_shown(ask(), at_least=3)
+
+
+@pytest.fixture
+def failing_table(transactional_db: None) -> Iterator[Callable[[str], None]]:
+    """Return a function that lets each INSERT or UPDATE of keys fail in the database."""
+    with connection.cursor() as cursor:
+        cursor.execute("CREATE FUNCTION fail_here() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'out of luck'; END $$")
+
+    def fail_at(operation: str) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"CREATE TRIGGER fail_here BEFORE {operation} ON idempotency_idempotencykey "
+                "FOR EACH ROW EXECUTE FUNCTION fail_here()"
+            )
+
+    yield fail_at
+    with connection.cursor() as cursor:
+        cursor.execute("DROP FUNCTION fail_here CASCADE")
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("kind", [plain, phased])
+@pytest.mark.parametrize("operation", ["INSERT", "UPDATE"])
+def test_60_error_of_a_statement_on_keys(
+    operation: str, kind: Kind, merged: bool, serve: Serve, planted: Planted, ask: Any, failing_table: Any, settings: Any
+) -> None:
+    settings.IDEMPOTENCY = {"MERGE_ROUND_TRIPS": merged}
+
+    def work(request: HttpRequest) -> HttpResponse:
+        planted.of_key(request.idempotency_key)
+        return HttpResponse(planted["answer"])
+
+    failing_table(operation)
+    serve(view=kind(work))
+    planted.refuse_shown(ask(error=DatabaseError), at_least=10)
+
+
+@pytest.mark.parametrize("kind", [plain, phased])
+@pytest.mark.parametrize("beginning", ["INSERT", "UPDATE"])
+def test_60_error_of_a_wrapper_of_statements(beginning: str, kind: Kind, serve: Serve, planted: Planted, ask: Any) -> None:
+    def wrapper(execute: Any, sql: Any, *more: Any) -> Any:
+        if "idempotency_idempotencykey" in str(sql) and beginning in str(sql):
+            raise OutOfLuck
+        return execute(sql, *more)
+
+    def work(request: HttpRequest) -> HttpResponse:
+        planted.of_key(request.idempotency_key)
+        return HttpResponse(planted["answer"])
+
+    serve(view=kind(work))
+    with connection.execute_wrapper(wrapper):
+        planted.refuse_shown(ask(), at_least=10)
+
+
+@pytest.mark.parametrize("kind", [plain, phased])
+@pytest.mark.parametrize("is_replay", [False, True])
+def test_60_error_of_a_receiver_of_a_signal_of_models(
+    is_replay: bool, kind: Kind, serve: Serve, planted: Planted, ask: Any
+) -> None:
+    serve(view=kind(lambda request: HttpResponse(planted["answer"])))
+    if is_replay:
+        with pytest.raises(pytest.fail.Exception):
+            ask()
+        planted.of_key(IdempotencyKey.objects.get())
+    made: list[IdempotencyKey] = []
+
+    def receiver(instance: IdempotencyKey, **kwargs: Any) -> None:
+        made.append(instance)
+        raise OutOfLuck
+
+    post_init.connect(receiver, sender=IdempotencyKey)
+    try:
+        error = ask()
+    finally:
+        post_init.disconnect(receiver, sender=IdempotencyKey)
+    if not is_replay:
+        planted.of_key(made[0])
+    planted.refuse_shown(error, at_least=10)

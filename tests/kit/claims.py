@@ -45,7 +45,7 @@ def claim_as_completer(key: IdempotencyKey, *, delay: float = 60, early: bool = 
 
 def finish(key: IdempotencyKey) -> None:
     """Store an empty 200 response."""
-    fence.finish(key, 200, {}, b"", using="default")
+    fence.finish(key, fence.StoredResponse(200, {}, b""), using="default")
 
 
 def hand_back_and_meet_another_run(hand_back: Any, pk: int, *args: Any, **kwargs: Any) -> bool:

@@ -69,7 +69,7 @@ class Backend:
         expires_after_seconds: float,
     ) -> bool:
         def run(key: IdempotencyKey) -> None:
-            fence.finish(key, response_status, response_headers, response_body, using=ALIAS)
+            fence.finish(key, fence.StoredResponse(response_status, response_headers, response_body), using=ALIAS)
             _date_back("finished_at", key, conf.get().RETENTION_HOURS * 3600 - expires_after_seconds)
 
         return await self._fenced(effective_key, claim_token, run)

@@ -15,6 +15,7 @@ from django.db import DataError, Error, OperationalError, connection, transactio
 from django.db.models.functions import Now
 
 from idempotency import interventions
+from idempotency._hidden import Hidden
 from idempotency._store import claims, fence, rows, settlement
 from idempotency._store.advisory_locks import HOLDER
 from idempotency._store.claims import Claim, Outcome
@@ -208,7 +209,7 @@ def test_only_an_expired_key_of_its_scope_is_moved_out_of_the_way() -> None:
     finish(key)
 
     def retired(scope: str) -> int:
-        return rows.execute(rows.statements_for("default").retire, {"id": key.pk, "scope": scope}, "default")
+        return rows.execute(rows.statements_for("default").retire, Hidden({"id": key.pk, "scope": scope}), "default")
 
     assert retired(key.scope) == 0
     past_the_retention()
@@ -506,7 +507,7 @@ def test_who_holds_the_lock_of_a_key_is_another_session_with_this_very_lock() ->
     table = table_id()
 
     def held(lock: int) -> Any:
-        return rows.fetch(HOLDER, {"lock": lock ^ table, "mark_key": 1 ^ table, "mark_request": 1}, "default")
+        return rows.fetch(HOLDER, Hidden({"lock": lock ^ table, "mark_key": 1 ^ table, "mark_request": 1}), "default")
 
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(5)")

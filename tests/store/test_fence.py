@@ -25,7 +25,7 @@ def test_a_key_that_is_gone_is_read_as_none() -> None:
 
 def test_finishing_frees_the_lock_and_keeps_the_answer() -> None:
     key = claim().key
-    fence.finish(key, 201, {"A": "b"}, b"body", using="default")
+    fence.finish(key, fence.StoredResponse(201, {"A": "b"}, b"body"), using="default")
     row = IdempotencyKey.objects.get()
     assert (row.locked_at, row.response_code, row.response_headers, bytes(row.response_body)) == (
         None,

@@ -90,7 +90,7 @@ def test_completers_at_one_key_on_a_database_that_is_repeatable_read_by_default(
     [
         lambda key: fence.advance(key, "paid", using="default"),
         lambda key: fence.renew(key, using="default"),
-        lambda key: fence.finish(key, 200, {}, b"", using="default"),
+        lambda key: fence.finish(key, fence.StoredResponse(200, {}, b""), using="default"),
         lambda key: fence.mark_stuck(key, "code", "reason", using="default"),
         lambda key: rows.read_own(key, using="default"),
     ],

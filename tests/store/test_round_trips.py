@@ -17,6 +17,7 @@ from pytest_django import Settings
 
 from benchmarks import views as bench
 from benchmarks.counts import create_table
+from idempotency._hidden import Hidden
 from idempotency._store import round_trips, transactions
 from idempotency._store.transactions import durable_transaction
 from idempotency.models import IdempotencyKey
@@ -362,11 +363,11 @@ def test_a_statement_is_refused_where_django_refuses_its_own(transactional_db: N
     connection.ensure_connection()
     of_this_thread = connections["default"]
     with pytest.raises(DatabaseError, match="thread"):
-        in_background(lambda: round_trips.run(of_this_thread, "SELECT 1", {})).result(10)
+        in_background(lambda: round_trips.run(of_this_thread, "SELECT 1", Hidden({}))).result(10)
     with transaction.atomic():
         transaction.set_rollback(True)
         with pytest.raises(TransactionManagementError):
-            round_trips.run(connection, "SELECT 1", {})
+            round_trips.run(connection, "SELECT 1", Hidden({}))
 
 
 def test_an_error_that_the_server_has_not_sent_is_a_broken_connection(transactional_db: None) -> None:
@@ -479,7 +480,7 @@ def test_an_interrupted_exchange_closes_the_connection(transactional_db: None, m
 
     monkeypatch.setattr(own, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        round_trips.run(connection, "SELECT %(one)s::int", {"one": 1})
+        round_trips.run(connection, "SELECT %(one)s::int", Hidden({"one": 1}))
     assert own.closed
     connection.close()
 
