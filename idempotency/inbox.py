@@ -7,11 +7,9 @@ delivery repeats the work.
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from itertools import chain
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.backends.utils import CursorWrapper
 from django.db.transaction import TransactionManagementError
 
 from idempotency import conf
@@ -19,7 +17,7 @@ from idempotency._async import either_context
 from idempotency._store import replication
 from idempotency._store.cursors import changed_rows, own_cursor
 from idempotency._store.database_errors import has_ended
-from idempotency._store.engine import is_citus, lock_timeout
+from idempotency._store.limits import IDLE, LOCK, limit_waits, limit_waits_on_workers, lowered
 from idempotency._store.transactions import MARKER
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
@@ -121,29 +119,17 @@ def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str, *, id
     bounded = connection.vendor == "postgresql"
     with own_cursor(connection.alias) as cursor:
         if bounded:
-            cursor.execute("SELECT current_setting('lock_timeout'), set_config('lock_timeout', %s, true)", [f"{WAIT_SECONDS}s"])
-            before = cursor.fetchone()[0]
-            _limit_waits_on_workers(cursor, connection, f"{WAIT_SECONDS}s")
+            before = limit_waits(cursor, connection, f"{WAIT_SECONDS}s")
         cursor.execute(_INSERT.format(connection.ops.quote_name(ProcessedMessage._meta.db_table)), [source, message_id])
         first = changed_rows(cursor) == 1
         marker = ""
         if bounded:
             # The statements of the block keep the caller's limit.
-            limits = {"lock_timeout": before}
-            if idle_limit:
-                limits["idle_in_transaction_session_timeout"] = f"{conf.get().INBOX_IDLE_SECONDS}s"
-            set_limits = ", set_config(%s, %s, true)" * len(limits)
-            cursor.execute(f"SELECT {_SET_MARKER}{set_limits}", [uuid.uuid4().hex, *chain.from_iterable(limits.items())])
+            idle = f", {lowered(IDLE, f'{conf.get().INBOX_IDLE_SECONDS}s')}" if idle_limit else ""
+            cursor.execute(f"SELECT {_SET_MARKER}, set_config('{LOCK}', %s, true){idle}", [uuid.uuid4().hex, before])
             marker = cursor.fetchone()[0]
-            _limit_waits_on_workers(cursor, connection, before)
+            limit_waits_on_workers(cursor, connection, before)
     return first, marker
-
-
-def _limit_waits_on_workers(cursor: CursorWrapper, connection: BaseDatabaseWrapper, limit: str) -> None:
-    """Limit the waits on the workers of Citus too, which get the text of SET LOCAL, but not what a function sets."""
-    if is_citus(connection):
-        for statement in lock_timeout(connection, limit):
-            cursor.execute(statement)
 
 
 def _is_held_by_another(error: OperationalError) -> bool:

@@ -60,6 +60,12 @@ NOT_BEHIND_A_POOLER = {
     "test_51_one_key_in_one_table_is_one_key": "it sets what belongs to a session",
     "test_51_views_of_two_kinds_of_two_tenants_do_not_meet": "it sets what belongs to a session",
     "test_51_a_statement_that_is_prepared_for_one_tenant_locks_for_the_next": "it sets what belongs to a session",
+    "test_58_a_request_only_lowers_the_limits_of_the_role": "it sets what belongs to a session",
+    "test_58_a_limit_that_changes_between_requests_is_not_raised": "it sets what belongs to a session",
+    "test_58_a_message_only_lowers_the_limits_of_the_role": "it sets what belongs to a session",
+    "test_58_a_delivery_waits_for_another_one_no_longer_than_the_role_allows": "it sets what belongs to a session",
+    "test_58_the_limits_take_no_snapshot": "it sets what belongs to a session",
+    "test_round_trips_under_stricter_limits": "it sets what belongs to a session",
 }
 NOT_WITH_A_POOL = {
     "test_a_claim_runs_on_the_connection_that_a_health_check_opens": "a pooler chooses the connection that follows a lost one",

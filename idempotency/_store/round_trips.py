@@ -49,10 +49,12 @@ class StaleStatement(psycopg.errors.SerializationFailure):
 
 
 class Result(NamedTuple):
-    """The first row of a statement, None if there is none, and the number of rows that it returned or changed."""
+    """The first row of a statement, None if there is none; the number of rows that it returned or changed; and the values of
+    the SHOW statements before it."""
 
     row: tuple[Any, ...] | None
     rows: int
+    shown: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -125,7 +127,13 @@ def _run(
         raise _error(own, results[-1], key if len(results) == place + 1 else None, name)
     result = results[place]
     transformer.set_pgresult(result)
-    return Result(transformer.load_row(0, tuple) if result.ntuples else None, result.command_tuples or 0)
+    row = transformer.load_row(0, tuple) if result.ntuples else None
+    return Result(row, result.command_tuples or 0, shown(results[: len(before)]))
+
+
+def shown(results: Sequence[PGresult]) -> tuple[str, ...]:
+    """Return the values of the SHOW statements among ``results``."""
+    return tuple((result.get_value(0, 0) or b"").decode() for result in results if result.ntuples)
 
 
 def _error(own: "psycopg.Connection[Any]", result: PGresult, failed: _Key | None, name: bytes | None) -> Exception:

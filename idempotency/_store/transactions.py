@@ -22,6 +22,7 @@ from idempotency._store import engine, round_trips
 from idempotency._store.call_stack import nearest_function
 from idempotency._store.cursors import classified_errors
 from idempotency._store.database_errors import NOT_SUPPORTED, drop_connection, has_ended, refuse_second_wait, sqlstate_of
+from idempotency._store.limits import IDLE, LOCK, Limits
 from idempotency.conf import Isolation
 from idempotency.exceptions import TransactionEnded
 
@@ -107,7 +108,9 @@ class OwnTransaction:
         connection, first = self._connection, self._first
         del vars(connection)[_BEGIN_HOOK]  # for this transaction only
         self._begun = True
-        begin = self._statements_of_begin()
+        limit = conf.get().LOCK_TIMEOUT_SECONDS * 1000
+        limits = Limits(connection, {IDLE: limit} | ({LOCK: limit} if self._of_phase else {}))
+        begin = [*self._statements_of_begin(), *limits.show, *limits.set]
         try:
             with connection.wrap_database_errors:
                 # Otherwise psycopg would send its own BEGIN before the first statement. It accepts one that was sent.
@@ -115,11 +118,12 @@ class OwnTransaction:
             if first is not None and round_trips.can_be_merged(connection):
                 first.ran = True
                 with classified_errors(connection):
-                    first.row = round_trips.run(connection, first.text, first.parameters, before=begin).row
+                    _, _, shown = result = round_trips.run(connection, first.text, first.parameters, before=begin)
+                first.row = result.row
             else:
-                # The lock timeout of Citus is a message of its own.
-                for text in ("; ".join(begin[:-1]), begin[-1]) if engine.is_citus(connection) else ("; ".join(begin),):
-                    _send_beginning(connection, text)
+                shown = _send_beginning(connection, begin)
+            if other := limits.corrections(shown):
+                _send_beginning(connection, other)
         except BaseException as failure:
             _leave(connection)
             if isinstance(failure, Error) and sqlstate_of(failure) == NOT_SUPPORTED:
@@ -130,13 +134,10 @@ class OwnTransaction:
     def _statements_of_begin(self) -> list[str]:
         own: psycopg.Connection[Any] = self._connection.connection
         level = _LEVELS[self._isolation] if self._isolation is not None else own.isolation_level
-        milliseconds = conf.get().LOCK_TIMEOUT_SECONDS * 1000
         begin = ["BEGIN" + (f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else "")]
-        begin += [f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}"]
         if self._of_phase:
             self._marker = uuid.uuid4().hex
             begin += [f"SET LOCAL idempotency.transaction = '{self._marker}'"]
-            begin += engine.lock_timeout(self._connection, f"{milliseconds}ms")
         return begin
 
     def end_with(self, text: str, parameters: Parameters, then: Callable[[Any], None]) -> bool:
@@ -245,15 +246,26 @@ def durable_transaction(
         vars(connection).pop(_BEGIN_HOOK, None)
 
 
-def _send_beginning(connection: BaseDatabaseWrapper, text: str) -> None:
+def _send_beginning(connection: BaseDatabaseWrapper, statements: list[str]) -> tuple[str, ...]:
+    """Send the statements in one message; return the values of SHOW. The lock timeout of Citus is a message of its own."""
+    if engine.is_citus(connection) and LOCK in statements[-1]:
+        shown = _send(connection, "; ".join(statements[:-1]))
+        _send(connection, statements[-1])
+        return shown
+    return _send(connection, "; ".join(statements))
+
+
+def _send(connection: BaseDatabaseWrapper, text: str) -> tuple[str, ...]:
     own: psycopg.Connection[Any] = connection.connection
     with debug_transaction(connection, text), connection.wrap_database_errors, own.lock:
         own.pgconn.send_query(text.encode())
-        result = own.wait(generators.execute(own.pgconn))[-1]
-        if result.status != ExecStatus.COMMAND_OK:
+        results = own.wait(generators.execute(own.pgconn))
+        result = results[-1]
+        if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
             # As in psycopg's cursors, an error without SQLSTATE is a broken connection.
             told = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
             raise error_from_result(result) if told else psycopg.OperationalError(own.pgconn.get_error_message())
+        return round_trips.shown(results)
 
 
 def _leave(connection: BaseDatabaseWrapper) -> None:

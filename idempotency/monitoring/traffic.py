@@ -18,7 +18,7 @@ from django.db import connections, router, transaction
 from django.db.models import F, Sum
 
 from idempotency import conf
-from idempotency._store.engine import lock_timeout
+from idempotency._store.limits import limit_waits
 from idempotency._text import error_text
 from idempotency.models import TrafficCount
 from idempotency.signals import RequestOutcome
@@ -100,8 +100,7 @@ def _add(rows: list[tuple[int, str, int]]) -> bool:
                 if connection.vendor == "postgresql":
                     # The client has its response. The thread must wait neither long for a lock nor for a standby.
                     cursor.execute("SET LOCAL synchronous_commit = off")
-                    for limit in lock_timeout(connection, f"{LOCK_SECONDS * 1000:.0f}ms"):
-                        cursor.execute(limit)
+                    limit_waits(cursor, connection, f"{LOCK_SECONDS * 1000:.0f}ms")
                 cursor.execute(statement, [cell for row in rows for cell in row])
         broken = False
     finally:

@@ -57,6 +57,7 @@ TITLES = {
     55: "a plain view in a transaction that a middleware opened commits or vanishes with it; a phased one is refused",
     56: "a protected view that another one calls with the same key is a part of its run, or is refused",
     57: "a database that the view does not use changes nothing; a decoded body is whole; hooks of frameworks run once",
+    58: "limits of time that the project or its roles set are never raised",
     59: "wrappers of execute_wrapper() get the cursor, the SQL and the result as from any query of the ORM",
     60: "no report of an error shows a secret, a key, a seed, a token, a body or arguments in a frame of this app",
 }

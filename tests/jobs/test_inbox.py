@@ -12,6 +12,7 @@ from django.db.transaction import TransactionManagementError
 from django.test.utils import CaptureQueriesContext
 
 from idempotency import inbox
+from idempotency._store import engine
 from idempotency._store.transactions import durable_transaction
 from idempotency.contrib import rq as rq_backend
 from idempotency.exceptions import MessageInProgress
@@ -166,7 +167,7 @@ def test_the_statements_of_the_block_keep_their_own_lock_timeout(own):
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("citus", [False, True])
 def test_the_wait_is_limited_on_the_workers_of_citus_too(citus, monkeypatch):
-    monkeypatch.setattr(inbox, "is_citus", lambda connection: citus)
+    monkeypatch.setattr(engine, "is_citus", lambda connection: citus)
     with CaptureQueriesContext(connection) as captured:
         _first()
     texts = [query["sql"] or "" for query in captured]  # Django does not know each text that the server has prepared.

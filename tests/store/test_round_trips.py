@@ -94,7 +94,19 @@ def test_round_trips(view: Any, key: str, trips: int, bench_table: None) -> None
     assert messages(lambda: view(bench.request(key))) == trips
 
 
-@pytest.mark.parametrize(("merged", "citus", "trips"), [(False, False, 5), (True, True, 6)], ids=["setting off", "Citus"])
+@pytest.mark.parametrize(("view", "trips"), [(bench.plain, 3), (bench.ride, 10)], ids=["plain", "ride"])
+def test_round_trips_under_stricter_limits(view: Any, trips: int, bench_table: None) -> None:
+    """The first request finds the limits of the role, and the following ones expect them."""
+    with connection.cursor() as cursor:
+        for name in ("lock_timeout", "idle_in_transaction_session_timeout"):
+            cursor.execute(f"SET {name} = '3s'")
+    for _ in range(8):
+        view(bench.request(""))
+    assert messages(lambda: view(bench.request(""))) == trips
+    connection.close()
+
+
+@pytest.mark.parametrize(("merged", "citus", "trips"), [(False, False, 5), (True, True, 5)], ids=["setting off", "Citus"])
 def test_each_statement_is_a_round_trip(
     merged: bool, citus: bool, trips: int, merge: Callable[[bool], None], bench_table: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
