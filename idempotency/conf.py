@@ -86,7 +86,8 @@ class Settings:
     #: Queue names with the dotted path of a backend or of a function that takes a StagedJob; "*" means every other
     #: queue.
     ENQUEUERS: Mapping[str, str] = field(default_factory=lambda: {"*": "idempotency.contrib.rq.RQBackend"})
-    #: Modules, with their submodules, that may define functions of staged jobs. None: all modules of installed apps.
+    #: Modules, with their submodules, that may define functions of staged jobs. None: the modules ``jobs``, ``tasks`` and
+    #: ``operations`` of installed apps, except apps of Django.
     JOB_MODULES: tuple[str, ...] | None = None
     #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that staged them.
     HAND_OVER_AFTER_COMMIT: bool = False

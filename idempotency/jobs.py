@@ -6,6 +6,7 @@ Source: Brandur Leach, "Transactionally Staged Job Drains in Postgres".
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from inspect import isasyncgen, isgenerator
 from typing import Any
 from uuid import UUID
@@ -23,6 +24,9 @@ from idempotency._request.view_call import current_key
 from idempotency._text import error_text, refuse_unstorable_json
 from idempotency.exceptions import JobNotAllowed, NoOpenTransaction
 from idempotency.models import StagedJob
+
+#: The modules and packages of installed apps that may define functions of jobs by default.
+JOB_NAMES = frozenset({"jobs", "tasks", "operations"})
 
 JobArgs = dict[str, Any] | list[Any]
 
@@ -104,7 +108,7 @@ def call_job(name: str, args: JobArgs) -> Any:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Return the function of a job, or the ``call`` method of a Django task.
+    """Return the function of a job; for a task of Django, its function.
 
     Raises JobNotAllowed if it cannot be imported, or if JOB_MODULES does not permit its module, which is then not imported.
     The module that defines the function must be permitted too.
@@ -112,10 +116,9 @@ def function_of(name: str) -> Callable[..., Any]:
     refuse_module(name, name.rpartition(".")[0])
     try:
         job = import_string(name)
-        # A module may contain imported names. The ``__module__`` of a task or of a partial is not that of its function, so use
-        # the function.
-        module = getattr(getattr(job, "func", job), "__module__", None)
-        call: Callable[..., Any] = getattr(job, "call", job)
+        # Whatever is called is also checked. A module may contain imported names.
+        call: Callable[..., Any] = job if callable(job) else job.func
+        module = getattr(call.func if isinstance(call, partial) else call, "__module__", None)
     except FAILURES as error:  # A module, or an attribute of an object, may raise anything.
         raise JobNotAllowed(f"The job {name} cannot be imported: {error_text(error)}") from error
     refuse_module(name, module)
@@ -126,12 +129,21 @@ def function_of(name: str) -> Callable[..., Any]:
 
 def refuse_module(name: str, module: str | None) -> None:
     """Raise JobNotAllowed unless JOB_MODULES permits the module."""
-    allowed = conf.get().JOB_MODULES or [app.name for app in apps.get_app_configs()]
-    if not any(f"{module}.".startswith(f"{root}.") for root in allowed):
+    listed = conf.get().JOB_MODULES
+    if not (_is_of_jobs(str(module)) if listed is None else any(f"{module}.".startswith(f"{root}.") for root in listed)):
         raise JobNotAllowed(
             f"The job {name} is in the module {module!r}, which may not run jobs. Add it to IDEMPOTENCY['JOB_MODULES'], "
-            "or move the function to a module that is listed (by default, each module of an installed app)."
+            "or move the function to a module that is listed (by default, the modules 'jobs', 'tasks' and 'operations' of "
+            "installed apps)."
         )
+
+
+def _is_of_jobs(module: str) -> bool:
+    """Return whether the module, or a package around it, has one of the names JOB_NAMES in an installed app."""
+    if module.startswith(("django.", "idempotency.")):
+        return False
+    inside = (module.removeprefix(root) for app in apps.get_app_configs() if module.startswith(root := f"{app.name}."))
+    return any(not JOB_NAMES.isdisjoint(path.split(".")) for path in inside)
 
 
 def not_allowed(jobs: Sequence[StagedJob]) -> dict[UUID, Exception]:

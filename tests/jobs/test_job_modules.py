@@ -2,9 +2,11 @@
 
 import sys
 from functools import partial
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
+from django.core.checks import run_checks
 from django.db import ProgrammingError, transaction
 from django.db.models.functions import Now
 
@@ -21,6 +23,7 @@ from tests.factories import StagedJobFactory, UserFactory
 from tests.kit.brokers import queued
 from tests.kit.celery_app import app as celery_app
 from tests.kit.jobs import record
+from tests.models import Entry  # noqa: F401 - a name that is not defined here
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -30,10 +33,17 @@ QUERY = "from django.db import connection\nwith connection.cursor() as c: c.exec
 #: A function of no app, one that a module of an app has imported, something that is no function, and what is not there.
 FOREIGN = [
     "os.system",
+    "django.contrib.auth.load_backend",
+    "django.contrib.auth.tasks.load_backend",
+    "idempotency.jobs.call_job",
+    "rides_demo.models.Ride",
+    "rides_demo.payments.charge",
     "django.core.management.call_command",
     "tests.kit.jobs.sync_to_async",
     "tests.jobs.test_job_modules.RECORD",
     "tests.jobs.test_job_modules.off_list",
+    "tests.jobs.test_job_modules.off_list_in_use",
+    "tests.jobs.test_job_modules.Entry",
     "tests.kit.jobs.missing",
     "tests.missing.record",
     "testsuite.record",
@@ -41,6 +51,18 @@ FOREIGN = [
 
 off_list = partial(sys.exit, 3)
 on_list = partial(record, label="of a partial")
+
+
+class Wrapper(SimpleNamespace):
+    """An object that has a function, and runs another one."""
+
+    def __call__(self, *args: object) -> object:
+        return self.call(*args)
+
+
+off_list_in_use = Wrapper(func=record, call=sys.exit)
+off_list_in_use.__module__ = "sys"
+in_wrapper = SimpleNamespace(func=record, call=sys.exit)
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -62,10 +84,31 @@ def test_a_module_that_is_not_on_the_list_is_not_imported(broker, settings):
     assert "this" not in sys.modules
 
 
-@pytest.mark.parametrize("name", [RECORD, "tests.jobs.test_job_modules.on_list"])
-def test_by_default_the_functions_of_installed_apps_are_run(name):
+@pytest.mark.parametrize("name", [RECORD, *(f"tests.jobs.test_job_modules.{name}" for name in ("on_list", "in_wrapper"))])
+def test_by_default_the_functions_of_modules_of_jobs_are_run(name):
+    """Where an object has a function and a way to call it, the function that is checked is called."""
     call_job(name, [UserFactory().pk])
     assert AuditRecord.objects.count() == 1
+
+
+@pytest.mark.parametrize(
+    ("modules", "wide"),
+    [
+        (None, False),
+        (["tests.kit.jobs", "tests.factories", "project.tasks"], False),
+        (["tests"], True),
+        (["os"], True),
+        (["project"], True),
+        (["django.contrib.auth"], True),
+        (["django.tasks"], True),
+        (["idempotency.jobs"], True),
+    ],
+)
+def test_a_list_that_permits_more_than_jobs_is_a_warning_of_a_deploy(modules, wide, settings):
+    settings.IDEMPOTENCY = {"JOB_MODULES": modules}
+    found = [message.id for message in run_checks(include_deployment_checks=True)]
+    assert ("idempotency.W019" in found) == wide
+    assert "idempotency.W019" not in [message.id for message in run_checks()]
 
 
 @pytest.mark.parametrize(

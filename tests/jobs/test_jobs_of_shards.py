@@ -12,8 +12,9 @@ from idempotency.contrib.tasks import TasksBackend
 from idempotency.enqueuer import enqueue_once
 from idempotency.jobs import stage_job
 from idempotency.models import ProcessedMessage, StagedJob
-from tests.jobs import shards
+from tests.jobs import jobs_of_shards
 from tests.kit.brokers import KINDS, Broker
+from tests.kit.shards import GUIDE
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
@@ -28,8 +29,9 @@ ALIASES = ("default", "shard_b")
 #: A worker of all shards, with the router of the guide.
 _ROUTED = """
 from django.conf import settings
-from tests.jobs import shards
-settings.DATABASE_ROUTERS = [shards.router]
+from tests.jobs import jobs_of_shards
+from tests.kit.shards import GUIDE
+settings.DATABASE_ROUTERS = [GUIDE["TenantRouter"]()]
 """
 
 
@@ -38,7 +40,7 @@ def queue(request: pytest.FixtureRequest, broker: Any, settings: Settings, monke
     """Return a queue with the workers of all shards. Its enqueuers have the router too."""
     for backend in (CeleryBackend, TasksBackend):
         monkeypatch.setattr(backend, "follow_up_seconds", 3600)
-    settings.DATABASE_ROUTERS = [shards.router]
+    settings.DATABASE_ROUTERS = [GUIDE["TenantRouter"]()]
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": request.param.backend}}
     monkeypatch.setenv("RIDES_TEST_SHARD_B", connections["shard_b"].settings_dict["NAME"])
     queue: Broker = request.param(broker)
@@ -49,7 +51,7 @@ def queue(request: pytest.FixtureRequest, broker: Any, settings: Settings, monke
 def hand_over(alias: str, function: Any, **arguments: str) -> None:
     """Stage a job in a database, and let the enqueuer of that database hand it over."""
     with transaction.atomic(using=alias):
-        stage_job(f"{shards.__name__}.{function.__name__}", arguments, using=alias)
+        stage_job(f"{jobs_of_shards.__name__}.{function.__name__}", arguments, using=alias)
     enqueue_once(using=alias)
 
 
@@ -73,8 +75,8 @@ def entries() -> int:
 
 
 def test_a_job_takes_effect_once_in_its_database_after_a_job_of_another_one(queue: Broker) -> None:
-    hand_over("shard_b", shards.enter_for_tenant, shard="shard_b", name="b")
-    hand_over("default", shards.enter_for_tenant, shard="default", name="a")
+    hand_over("shard_b", jobs_of_shards.enter_for_tenant, shard="shard_b", name="b")
+    hand_over("default", jobs_of_shards.enter_for_tenant, shard="default", name="a")
     done = {"default": (["a"], 1), "shard_b": (["b"], 1)}
     with queue.working():
         eventually(lambda: entries() >= 2 and queue.idle(), 60)
@@ -86,8 +88,8 @@ def test_a_job_takes_effect_once_in_its_database_after_a_job_of_another_one(queu
 
 
 def test_a_job_inherits_no_tenant_from_the_job_before_it(queue: Broker) -> None:
-    hand_over("shard_b", shards.enter_for_tenant, shard="shard_b", name="b")
-    hand_over("default", shards.enter_for_nobody, name="nobody")
+    hand_over("shard_b", jobs_of_shards.enter_for_tenant, shard="shard_b", name="b")
+    hand_over("default", jobs_of_shards.enter_for_nobody, name="nobody")
     with queue.working():
         eventually(lambda: entries() >= 2 and queue.idle(), 60)
     assert effects() == {"default": (["nobody"], 1), "shard_b": (["b"], 1)}

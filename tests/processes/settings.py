@@ -10,5 +10,6 @@ IDEMPOTENCY = {
     "LOCK_TIMEOUT_SECONDS": 3,
     "COMPLETER_MIN_AGE_SECONDS": 1,
     "COMPLETER_IDLE_SECONDS": 1,
+    "JOB_MODULES": ["tests.processes.service"],
     "ENQUEUERS": {"*": os.environ["TEST_BACKEND"]},
 }

@@ -19,7 +19,7 @@ from pytest_django import Settings
 
 from idempotency.admin.actions import looked_at
 from idempotency.completer import CompletePass, complete_once
-from idempotency.contrib.celery import CeleryBackend, OnceTask
+from idempotency.contrib.celery import CeleryBackend
 from idempotency.contrib.tasks import TasksBackend
 from idempotency.decorators import idempotent
 from idempotency.enqueuer import EnqueuePass, enqueue_once
@@ -30,10 +30,10 @@ from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, Pr
 from idempotency.phases import atomic_phase, foreign_call
 from idempotency.reaper import ReapPass, reap_once
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
+from tests.jobs import jobs_of_shards
 from tests.kit import commands, shards
 from tests.kit.ageing import abandon, past_the_retention
 from tests.kit.brokers import KINDS
-from tests.kit.celery_app import app as celery_app
 from tests.kit.serving import Sender, problem
 from tests.kit.shards import SHARDS, prepare_request, shard
 from tests.kit.threads import Gate, background
@@ -309,17 +309,10 @@ def take(job: StagedJob) -> None:
     take.list.append(job.job_name)  # type: ignore[attr-defined]
 
 
-def enter(alias: str, fail: bool = False) -> None:
-    """Create an entry in a shard; this is a job."""
-    Entry.objects.using(alias).create(name="entry")
-    if fail:
-        raise OSError("on purpose")
-
-
 def stage_in_shard(function: str, **arguments: Any) -> None:
-    """Stage a job of this module in the second shard."""
+    """Stage a job in the second shard."""
     with transaction.atomic(using="shard_b"):
-        stage_job(f"{__name__}.{function}", arguments, using="shard_b")
+        stage_job(f"{jobs_of_shards.__name__}.{function}", arguments, using="shard_b")
 
 
 def jobs_handed_over(**arguments: Any) -> list[Any]:
@@ -349,16 +342,6 @@ def test_a_job_that_fails_in_a_worker_for_all_shards_leaves_nothing(broker: Any)
     assert (rows("default"), rows("shard_b")) == ({}, {})
 
 
-def enter_after_a_failure(alias: str, mark: str) -> None:
-    """Create an entry in a shard, and raise in the first run, in which the file ``mark`` does not exist yet."""
-    first = not Path(mark).exists()
-    Path(mark).touch()
-    enter(alias, fail=first)
-
-
-celery_app.task(base=OnceTask)(enter_after_a_failure)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__.lower())
 @pytest.mark.processes
 def test_the_workers_of_each_queue_try_a_job_again_in_its_shard(
@@ -369,7 +352,7 @@ def test_the_workers_of_each_queue_try_a_job_again_in_its_shard(
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": kind.backend}}
     monkeypatch.setenv("RIDES_TEST_SHARD_B", connections["shard_b"].settings_dict["NAME"])
     queue = kind(broker)
-    queue.worker = f"import {__name__}\n{queue.worker}"
+    queue.worker = f"import {jobs_of_shards.__name__}\n{queue.worker}"
     mark = tmp_path / "mark"
     stage_in_shard("enter_after_a_failure", alias="shard_b", mark=str(mark))
 
