@@ -29,6 +29,7 @@ from idempotency._request.stored_request import cause_of
 from idempotency._states import due_at
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import accepts_writes, connection_lost
+from idempotency._store.transactions import refuse_outer_transaction
 from idempotency._text import error_text, summary
 from idempotency.exceptions import KeyStuck, LockLost, NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
@@ -75,9 +76,11 @@ def complete_once(
       of these runs are unknown.
     - ``stop``: called before each key; True ends the pass.
 
+    Raises RuntimeError in a transaction, and if autocommit is off.
     Raises OperationalError or InterfaceError if the database cannot be reached.
     """
     alias = using or router.db_for_write(IdempotencyKey)
+    refuse_outer_transaction(alias)
     if dry_run:
         return CompletePass(finished=IdempotencyKey.objects.using(alias).abandoned().count())
     left: list[int] = []
@@ -126,10 +129,12 @@ def complete_key(pk: int, *, using: str | None = None) -> str | None:
     - The key is stuck for another reason than an unknown recovery point.
     - The next run of the key is not due.
 
-    Do not call this function in a transaction.
+    Raises RuntimeError in a transaction, and if autocommit is off.
     Raises OperationalError or InterfaceError if the database cannot be reached.
     """
-    return _complete(pk, 0, using or router.db_for_write(IdempotencyKey))
+    alias = using or router.db_for_write(IdempotencyKey)
+    refuse_outer_transaction(alias)
+    return _complete(pk, 0, alias)
 
 
 def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[tuple[int, int, timedelta | None]]:

@@ -18,7 +18,7 @@ from idempotency._store import replication
 from idempotency._store.cursors import changed_rows, own_cursor
 from idempotency._store.database_errors import has_ended
 from idempotency._store.limits import IDLE, LOCK, limit_waits, limit_waits_on_workers, lowered
-from idempotency._store.transactions import MARKER
+from idempotency._store.transactions import MARKER, refuse_without_autocommit
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
 
@@ -51,6 +51,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
     Raises NotReplicated if the standbys do not confirm the effect of an earlier delivery or of this block (CONFIRM_REPLICATED).
     Raises TransactionManagementError if the block caught an error that broke the transaction, or ended it by COMMIT or
     ROLLBACK.
+    Raises RuntimeError if autocommit is off.
     Raises ValueError if the source or the id cannot be stored.
     """
     columns = ProcessedMessage._meta
@@ -59,6 +60,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
         if not isinstance(value, str) or not 0 < len(value) <= width or "\0" in value:
             raise ValueError(f"The {name} of a message must be a string of 1 to {width} characters without NUL, not {value!r}.")
     alias = using or router.db_for_write(ProcessedMessage)
+    refuse_without_autocommit(alias)
     own = not connections[alias].in_atomic_block
     with ExitStack() as stack:
         try:

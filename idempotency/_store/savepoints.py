@@ -16,7 +16,7 @@ from idempotency import conf
 from idempotency._store.call_stack import nearest_function
 from idempotency._store.cursors import classified_errors
 from idempotency._store.events import about
-from idempotency._store.transactions import OwnBlock, OwnTransaction
+from idempotency._store.transactions import OwnBlock, OwnTransaction, refuse_without_autocommit
 from idempotency.conf import Isolation
 from idempotency.models import IdempotencyKey
 
@@ -29,11 +29,10 @@ MAX_KEYS = 1000
 
 def refuse_savepoint(isolation: Isolation | None, *, using: str) -> None:
     """Raise RuntimeError if a key cannot be claimed in the open transaction of the caller."""
+    refuse_without_autocommit(using)
     connection = connections[using]
     if any(isinstance(block, OwnBlock) for block in connection.atomic_blocks):
         problem = "A protected view was entered inside the transaction of another one, with another key. Call it outside."
-    elif not connection.commit_on_exit:
-        problem = "Django's autocommit is off on this connection. This app needs it, to know when a key is committed."
     elif conf.get().CONFIRM_REPLICATED:
         problem = (
             "With CONFIRM_REPLICATED, a protected view cannot run inside an outer transaction, whose COMMIT this app cannot "

@@ -194,13 +194,19 @@ def in_outer_transaction(using: str) -> bool:
     return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
 
 
-def refuse_outer_transaction(using: str) -> None:
-    """Raise RuntimeError inside a transaction, whose rollback would undo committed phases."""
+def refuse_without_autocommit(using: str) -> None:
+    """Raise RuntimeError if Django's autocommit is off, also inside ``atomic()``, which then commits nothing."""
     connection = connections[using]
-    if not connection.atomic_blocks and not connection.get_autocommit():
+    if not (connection.commit_on_exit if connection.in_atomic_block else connection.get_autocommit()):
         raise RuntimeError(
-            "Django's autocommit is off on this connection. This app needs it, because it commits its own transactions."
+            f"Django's autocommit is off on the connection to {using!r}, so nothing would be committed. Remove AUTOCOMMIT from "
+            "DATABASES, or call transaction.set_autocommit(True) before."
         )
+
+
+def refuse_outer_transaction(using: str) -> None:
+    """Raise RuntimeError inside a transaction, whose rollback would undo committed phases, and without autocommit."""
+    refuse_without_autocommit(using)
     if in_outer_transaction(using):
         raise RuntimeError(
             "A phased view, a phase or a call was entered inside a transaction, whose rollback would undo its committed work. "

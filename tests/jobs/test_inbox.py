@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -70,6 +70,20 @@ def test_a_transaction_around_it_keeps_its_own_limit(settings):
         assert limit() == "1h"
     with durable_transaction(None, using="default"), process_once("stripe", "evt_2"):
         assert limit() == "90s"
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("block", [nullcontext, transaction.atomic])
+def test_without_autocommit_it_is_refused(block):
+    """Nothing would commit the effect: the consumer would acknowledge the message, and the connection would roll it back."""
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(RuntimeError, match="set_autocommit"), block(), process_once("stripe", "evt_1"):
+            Account.objects.create(name="jane")
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+    assert not Account.objects.exists()
 
 
 @pytest.mark.django_db(transaction=True)

@@ -1,15 +1,17 @@
 """The completer finishes what clients have left, as the user who sent it, and nothing else."""
 
 from asyncio import CancelledError
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from django.conf import settings as django_settings
-from django.db import OperationalError, connection
+from django.db import OperationalError, connection, transaction
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.utils import translation
@@ -427,6 +429,29 @@ def test_a_key_that_a_person_completes_waits_as_long_as_at_first_when_it_fails(s
 
 
 @pytest.mark.postgres
+def without_autocommit() -> Iterator[None]:
+    transaction.set_autocommit(False)
+    try:
+        yield
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+
+
+@pytest.mark.parametrize("block", [transaction.atomic, contextmanager(without_autocommit)])
+def test_no_key_is_run_where_its_work_could_not_be_committed(shop: Shop, sender: Sender, block: Any) -> None:
+    shop.broken = True
+    assert sender.send().status_code == 500
+    abandon()
+    shop.broken = False
+    key = IdempotencyKey.objects.get()
+    for run in (complete_once, partial(complete_key, key.pk)):
+        with pytest.raises(RuntimeError), block():
+            run()
+    key.refresh_from_db()
+    assert (key.completer_attempts, key.finished_at) == (0, None)
+
+
 def test_a_key_that_a_second_attempt_of_a_run_made_stuck_is_counted_as_stuck(sender: Sender, serve: Any) -> None:
     """A second attempt reads the key again, into another object."""
     errors = [CodeOfItsOwn("5 against 500"), None, OSError("down")]
