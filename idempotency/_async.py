@@ -12,6 +12,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from asgiref.sync import async_to_sync, sync_to_async
 
+from idempotency import _hidden
+
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -131,6 +133,8 @@ def in_own_context(function: Callable[Arguments, Result]) -> Callable[Arguments,
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return copy_context().run(function, *args, **kwargs)
+        given = _hidden.Arguments(args, kwargs)
+        del args, kwargs
+        return copy_context().run(given.passed_to, function)
 
     return call

@@ -20,6 +20,7 @@ from django.utils.module_loading import import_string
 
 from idempotency import conf
 from idempotency._async import FAILURES, awaited
+from idempotency._hidden import Arguments, Hidden
 from idempotency._request.view_call import current_key
 from idempotency._text import error_text, refuse_unstorable_json
 from idempotency.exceptions import JobNotAllowed, NoOpenTransaction
@@ -56,8 +57,10 @@ def stage_job(
     """
     _refuse_path(name)
     _refuse_queue(queue)
-    args = {} if args is None else args
-    _refuse_arguments(name, args)
+    given: Hidden[JobArgs] = Hidden({} if args is None else args)
+    del args  # Errors are raised, and code of the project runs below: the module of the job, and receivers of signals.
+    if mistake := _mistake_in(name, given.value):
+        raise TypeError(mistake)
     if run_at is not None and settings.USE_TZ and timezone.is_naive(run_at):
         raise ValueError(f"The time run_at={run_at!r} has no time zone: pass an aware datetime.")
     key = current_key.get()
@@ -68,7 +71,7 @@ def stage_job(
     if _runs_functions(queue):
         function_of(name)
     key_id = key.pk if key is not None and alias == of_key else None
-    job = StagedJob(job_name=name, job_args=args, queue=queue, idempotency_key_id=key_id)
+    job = StagedJob(job_name=name, job_args=given.value, queue=queue, idempotency_key_id=key_id)
     if run_at is not None:
         job.run_at = run_at
     job.save(using=alias, force_insert=True)
@@ -84,7 +87,9 @@ async def astage_job(
     using: str | None = None,
 ) -> StagedJob:
     """Insert a job as ``stage_job`` does, from an async view."""
-    return await sync_to_async(stage_job)(name, args, queue=queue, run_at=run_at, using=using)
+    staging = sync_to_async(stage_job)(name, args, queue=queue, run_at=run_at, using=using)
+    del args
+    return await staging
 
 
 def shard_of(job: StagedJob) -> str | None:
@@ -100,9 +105,10 @@ def call_job(name: str, args: JobArgs) -> Any:
     Raises JobNotAllowed if JOB_MODULES does not permit the function.
     Raises TypeError for a generator function.
     """
-    call = function_of(name)
+    given = Arguments((), args) if isinstance(args, dict) else Arguments(args, {})
+    del args
     # Await a coroutine here: after the COMMIT of the inbox it would never run.
-    result = awaited(call(**args) if isinstance(args, dict) else call(*args))
+    result = awaited(given.passed_to(function_of(name)))
     refuse_generator(name, result)
     return result
 
@@ -195,14 +201,16 @@ def _refuse_queue(queue: str) -> None:
         raise ValueError(f"The name of a queue must be a string of 1 to {width} characters, not {queue!r}.")
 
 
-def _refuse_arguments(name: str, args: JobArgs) -> None:
+def _mistake_in(name: str, args: JobArgs) -> str:
+    """Return why the arguments cannot be stored, or an empty string."""
     if not isinstance(args, dict | list):
-        raise TypeError(f"The arguments of {name} must be a dict (by name) or a list (by position), not {type(args).__name__}.")
+        return f"The arguments of {name} must be a dict (by name) or a list (by position), not {type(args).__name__}."
     arguments: Iterable[tuple[Any, Any]] = args.items() if isinstance(args, dict) else enumerate(args)
     for argument, value in arguments:
         if isinstance(args, dict) and not isinstance(argument, str):
-            raise TypeError(f"An argument of {name} is named {argument!r}: the names of keyword arguments must be strings.")
+            return f"An argument of {name} is named {argument!r}: the names of keyword arguments must be strings."
         try:
             refuse_unstorable_json([argument, value])
         except (TypeError, ValueError, RecursionError) as error:
-            raise TypeError(f"Argument {argument!r} of {name} cannot be stored as JSON: {error}. Pass ids.") from error
+            return f"Argument {argument!r} of {name} cannot be stored as JSON: {error}. Pass ids."
+    return ""

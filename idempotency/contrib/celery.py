@@ -24,6 +24,7 @@ from django.db import Error, InterfaceError, OperationalError, transaction
 from kombu.exceptions import OperationalError as BrokerError
 
 from idempotency._async import in_own_context
+from idempotency._hidden import Arguments, Hidden
 from idempotency._text import error_text
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
 from idempotency.exceptions import JobNotAllowed, MessageInProgress
@@ -103,19 +104,20 @@ class OnceTask(Task):  # type: ignore[misc]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task once per task id. A direct call without an id, or inside the run of this task, runs the task without
         protection."""
-        request = self.request
-        if request.id is None:
-            return super().__call__(*args, **kwargs)
-        if request.get(_UNDER_WAY):
-            return self.run(*args, **kwargs)
-        setattr(request, _UNDER_WAY, True)
-        return self._run_once(request, *args, **kwargs)
+        given, request = Arguments(args, kwargs), Hidden(self.request)  # The request has the arguments too.
+        del args, kwargs
+        if request.value.id is None:
+            return given.passed_to(super().__call__)
+        if request.value.get(_UNDER_WAY):
+            return given.passed_to(self.run)
+        setattr(request.value, _UNDER_WAY, True)
+        return self._run_once(request, given)
 
     @in_own_context
-    def _run_once(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_once(self, request: Hidden[Any], given: Arguments) -> Any:
         try:
-            with process_once(STAGED_JOBS, request.id, using=request.get(SHARD_HEADER)) as first:
-                result = self.run(*args, **kwargs) if first else None
+            with process_once(STAGED_JOBS, request.value.id, using=request.value.get(SHARD_HEADER)) as first:
+                result = given.passed_to(self.run) if first else None
                 if isawaitable(result):
                     result = async_to_sync(self._finish)(result, request)
                 refuse_generator(self.name, result)
@@ -131,26 +133,28 @@ class OnceTask(Task):  # type: ignore[misc]
                 # After the last try, a CancelledError would end the worker, and the message would return to the broker.
                 reason = RuntimeError(error_text(reason))
             tries = sys.maxsize if isinstance(reason, (OperationalError, InterfaceError)) else None
-            raise self.retry(exc=reason, countdown=min(2**request.retries, 3600), max_retries=tries) from error
-        if not first and (request.callbacks or request.chain or request.chord):
-            request.errbacks = None  # They may undo work that took effect.
+            raise self.retry(exc=reason, countdown=min(2**request.value.retries, 3600), max_retries=tries) from error
+        if not first and (request.value.callbacks or request.value.chain or request.value.chord):
+            request.value.errbacks = None  # They may undo work that took effect.
             raise RuntimeError(
-                f"The task {self.name}[{request.id}] took effect in an earlier delivery, and its result is unknown now. Check "
-                "whether the next task of its link, chain or chord was sent then. To make both commit together, stage the next "
-                "job in the task with stage_job()."
+                f"The task {self.name}[{self.request.id}] took effect in an earlier delivery, and its result is unknown now. "
+                "Check whether the next task of its link, chain or chord was sent then. To make both commit together, stage "
+                "the next job in the task with stage_job()."
             )
         return result
 
     def retry(self, *args: Any, **options: Any) -> Any:
         """Retry as in any task. If the next try cannot be published, the message of this try returns to the broker."""
+        given = Arguments(args, options)
+        del args, options
         try:
-            return super().retry(*args, **options)
+            return given.passed_to(super().retry)
         except Reject as error:
             raise Reject(error.reason, requeue=True) from error
 
-    async def _finish(self, awaitable: Awaitable[Any], request: Any) -> Any:
+    async def _finish(self, awaitable: Awaitable[Any], request: Hidden[Any]) -> Any:
         """Await the result of run() with the request on Celery's stack: the thread of the event loop has a separate stack."""
-        self.request_stack.push(request)
+        self.request_stack.push(request.value)
         try:
             return await awaitable
         finally:

@@ -18,6 +18,7 @@ from redis.sentinel import SentinelConnectionPool
 from rq import Queue, Retry
 
 from idempotency._async import in_own_context
+from idempotency._hidden import Hidden
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, HandOverResult
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once
@@ -56,22 +57,10 @@ class RQBackend:
         Raises BrokerUnavailable if Redis accepts no job.
         Raises ValueError if Redis answers, but closes the connection when it receives these jobs.
         """
-        rq_queue, result_ttl = _queue(queue), get_result_ttl(queue)
-        shard = list(filter(None, [shard_of(jobs[0])]))
-        calls = [
-            Queue.prepare_data(
-                run_once,
-                args=[job.job_name, job.job_args, str(job.pk), *shard],
-                job_id=str(job.pk),
-                description=f"{job.job_name} (staged)",
-                result_ttl=result_ttl,
-                retry=self.retry,
-            )
-            for job in jobs
-        ]
+        rq_queue = _queue(queue)
         try:
             # This method is RQ's: enqueue() of django-rq would wait for the COMMIT, which also deletes the staged rows.
-            rq_queue.enqueue_many(calls)
+            rq_queue.enqueue_many(self._calls(queue, jobs))
         except redis_errors.RedisError as error:
             if isinstance(error, _TAKES_NOTHING) or str(error).rpartition("caused error: ")[2].startswith(_WORDS):
                 if isinstance(error, redis_errors.ConnectionError) and _answers(rq_queue):
@@ -82,6 +71,20 @@ class RQBackend:
                 raise BrokerUnavailable(f"Redis at {_address(rq_queue)} accepts no jobs: {error}") from error
             raise
         return {}
+
+    def _calls(self, queue: str, jobs: Sequence[StagedJob]) -> list[Any]:
+        result_ttl, shard = get_result_ttl(queue), list(filter(None, [shard_of(jobs[0])]))
+        return [
+            Queue.prepare_data(
+                run_once,
+                args=[job.job_name, job.job_args, str(job.pk), *shard],
+                job_id=str(job.pk),
+                description=f"{job.job_name} (staged)",
+                result_ttl=result_ttl,
+                retry=self.retry,
+            )
+            for job in jobs
+        ]
 
 
 @lru_cache(maxsize=32)
@@ -124,9 +127,11 @@ def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = 
     While another delivery runs, RQ retries this one. If the job raises or returns a Retry, it is rolled back, and RQ retries
     it.
     """
+    given = Hidden(job_args)
+    del job_args
     try:
         with process_once(STAGED_JOBS, job_id, using=using) as first:
-            result = call_job(job_name, job_args) if first else None
+            result = call_job(job_name, given.value) if first else None
             if isinstance(result, Retry):
                 raise _AskedToComeBack(result)
     except _AskedToComeBack as asked:

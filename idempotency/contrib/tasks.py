@@ -13,6 +13,7 @@ from django.db import InterfaceError, OperationalError
 from django.utils import timezone
 
 from idempotency._async import in_own_context
+from idempotency._hidden import Hidden
 from idempotency.backends import BrokerUnavailable, OneByOne
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.jobs import JobArgs, call_job, shard_of, stage_job
@@ -91,39 +92,49 @@ class StagedBackend(BaseTaskBackend):
         Raises NoOpenTransaction outside a transaction.
         Raises InvalidTask for arguments that can be passed neither all by position nor all by name.
         """
+        given = Hidden((args, kwargs))
+        del args, kwargs
         self.validate_task(task)
-        if args and kwargs:
-            args, kwargs = (), _by_name(task, args, kwargs)
-        job = stage_job(task.module_path, dict(kwargs) or list(args), queue=task.queue_name, run_at=task.run_after)
-        result: TaskResult[Any] = TaskResult(
-            task=task,
-            id=str(job.pk),
-            status=TaskResultStatus.READY,
-            enqueued_at=timezone.now(),
-            started_at=None,
-            finished_at=None,
-            last_attempted_at=None,
-            args=list(args),
-            kwargs=dict(kwargs),
-            backend=self.alias,
-            errors=[],
-            worker_ids=[],
+        if all(given.value):
+            given.value = (), _by_name(task, given)
+        job = stage_job(
+            task.module_path,
+            dict(given.value[1]) or list(given.value[0]),
+            queue=task.queue_name,
+            run_at=task.run_after,
         )
-        task_enqueued.send(type(self), task_result=result)
-        return result
+        result: Hidden[TaskResult[Any]] = Hidden(
+            TaskResult(
+                task=task,
+                id=str(job.pk),
+                status=TaskResultStatus.READY,
+                enqueued_at=timezone.now(),
+                started_at=None,
+                finished_at=None,
+                last_attempted_at=None,
+                args=list(given.value[0]),
+                kwargs=dict(given.value[1]),
+                backend=self.alias,
+                errors=[],
+                worker_ids=[],
+            )
+        )
+        task_enqueued.send(type(self), task_result=result.value)
+        return result.value
 
 
-def _by_name(task: Task[Any, Any], args: Any, kwargs: Any) -> dict[str, Any]:
+def _by_name(task: Task[Any, Any], given: Hidden[tuple[Any, Any]]) -> dict[str, Any]:
     """Return all arguments as keyword arguments, because a staged job has either positional or keyword arguments."""
-    bound = signature(task.func).bind(*args, **kwargs)
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        if kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
+    parameters = signature(task.func).parameters
+    bound = Hidden(signature(task.func).bind(*given.value[0], **given.value[1]).arguments)
+    for name in bound.value:
+        if parameters[name].kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
             raise InvalidTask(
                 f"A staged task takes all arguments by name or all by position; {name!r} cannot be passed by name."
             )
-        named |= value if kind is Parameter.VAR_KEYWORD else {name: value}
+    named: dict[str, Any] = {}
+    for name, value in bound.value.items():
+        named |= value if parameters[name].kind is Parameter.VAR_KEYWORD else {name: value}
     return named
 
 
@@ -132,6 +143,8 @@ def _by_name(task: Task[Any, Any], args: Any, kwargs: Any) -> dict[str, Any]:
 @in_own_context
 def run_staged(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> None:
     """Run a staged job through the inbox; a second delivery does nothing."""
+    given = Hidden(job_args)
+    del job_args
     with process_once(STAGED_JOBS, job_id, using=using) as first:
         if first:
-            call_job(job_name, job_args)
+            call_job(job_name, given.value)

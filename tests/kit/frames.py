@@ -52,9 +52,16 @@ def _by_repr(error: BaseException) -> Iterator[Value]:
             module = frame.f_globals.get("__name__")
             for name, value in frame.f_locals.items() if _is_ours(module) else ():
                 place = f"repr: {module}.{frame.f_code.co_name}: {name}"
-                yield Value(place, repr(value))
-                yield from (Value(f"{place}[...]", repr(item)) for item in _items(value))
+                yield Value(place, _repr(value))
+                yield from (Value(f"{place}[...]", _repr(item)) for item in _items(value))
             traceback = traceback.tb_next
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception as error:  # That of a QuerySet sends its query.
+        return f"not shown: {error}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
