@@ -17,6 +17,7 @@ from django.utils.translation import gettext_lazy as _
 
 from idempotency import interventions
 from idempotency._states import KeyState
+from idempotency._store.transactions import in_outer_transaction
 from idempotency.admin.answering import AnswerFields
 from idempotency.admin.stuck_codes import LAST_CALL
 from idempotency.exceptions import NotReplicated, StuckCode
@@ -71,7 +72,13 @@ class Button:
 
 
 def _complete(key: IdempotencyKey, sent: dict[str, Any], by: str, using: str) -> Result:
-    match interventions.complete_now(key.pk, sent["seen"], by=by, at=sent["at"], note=sent["note"], using=using):
+    what = {"by": by, "at": sent["at"], "note": sent["note"], "using": using}
+    if in_outer_transaction(using):
+        if not interventions.hand_back(key.pk, sent["seen"], **what):
+            return messages.WARNING, TOO_LATE, ""
+        text = _("The key was handed back to the completer: it cannot run here, in a transaction of a middleware.")
+        return messages.WARNING, text, "Handed back to the completer."
+    match interventions.complete_now(key.pk, sent["seen"], **what):
         case None:
             return messages.WARNING, TOO_LATE, ""
         case "finished":

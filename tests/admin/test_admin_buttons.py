@@ -11,7 +11,7 @@ import pytest
 from django.conf import settings
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission
-from django.db import connection
+from django.db import connection, transaction
 from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 from django.test import Client
@@ -215,6 +215,25 @@ def test_a_stuck_key_is_completed_and_its_client_gets_the_answer(sender: Sender,
     answer = sender.send()
     assert (answer.status_code, answer.json(), answer["Idempotent-Replayed"]) == (201, {"user": sender.user.pk}, "true")
     assert Entry.objects.count() == 1
+
+
+def in_a_transaction(get_response: Any) -> Any:
+    """Open a transaction around each request, as the middleware of django-reversion does."""
+
+    def middleware(request: HttpRequest) -> HttpResponseBase:
+        with transaction.atomic():
+            return get_response(request)
+
+    return middleware
+
+
+def test_in_the_transaction_of_a_middleware_a_key_is_handed_back(settings: Any) -> None:
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, f"{__name__}.in_a_transaction"]
+    client, key = person(superuser=True), stuck_key()
+    press(client, key, "complete")
+    key.refresh_from_db()
+    assert (key.stuck_code, key.handed_back_at is not None) == ("", True)
+    assert LogEntry.objects.filter(user=client.user, object_id=str(key.pk)).exists()
 
 
 @pytest.mark.parametrize(
