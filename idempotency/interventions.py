@@ -66,7 +66,9 @@ def complete_now(
     Raises RuntimeError in a transaction.
     """
     refuse_outer_transaction(_alias(using))
-    if not hand_back(pk, seen, by=by, at=at, note=note, using=using):
+    handed_back = hand_back(pk, seen, by=by, at=at, note=note, using=using)
+    del seen  # A token is no local variable while the view runs; see idempotency._hidden.
+    if not handed_back:
         return None
     return complete_key(pk, using=_alias(using)) or "handed back"
 

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 _SENDER = ("user", "auth", "_force_auth_user", "_force_auth_token")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Environment:
     """The rebuilt request, or the error that prevented the environment.
 
