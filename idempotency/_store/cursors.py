@@ -16,7 +16,7 @@ from django.db.backends.utils import CursorWrapper
 from django.db.utils import DatabaseError
 
 from idempotency._store import engine
-from idempotency._store.database_errors import as_lost
+from idempotency._store.database_errors import as_lost, hide_key
 from idempotency._store.replication import confirmed_commit
 
 _PARAMETER = re.compile(r"%\((\w+)\)s")
@@ -97,4 +97,6 @@ def classified_errors(connection: BaseDatabaseWrapper, *, own: bool = True) -> I
             with engine.worker_errors(connection):
                 yield
         except DatabaseError as error:
+            if own:
+                hide_key(error)
             raise as_lost(error, connection, own=own)  # noqa: B904 - its cause is set

@@ -3,12 +3,14 @@
 from contextlib import suppress
 from typing import Literal
 
+import psycopg
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error, InterfaceError, InternalError, OperationalError
 from psycopg.pq import TransactionStatus
 
 from idempotency.conf import Isolation
+from idempotency.models import IdempotencyKey
 
 #: Serialization failure and deadlock: the transaction was rolled back and may succeed on a retry.
 _RETRYABLE_SQLSTATES = frozenset({"40001", "40P01"})
@@ -133,6 +135,13 @@ def as_lost(error: Error, connection: BaseDatabaseWrapper, *, own: bool) -> Erro
     lost = OperationalError(*error.args)
     lost.__cause__ = error.__cause__
     return lost
+
+
+def hide_key(error: Error) -> None:
+    """Remove the details from an error of a constraint of the keys: PostgreSQL quotes the row, with its body and its seed."""
+    cause = error.__cause__
+    if isinstance(cause, psycopg.Error) and cause.diag.table_name == IdempotencyKey._meta.db_table:
+        cause.args = error.args = (cause.diag.message_primary or type(cause).__name__,)
 
 
 def sqlstate_of(error: Error) -> str | None:

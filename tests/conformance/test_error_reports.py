@@ -1,9 +1,14 @@
 """Number 60: no frame of this app shows a secret, a key, a seed, a token, a body or arguments while foreign code runs."""
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
+from uuid import uuid4
 
+import httpx
 import pytest
+import requests
+from asgiref.sync import async_to_sync
 from django.core.files.uploadedfile import InMemoryUploadedFile, SimpleUploadedFile
 from django.core.files.uploadhandler import MemoryFileUploadHandler
 from django.db import DatabaseError, connection
@@ -11,11 +16,14 @@ from django.db.models.signals import post_init
 from django.http import HttpRequest, HttpResponse
 from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 
-from idempotency.models import IdempotencyKey
+from idempotency.client import Retries, make_async_client, make_client, make_session
+from idempotency.exceptions import KeyStuck
+from idempotency.models import ForeignCall, IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
+from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.frames import OutOfLuck, Planted, values_shown
 from tests.kit.serving import Sender, View
-from tests.kit.views import over_key, phased, plain
+from tests.kit.views import over_key, phased, phased_outside, plain
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -285,3 +293,77 @@ def test_60_error_of_a_receiver_of_a_signal_of_models(
     if not is_replay:
         planted.of_key(made[0])
     planted.refuse_shown(error, at_least=10)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("kind", [plain, phased])
+def test_60_error_of_the_database_that_quotes_the_row(
+    kind: Kind, merged: bool, serve: Serve, planted: Planted, ask: Any, settings: Any
+) -> None:
+    settings.IDEMPOTENCY = {"MERGE_ROUND_TRIPS": merged}
+    serve(view=kind(fail))
+    with connection.cursor() as cursor:  # As by the migration of a later version.
+        cursor.execute("ALTER TABLE idempotency_idempotencykey ADD COLUMN added text NOT NULL")
+    try:
+        error = ask(error=DatabaseError)
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("ALTER TABLE idempotency_idempotencykey DROP COLUMN added")
+    assert "added" in str(error)
+    planted.refuse_shown(error, at_least=10)
+
+
+def test_60_repr_of_a_row(db: None, planted: Planted) -> None:
+    key = IdempotencyKeyFactory(
+        idempotency_key=planted["key"],
+        request_path=f"/view/?token={planted['session']}",
+        request_headers={"Accept": planted["header"]},
+        request_body=planted["body"].encode(),
+        response_body=planted["answer"].encode(),
+        finished=True,
+    )
+    job = StagedJobFactory(job_args={"card": planted["argument"]}, idempotency_key=key)
+    call = ForeignCall.objects.create(key=key, name="sms", token=uuid4(), result=planted["answer"])
+    shown = [text for row in (key, job, call) for text in (str(row), repr(row))]
+    assert not [text for text in shown for secret in planted.secrets.values() if secret in text]
+
+
+def test_60_error_of_a_client(planted: Planted) -> None:
+    sent = {"headers": {"Idempotency-Key": planted["key"]}, "json": {"card": planted["body"]}}
+    address, once = "http://127.0.0.1:1/", Retries(max_attempts=1)
+
+    async def send_async() -> None:
+        async with make_async_client(once) as client:
+            await client.post(address, **sent)
+
+    sends: list[Callable[[], object]] = [
+        lambda: make_client(once).post(address, **sent),
+        async_to_sync(send_async),
+        lambda: make_session(once).post(address, **sent),
+    ]
+    for send in sends:
+        with pytest.raises((httpx.ConnectError, requests.ConnectionError)) as caught:
+            send()
+        planted.refuse_shown(caught.value)
+
+
+def give_up(request: HttpRequest) -> HttpResponse:
+    """Give up the key."""
+    raise KeyStuck("The bank does not answer.")
+
+
+@pytest.mark.parametrize("kind", [plain, phased])
+def test_60_log_lines(kind: Kind, serve: Serve, planted: Planted, sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
+    def work(request: HttpRequest) -> HttpResponse:
+        planted.of_key(request.idempotency_key)
+        return HttpResponse(planted["answer"])
+
+    caplog.set_level(logging.DEBUG, "idempotency")
+    serve(view=kind(work), failing=kind(fail), stuck=phased_outside(give_up))
+    sent = {"body": {"card": planted["body"]}, "headers": {"Accept-Language": planted["header"]}}
+    key = planted["key"]
+    statuses = [sender.send(f"/{view}/", f"{key}-{view}", **sent).status_code for view in ("view", "failing", "stuck") * 2]
+    statuses += [sender.send(key=f"{key}-view", body={}).status_code, sender.send(key=key * 9).status_code]
+    assert statuses == [200, 500, 409, 200, 500, 409, 422, 400]
+    planted.refuse_logged([record for record in caplog.records if record.name == "idempotency"])

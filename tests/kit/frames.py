@@ -5,11 +5,11 @@ of this app, and in the errors that caused it.
 """
 
 import logging
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
@@ -46,15 +46,12 @@ def _is_ours(module: object) -> bool:
 def _by_repr(error: BaseException) -> Iterator[Value]:
     """Yield each local variable, and each item of a collection in one."""
     for each in _causes(error):
-        traceback = each.__traceback__
-        while traceback is not None:
-            frame: FrameType = traceback.tb_frame
+        for frame, _ in traceback.walk_tb(each.__traceback__):
             module = frame.f_globals.get("__name__")
             for name, value in frame.f_locals.items() if _is_ours(module) else ():
                 place = f"repr: {module}.{frame.f_code.co_name}: {name}"
                 yield Value(place, _repr(value))
                 yield from (Value(f"{place}[...]", _repr(item)) for item in _items(value))
-            traceback = traceback.tb_next
 
 
 def _repr(value: object) -> str:
@@ -134,6 +131,8 @@ class Planted:
         values = values_shown(error)
         assert len({value.place for value in values}) >= at_least, "no frame of this app"
         found = {(name, place) for place, text in values for name, secret in self.secrets.items() if secret in text}
+        told = "".join(traceback.format_exception(error))
+        found |= {(name, "the text of an error") for name, secret in self.secrets.items() if secret in told}
         assert not found, "\n".join(f"{name} in {place}" for name, place in sorted(found))
 
     @contextmanager
