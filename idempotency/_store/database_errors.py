@@ -1,5 +1,6 @@
 """The classification of database errors: what may be retried, what means that the database is lost, and what has ended."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Literal
 
@@ -7,6 +8,7 @@ import psycopg
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error, InterfaceError, InternalError, OperationalError
+from psycopg.errors import InFailedSqlTransaction
 from psycopg.pq import TransactionStatus
 
 from idempotency.conf import Isolation
@@ -27,11 +29,7 @@ class WriterBusy(OperationalError):
 
 def serialization_failed(error: BaseException | None) -> bool:
     """Return whether the transaction lost against a concurrent one: a retry of the same work may succeed."""
-    while error is not None and not isinstance(error, WriterBusy):
-        if isinstance(error, Error) and (sqlstate_of(error) in _RETRYABLE_SQLSTATES or _is_locked(error)):
-            return True
-        error = error.__cause__
-    return False
+    return any(sqlstate_of(cause) in _RETRYABLE_SQLSTATES or _is_locked(cause) for cause in _causes(error))
 
 
 def retryable_failure(
@@ -42,11 +40,19 @@ def retryable_failure(
     may also be a bug of the view."""
     if serialization_failed(error):
         return "serialization"
-    cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, Error) and sqlstate_of(cause) == _UNIQUE_VIOLATION):
-        cause = cause.__cause__
-    above = cause is not None and effective_isolation(isolation, using) != "read committed"
-    return "unique" if above else None
+    unique = any(sqlstate_of(cause) == _UNIQUE_VIOLATION for cause in _causes(error))
+    return "unique" if unique and effective_isolation(isolation, using) != "read committed" else None
+
+
+def _causes(error: BaseException | None) -> Iterator[Error]:
+    """Yield the errors of the database that have caused ``error``, up to one that must not be retried. Code that handles an
+    error of a statement may send another one in the broken transaction, such as EXPLAIN or an INSERT of a log: the error of
+    that one hides the first."""
+    while error is not None and not isinstance(error, WriterBusy):
+        if isinstance(error, Error):
+            yield error
+        hides = isinstance(error, InFailedSqlTransaction)
+        error = error.__cause__ or (error.__context__ if hides else None)
 
 
 def effective_isolation(isolation: Isolation | None, using: str) -> str:

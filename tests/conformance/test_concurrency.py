@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from django.db import transaction
+from django.db import DatabaseError, connection, transaction
 from django.db.models import F
 from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
@@ -242,6 +242,58 @@ def test_32_serialization_failure_at_commit_is_retried_too(kind: Kind, serve: Se
     assert counted.runs == 2
     assert sorted(Account.objects.values_list("name", flat=True)) == ["rival sees 0", "view sees 1"]
     assert Entry.objects.count() == 1
+
+
+def explained(query: Callable[[], object]) -> None:
+    """Explain the query after it, as django-silk does."""
+    try:
+        query()
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("EXPLAIN SELECT 1")
+
+
+def logged(query: Callable[[], object]) -> None:
+    """Write the error into a table."""
+    try:
+        query()
+    except DatabaseError as error:
+        Account.objects.create(name=str(error)[:50])
+
+
+def logged_in_savepoint(query: Callable[[], object]) -> None:
+    """Write the error into a table in a savepoint, and explain that too."""
+
+    def insert_of(error: Exception) -> None:
+        with transaction.atomic():
+            Account.objects.create(name=str(error)[:50])
+
+    try:
+        query()
+    except DatabaseError as error:
+        explained(partial(insert_of, error))
+
+
+@both_kinds
+@pytest.mark.postgres
+@pytest.mark.parametrize("hide", [explained, logged, logged_in_savepoint])
+def test_32_serialization_failure_that_a_later_statement_hides_is_retried_too(
+    hide: Callable[[Callable[[], object]], None], kind: Kind, serve: Serve, sender: Sender
+) -> None:
+    account = Account.objects.create(name="shared")
+
+    def work(request: HttpRequest) -> HttpResponse:
+        Account.objects.get(pk=account.pk)
+        if counted.runs == 1:
+            elsewhere(lambda: Account.objects.update(balance=F("balance") + 100))
+        hide(lambda: Account.objects.select_for_update().get(pk=account.pk))
+        Account.objects.update(balance=F("balance") + 1)
+        return create(request)
+
+    serve(view=serializable(kind)(counted := Counted(work)))
+    assert sender.send().status_code == 201
+    assert counted.runs == 2
+    assert Account.objects.get().balance == 101
 
 
 @both_kinds
