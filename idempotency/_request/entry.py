@@ -20,7 +20,7 @@ from idempotency._request.problems import Problem
 from idempotency._request.responses import HTTP_EXCEPTIONS, SAFE_METHODS
 from idempotency._request.view_call import Call
 from idempotency._store import events
-from idempotency._store.database_errors import connection_lost
+from idempotency._store.database_errors import connection_lost, exceeded_time_limit
 from idempotency._store.several_databases import atomic_request
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated
@@ -30,6 +30,11 @@ logger = logging.getLogger("idempotency")
 
 #: The codes of problems that are raised before the claim, of requests with a key.
 _NOT_CLAIMED = frozenset({"body_incomplete", "scope_missing"})
+
+_TIME_LIMIT = (
+    "the view %s exceeded %s, and PostgreSQL rolled its transaction back. A plain view or a phase must send a statement at "
+    "least every LOCK_TIMEOUT_SECONDS (%d), or more often if the database has a stricter limit. Make slow calls between phases."
+)
 
 
 def answer_request(call: Call, options: Options) -> HttpResponseBase:
@@ -86,7 +91,7 @@ def _unprotected(call: Call) -> HttpResponseBase:
 
 def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
     request, using = call.request, options.alias(call.request)
-    with _reachable(using, options):
+    with _reachable(using, call, options):
         if not (scope := scopes.scope_of(call.seen_request, options.scope)):
             raise problems.scope_missing()
         if (refusal := _refusal(call, options)) is not None:
@@ -123,8 +128,9 @@ def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
 
 
 @contextmanager
-def _reachable(using: str, options: Options) -> Iterator[None]:
-    """Turn the loss of the database, or of its standby, into 503, after which the client retries."""
+def _reachable(using: str, call: Call, options: Options) -> Iterator[None]:
+    """Turn the loss of the database, or of its standby, into 503, after which the client retries. If the view itself has
+    exceeded a time limit of its transaction, say so."""
     try:
         yield
     except NotReplicated as error:
@@ -133,6 +139,9 @@ def _reachable(using: str, options: Options) -> Iterator[None]:
     except Error as error:
         if not connection_lost(error, using):
             raise
+        if (limit := exceeded_time_limit(error)) is not None:
+            logger.error(_TIME_LIMIT, call.name, limit, conf.get().LOCK_TIMEOUT_SECONDS)
+            raise problems.time_limit_exceeded() from error
         text = summary(error_text(error, withheld=not options.store_body))
         logger.warning("the database %r cannot be reached: %s", using, text)
         raise problems.database_unavailable() from error

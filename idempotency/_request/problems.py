@@ -27,6 +27,7 @@ _TITLES = {
     "key_stuck": "The request with this idempotency key requires manual intervention",
     "conflict": "The request conflicts with concurrent requests",
     "database_unavailable": "The database cannot be reached",
+    "time_limit_exceeded": "The request exceeded a time limit of the database",
     "not_replicated": "The response is not confirmed by a standby yet",
     "unknown_recovery_point": "This version of the service cannot continue the request",
 }
@@ -160,6 +161,15 @@ def database_unavailable() -> Problem:
     """The database was lost before or during the view. A retry finds the work that was committed."""
     detail = "Send the request again, with the same key."
     return Problem(503, "database_unavailable", detail, retryable=True, retry_after=1)
+
+
+def time_limit_exceeded() -> Problem:
+    """PostgreSQL has ended the transaction of the view at a time limit. A retry would probably exceed it too."""
+    detail = (
+        "The work of this request took too long and was rolled back. A retry with the same key runs it again, and may fail in "
+        "the same way. Contact the operator of this service."
+    )
+    return Problem(503, "time_limit_exceeded", detail)
 
 
 def not_replicated() -> Problem:

@@ -19,6 +19,8 @@ _RETRYABLE_SQLSTATES = frozenset({"40001", "40P01"})
 _UNIQUE_VIOLATION = "23505"
 #: Classes of errors of an unavailable server or a connection that it ended, also by a time limit.
 _LOST_SQLSTATES = ("08", "53", "57P", "25P03", "25P04")
+#: The time limits of a transaction, at which PostgreSQL ends the session.
+_TIME_LIMITS = {"25P03": "idle_in_transaction_session_timeout", "25P04": "transaction_timeout"}
 #: A write in a read-only transaction. A standby refuses SERIALIZABLE with the second code.
 _READ_ONLY, NOT_SUPPORTED = "25006", "0A000"
 
@@ -99,6 +101,16 @@ def connection_lost(error: BaseException, using: str) -> bool:
     if lost:
         drop_connection(connection)
     return lost
+
+
+def exceeded_time_limit(error: BaseException | None) -> str | None:
+    """Return the time limit at which PostgreSQL has ended the transaction, also if a later statement met the closed
+    connection."""
+    while error is not None:
+        if (limit := _TIME_LIMITS.get(getattr(error, "sqlstate", None) or "")) is not None:
+            return limit
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def accepts_writes(alias: str) -> bool:

@@ -189,6 +189,17 @@ def _exchanging(server: PGconn, sends: list[Callable[[], None]]) -> PQGen[list[P
         if ready and ready & Ready.R:
             server.consume_input()
     results: list[PGresult] = []
+    try:
+        yield from _received(server, results)
+    except psycopg.OperationalError:
+        if not results or results[-1].status in _GOOD:
+            raise
+        return results  # The server named the reason, such as a time limit, before it closed the connection.
+    server.exit_pipeline_mode()
+    return results
+
+
+def _received(server: PGconn, results: list[PGresult]) -> PQGen[None]:
     while True:
         while server.is_busy():
             yield Wait.R
@@ -199,8 +210,6 @@ def _exchanging(server: PGconn, sends: list[Callable[[], None]]) -> PQGen[list[P
                 raise psycopg.OperationalError(server.get_error_message())
             continue
         if result.status == ExecStatus.PIPELINE_SYNC:
-            break
+            return
         if not results or results[-1].status in _GOOD:
             results.append(result)
-    server.exit_pipeline_mode()
-    return results

@@ -185,7 +185,7 @@ def test_31_silent_transaction_of_a_plain_view_is_ended_by_the_database(
     gate.open()
     late = silent.result(WAIT_SECONDS)
     assert took_over.status_code == 201
-    assert (late.status_code, problem(late)["code"]) == (503, "database_unavailable")
+    assert (late.status_code, problem(late)["code"]) == (503, "time_limit_exceeded")
     assert Entry.objects.count() == 1
 
 

@@ -123,6 +123,7 @@ def refusals() -> list[problems.Problem]:
         problems.key_missing(), problems.key_invalid(""), problems.body_incomplete(), problems.scope_missing(),
         problems.key_reused(), problems.key_in_use(), problems.key_stuck("view_gave_up"), problems.conflict(),
         problems.key_stuck(StuckCode.UNKNOWN_RECOVERY_POINT), problems.database_unavailable(), problems.not_replicated(),
+        problems.time_limit_exceeded(),
     ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ EVERY = [
     problems.key_missing(), problems.key_invalid("It is <b>bad</b>."), problems.body_incomplete(), problems.scope_missing(),
     problems.key_reused(), problems.key_in_use(), problems.key_stuck("view_gave_up"), problems.conflict(),
     problems.key_stuck("unknown_recovery_point"), problems.database_unavailable(), problems.not_replicated(),
+    problems.time_limit_exceeded(),
 ]  # fmt: skip
 
 
