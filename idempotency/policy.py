@@ -12,7 +12,7 @@ from django.conf import settings
 from django.urls import get_resolver
 
 from idempotency import conf
-from idempotency._request.lookup import class_of, every_view, options_of
+from idempotency._request.lookup import METHODS, class_of, every_view, options_of
 from idempotency._request.options import Options
 from idempotency._request.outside import runs_before, wrapped
 from idempotency._request.view_call import View
@@ -85,6 +85,16 @@ class Protected:
     methods: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unprotected:
+    """A view that takes unsafe methods without ``@idempotent``."""
+
+    path: str
+    name: str
+    view: str
+    methods: tuple[str, ...]
+
+
 def policies(urlconf: Any = None) -> Iterator[Policy]:
     """Yield the policy of each protected view of the URLconf, by default ROOT_URLCONF. No database is queried.
 
@@ -153,6 +163,15 @@ def protected_views(urlconf: Any = None) -> Iterator[Protected]:
             yield Protected(path=path, name=name, callback=callback, options=options, methods=unsafe)
 
 
+def unprotected(urlconf: Any = None) -> Iterator[Unprotected]:
+    """Yield each view of the URLconf, by default ROOT_URLCONF, that takes unsafe methods without protection. No database is
+    queried. A function without ``require_http_methods`` takes every method."""
+    for path, name, callback in every_view(get_resolver(urlconf)):
+        taken = [method for method in _METHODS if method != "GET" and method in allowed_methods(callback)]
+        if methods := tuple(method for method in taken if options_of(callback, method) is None):
+            yield Unprotected(path=path, name=name, view=_dotted(callback), methods=methods)
+
+
 def views_to_check() -> Iterator[Protected]:
     """Yield each protected view for a system check. Yield none if there is no URLconf, or if the settings are invalid."""
     if getattr(settings, "ROOT_URLCONF", None) and conf.are_valid():
@@ -162,6 +181,9 @@ def views_to_check() -> Iterator[Protected]:
 def allowed_methods(view: View) -> set[str]:
     """Return the methods that its class and Django's ``require_http_methods`` permit."""
     allowed = set(_METHODS)
+    for find in METHODS:
+        if (found := find(view)) is not None:
+            return found & allowed
     if (owner := class_of(view)) is not None:
         given: dict[str, Any] = getattr(view, "view_initkwargs", None) or getattr(view, "initkwargs", None) or {}
         names = given.get("http_method_names", owner.http_method_names)

@@ -26,6 +26,8 @@ logger = logging.getLogger("idempotency")
 
 #: Functions that find the options of views of other frameworks; ``contrib`` adds them.
 FINDERS: list[Callable[[View, str], Options | None]] = []
+#: Functions that find the methods of views of other frameworks; ``contrib`` adds them.
+METHODS: list[Callable[[View], set[str] | None]] = []
 #: The handlers that the methods of generic views of Django REST framework call.
 _GENERIC = {"post": "create", "put": "update", "patch": "partial_update", "delete": "destroy"}
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from idempotency import conf, decorators
 from idempotency._async import awaited
 from idempotency._hidden import Hidden
-from idempotency._request.lookup import FINDERS
+from idempotency._request.lookup import FINDERS, METHODS
 from idempotency._request.options import Options
 from idempotency._request.phased_run import completion_of
 from idempotency.policy import views_to_check
@@ -259,4 +259,10 @@ def _options_of(view: Callable[..., Any], method: str) -> Options | None:
     return None
 
 
+def _methods_of(view: Callable[..., Any]) -> set[str] | None:
+    operations = _operations(view)
+    return {method for operation in operations for method in operation.methods} if operations else None
+
+
 FINDERS.append(_options_of)
+METHODS.append(_methods_of)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import rest_framework
@@ -16,19 +16,22 @@ from django.test.utils import modify_settings
 from django.urls import path
 from django.utils.decorators import method_decorator
 from pytest_django import Settings
-from rest_framework import exceptions, generics, renderers, serializers, status
+from rest_framework import exceptions, generics, renderers, serializers, status, viewsets
 from rest_framework.authentication import BaseAuthentication
-from rest_framework.decorators import api_view, renderer_classes
+from rest_framework.decorators import action, api_view, renderer_classes
 from rest_framework.permissions import BasePermission, IsAuthenticated
 from rest_framework.response import Response
+from rest_framework.routers import SimpleRouter
 from rest_framework.test import APIClient, APIRequestFactory
 from rest_framework.throttling import BaseThrottle
 from rest_framework.views import APIView, exception_handler
 
 from idempotency.completer import CompletePass, complete_once
+from idempotency.contrib.rest_framework import IdempotentMixin
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
+from idempotency.policy import policies, unprotected
 from tests.factories import UserFactory
 from tests.kit.ageing import abandon
 from tests.kit.threads import elsewhere
@@ -450,3 +453,74 @@ def test_a_project_with_json_alone_needs_no_app(serve: Serve, client: APIClient)
 
     serve(view)
     assert post(client, {"a": 1}, headers={"Accept": "text/html,*/*;q=0.8"}).status_code == 201
+
+
+class Protected(IdempotentMixin, viewsets.ModelViewSet):
+    """A view set whose base class protects it."""
+
+    queryset = Entry.objects.all()
+    serializer_class = EntrySerializer
+    not_idempotent = ("draft",)
+
+    @action(detail=False, methods=["get", "post"])
+    def import_all(self, request: Any) -> Response:
+        """Read, or write."""
+        if request.method == "GET":
+            return Response([])
+        return Response(EntrySerializer(Entry.objects.create(name="imported")).data, status=201)
+
+    @import_all.mapping.delete
+    def forget_all(self, request: Any) -> Response:
+        """Delete."""
+        Entry.objects.all().delete()
+        return Response(status=204)
+
+    @action(detail=False, methods=["post"])
+    def draft(self, request: Any) -> Response:
+        """Write nothing."""
+        return Response({})
+
+
+def routes(view_set: Any) -> list[Any]:
+    """Return the URLs of a view set at /entries/."""
+    router = SimpleRouter()
+    router.register("entries", view_set)
+    return router.urls
+
+
+def test_a_base_class_protects_each_unsafe_handler(client: APIClient, settings: Settings) -> None:
+    settings.ROOT_URLCONF = urls = type("Urls", (), {"urlpatterns": routes(Protected)})
+    assert [(view.view.rpartition(".")[2], view.methods) for view in unprotected(urls)] == [("Protected", ("POST",))]
+    assert client.get("/entries/").status_code == client.get("/entries/import_all/").status_code == 200
+    assert client.post("/entries/draft/").status_code == 200
+    assert client.post("/entries/", {"name": "one"}).json()["code"] == "key_missing"
+
+    def twice(method: str, url: str, key: str, data: Any = None) -> Any:
+        first, second = (
+            getattr(client, method)(url, data or {}, format="json", headers={"Idempotency-Key": key}) for _ in range(2)
+        )
+        assert second["Idempotent-Replayed"] == "true"
+        assert (first.status_code, first.content) == (second.status_code, second.content)
+        return first
+
+    made = twice("post", "/entries/", "1", {"name": "one"}).json()
+    assert twice("put", f"/entries/{made['id']}/", "2", {"name": "two"}).json()["name"] == "two"
+    # partial_update() of the framework calls update(), which is protected too.
+    assert twice("patch", f"/entries/{made['id']}/", "3", {"name": "three"}).json()["name"] == "three"
+    assert twice("post", "/entries/import_all/", "4").status_code == 201
+    assert twice("delete", "/entries/import_all/", "5").status_code == 204
+
+
+def test_a_handler_keeps_its_own_options(client: APIClient, settings: Settings) -> None:
+    class Own(IdempotentMixin, generics.CreateAPIView):
+        queryset = Entry.objects.all()
+        serializer_class = EntrySerializer
+        idempotent_options: ClassVar[dict[str, Any]] = {"required": False}
+
+        @idempotent(wait_seconds=3)
+        def post(self, request: Any) -> Response:
+            return Response({}, status=201)
+
+    settings.ROOT_URLCONF = urls = type("Urls", (), {"urlpatterns": [path("own/", Own.as_view())]})
+    (policy,) = policies(urls)
+    assert (policy.required, policy.wait_seconds) == (True, 3)

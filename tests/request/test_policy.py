@@ -14,10 +14,11 @@ from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_GET, require_http_methods, require_POST
+from ninja import NinjaAPI
 from rest_framework import generics
 
 from idempotency.decorators import idempotent
-from idempotency.policy import Policy, policies, protected_views
+from idempotency.policy import Policy, policies, protected_views, unprotected
 from tests.frameworks.kinds import KINDS, Job, Kind
 from tests.kit.commands import run
 
@@ -62,6 +63,37 @@ def test_a_generic_view_is_protected_by_the_handler_that_its_method_calls() -> N
 
 def test_what_is_not_protected_has_no_policy() -> None:
     assert found(path("a", answer), path("b", View.as_view()), path("c", require_GET(idempotent(answer)))) == []
+
+
+def unprotected_in(*patterns: Any) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the path and the methods of each view that takes unsafe methods without protection."""
+    return [(view.path, view.methods) for view in unprotected(type("Urls", (), {"urlpatterns": list(patterns)}))]
+
+
+class Half(View):
+    """A class that protects one of two methods."""
+
+    @idempotent
+    def post(self, request: HttpRequest) -> HttpResponseBase:
+        return HttpResponse()
+
+    def delete(self, request: HttpRequest) -> HttpResponseBase:
+        return HttpResponse()
+
+
+def test_views_that_take_unsafe_methods_without_protection_are_found() -> None:
+    api = NinjaAPI(urls_namespace="unprotected", docs_url=None, openapi_url=None)
+    api.post("/pay")(lambda request: None)
+    api.get("/rides")(lambda request: None)
+    assert unprotected_in(
+        path("a", answer),
+        path("b", require_POST(answer)),
+        path("c", require_GET(answer)),
+        path("d", idempotent(answer)),
+        path("e", Half.as_view()),
+        path("f", generics.CreateAPIView.as_view()),
+        path("api/", api.urls),
+    ) == [("/a", UNSAFE), ("/b", ("POST",)), ("/e", ("DELETE",)), ("/f", ("POST",)), ("/api/pay", ("POST",)), ("/api/", UNSAFE)]
 
 
 class PerMethod(View):
