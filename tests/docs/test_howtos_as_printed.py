@@ -36,6 +36,7 @@ AS_PRINTED = [
     "forms.md",
     "hand-the-key-on.md",
     "metrics-and-alerts.md",
+    "move-from-your-own-middleware.md",
     "practise-with-a-stuck-key.md",
     "prepare-a-request.md",
     pytest.param("protect-a-view.md", marks=pytest.mark.sample),
