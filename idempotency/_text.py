@@ -36,15 +36,16 @@ def summary(text: str, length: int = _MAX_SUMMARY_LENGTH) -> str:
     return cut(f"{line.rstrip()} …" if more else line, length)
 
 
-def refuse_unstorable_json(value: Any) -> None:
+def refuse_unstorable_json(value: Any) -> int:
     """Raise TypeError, ValueError or RecursionError for a value that is not JSON, that JSON would change, or that PostgreSQL
-    does not store as jsonb: a failed INSERT would break the transaction of the caller."""
+    does not store as jsonb: a failed INSERT would break the transaction of the caller. Return the bytes of the JSON."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-    text.encode()  # refuses lone surrogates
+    size = len(text.encode())  # refuses lone surrogates
     if "\\u0000" in text.replace("\\\\", ""):
         raise ValueError("it contains a NUL character")
     if not _has_names_only(value):
         raise ValueError("an object in it has a key that is not a string, and JSON would change that key to a string")
+    return size
 
 
 def _has_names_only(value: Any) -> bool:

@@ -89,6 +89,8 @@ class Settings:
     #: Modules, with their submodules, that may define functions of staged jobs. None: the modules ``jobs``, ``tasks`` and
     #: ``operations`` of installed apps, except apps of Django.
     JOB_MODULES: tuple[str, ...] | None = None
+    #: ``stage_job`` refuses a job whose arguments are longer as JSON. Larger data belongs in a table or a file storage.
+    MAX_JOB_BYTES: int = 256 * 1024
     #: True attempts to hand staged jobs over right after COMMIT, in a thread of the process that staged them.
     HAND_OVER_AFTER_COMMIT: bool = False
     #: True counts requests, replays, conflicts and errors per minute for the dashboard. Each process counts in memory.

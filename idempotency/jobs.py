@@ -52,7 +52,7 @@ def stage_job(
     On an exception nothing was written.
     Raises NoOpenTransaction outside a transaction.
     Raises TypeError if an argument is not JSON.
-    Raises ValueError for an invalid name, queue or time.
+    Raises ValueError for an invalid name, queue or time, or if the arguments are longer than MAX_JOB_BYTES.
     Raises JobNotAllowed, a ValueError, if the queue runs functions and JOB_MODULES does not permit this function.
     """
     _refuse_path(name)
@@ -60,7 +60,7 @@ def stage_job(
     given: Hidden[JobArgs] = Hidden({} if args is None else args)
     del args  # Errors are raised, and code of the project runs below: the module of the job, and receivers of signals.
     if mistake := _mistake_in(name, given.value):
-        raise TypeError(mistake)
+        raise mistake
     if run_at is not None and settings.USE_TZ and timezone.is_naive(run_at):
         raise ValueError(f"The time run_at={run_at!r} has no time zone: pass an aware datetime.")
     key = current_key.get()
@@ -201,16 +201,24 @@ def _refuse_queue(queue: str) -> None:
         raise ValueError(f"The name of a queue must be a string of 1 to {width} characters, not {queue!r}.")
 
 
-def _mistake_in(name: str, args: JobArgs) -> str:
-    """Return why the arguments cannot be stored, or an empty string."""
+def _mistake_in(name: str, args: JobArgs) -> TypeError | ValueError | None:
+    """Return the error of arguments that cannot be stored."""
     if not isinstance(args, dict | list):
-        return f"The arguments of {name} must be a dict (by name) or a list (by position), not {type(args).__name__}."
+        return TypeError(
+            f"The arguments of {name} must be a dict (by name) or a list (by position), not {type(args).__name__}."
+        )
+    size, most = 0, conf.get().MAX_JOB_BYTES
     arguments: Iterable[tuple[Any, Any]] = args.items() if isinstance(args, dict) else enumerate(args)
     for argument, value in arguments:
         if isinstance(args, dict) and not isinstance(argument, str):
-            return f"An argument of {name} is named {argument!r}: the names of keyword arguments must be strings."
+            return TypeError(f"An argument of {name} is named {argument!r}: the names of keyword arguments must be strings.")
         try:
-            refuse_unstorable_json([argument, value])
+            size += refuse_unstorable_json([argument, value])
         except (TypeError, ValueError, RecursionError) as error:
-            return f"Argument {argument!r} of {name} cannot be stored as JSON: {error}. Pass ids."
-    return ""
+            return TypeError(f"Argument {argument!r} of {name} cannot be stored as JSON: {error}. Pass ids.")
+    if size <= most:
+        return None
+    return ValueError(
+        f"The arguments of {name} have {size} bytes as JSON, and a job may have {most}. Store the data in a table or a file, and "
+        "pass its id. Or raise IDEMPOTENCY['MAX_JOB_BYTES']."
+    )

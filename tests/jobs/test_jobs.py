@@ -100,6 +100,16 @@ def test_a_queue_without_a_usable_name_is_refused(queue):
 
 
 @pytest.mark.django_db
+def test_arguments_that_are_too_long_are_refused(settings):
+    settings.IDEMPOTENCY = {**settings.IDEMPOTENCY, "MAX_JOB_BYTES": 1000}
+    stage_job(JOB, {"text": "x" * 900})
+    for args in ({"text": "x" * 1000}, ["ä" * 300, "ä" * 300]):
+        with pytest.raises(ValueError, match="MAX_JOB_BYTES"):
+            stage_job(JOB, args)
+    assert StagedJob.objects.count() == 1
+
+
+@pytest.mark.django_db
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
