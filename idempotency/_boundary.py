@@ -6,7 +6,7 @@ A loop sends no signals of requests. Without these checks, one lost connection w
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from django.db import connections
+from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from idempotency._store.database_errors import drop_connection, has_ended
@@ -56,6 +56,12 @@ def drop_broken_connections() -> list[str]:
             else:
                 drop_connection(connection)
     return rolled_back
+
+
+def transaction_is_broken(alias: str | None, error: BaseException) -> bool:
+    """Return whether the open transaction of the loop can only be rolled back, after an error of project code in it."""
+    connection = connections[str(alias)]
+    return connection.needs_rollback or (isinstance(error, Error) and not connection.is_usable())
 
 
 def _open_connections() -> list[BaseDatabaseWrapper]:

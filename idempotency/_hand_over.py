@@ -7,79 +7,153 @@ error of the module.
 """
 
 import logging
-import time
 from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
-from django.db import connections
+from django.db import Error, connections, transaction
+from django.utils.module_loading import import_string
 
-from idempotency._async import FAILURES, awaited
-from idempotency._boundary import boundary
+from idempotency._async import FAILURES, awaited, in_own_context
+from idempotency._batch import Batch
+from idempotency._boundary import boundary, transaction_is_broken
 from idempotency._text import error_text
-from idempotency.backends import Backend, BrokerUnavailable, NotOffered, Results, backend_of, hand_over_savepoint
-from idempotency.jobs import not_allowed
+from idempotency.backends import (
+    Backend,
+    BrokerUnavailable,
+    CallableBackend,
+    HandOverResult,
+    NotOffered,
+    OfferedSingly,
+    Refusal,
+    Results,
+    TransactionBroken,
+    ends_at,
+    hand_over_savepoint,
+    offer_singly,
+)
+from idempotency.jobs import backend_path, not_allowed
 from idempotency.models import StagedJob
 
 logger = logging.getLogger("idempotency")
 
-
-def hand_over(queue: str, jobs: Sequence[StagedJob], deadline: float) -> Results:
-    """Hand over the jobs of one queue: all at once, or one by one if the backend raised an error for all of them. Errors are
-    returned as results, because an exception would roll back the hand-overs of other queues. Jobs that were not offered
-    before the deadline have no result."""
-    with boundary():
-        return _hand_over(queue, jobs, deadline)
+#: The backends of this process by their paths.
+_built: dict[str, Backend] = {}
 
 
-def _hand_over(queue: str, jobs: Sequence[StagedJob], deadline: float) -> Results:
-    try:
-        if (backend := backend_of(queue, using=jobs[0]._state.db)) is None:
-            raise LookupError(f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none for '*'.")
-    except FAILURES as error:
-        return dict.fromkeys((job.pk for job in jobs), error)
-    results: Results = {**not_allowed(jobs)} if getattr(backend, "runs_functions", False) else {}
-    if not (jobs := [job for job in jobs if job.pk not in results]):
-        return results
-    try:
-        return results | _offer(backend, queue, jobs)
-    except (Exception, CancelledError) as error:
-        if _transaction_is_broken(jobs):
-            raise
-        logger.info(
-            "queue %r refused a batch of %d jobs, which are handed over one by one: %s", queue, len(jobs), error_text(error)
-        )
-    for job in jobs:
+def backend_of(queue: str, *, using: str | None = None) -> Backend | None:
+    """Return the backend of a queue, or None if ``IDEMPOTENCY["ENQUEUERS"]`` names none. It is built once.
+
+    ``using`` is the database of an open transaction. It gets a savepoint, because a query of the module or of the class may
+    fail.
+    """
+    path = backend_path(queue)
+    if path is None:
+        return None
+    if path not in _built:
+        with nullcontext() if using is None else transaction.atomic(using=using):
+            named = import_string(path)
+            _built[path] = named() if isinstance(named, type) else CallableBackend(named)
+    return _built[path]
+
+
+@in_own_context
+def hand_over(queue: str, jobs: Sequence[StagedJob], batch: Batch) -> None:
+    """Hand over the jobs of one queue, and add their results to the batch: all at once, or one by one if the backend raised an
+    error for all of them. Errors are results, because an exception would roll back the hand-overs of other queues.
+
+    Raises TransactionBroken if the transaction is broken. The results that hold nevertheless are in ``batch.lasting`` then.
+    """
+    with boundary(), ends_at(batch.deadline):
         try:
-            results |= _offer(backend, queue, [job])
-        except (Exception, CancelledError) as error:
-            if _transaction_is_broken(jobs):
+            if (backend := backend_of(queue, using=batch.alias)) is None:
+                raise LookupError(f"IDEMPOTENCY['ENQUEUERS'] names no backend for the queue {queue!r}, and none for '*'.")
+        except FAILURES as error:
+            batch.results |= dict.fromkeys((job.pk for job in jobs), error)
+            return
+        if getattr(backend, "runs_functions", False):
+            batch.results |= not_allowed(jobs)
+        jobs = [job for job in jobs if job.pk not in batch.results]
+        if jobs:
+            batch.offered += jobs
+            lasting = not getattr(backend, "uses_database", True)
+            try:
+                results = _results(backend, queue, jobs)
+            except TransactionBroken as broken:
+                _keep(broken, batch, lasting)
                 raise
-            results[job.pk] = error
-        if isinstance(results[job.pk], BrokerUnavailable) or time.monotonic() > deadline:
-            break
-    return results
+            batch.results |= results
+            if lasting:
+                batch.lasting |= results
 
 
-def _transaction_is_broken(jobs: Sequence[StagedJob]) -> bool:
-    """Return whether the transaction of the enqueuer can only be rolled back, for example after a lost connection. The next
-    pass then repeats each hand-over of this one."""
-    return connections[str(jobs[0]._state.db)].needs_rollback
+def _keep(broken: TransactionBroken, batch: Batch, lasting: bool) -> None:
+    if lasting:
+        batch.lasting |= broken.results
+    if (job := broken.job) is not None and job.pk not in batch.lasting and broken.__cause__ is not None:
+        batch.lasting[job.pk] = Refusal(broken.__cause__)
+        batch.culprit_is_known = True
+
+
+def _results(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
+    def offer_one(job: StagedJob) -> HandOverResult | None:
+        return _offer(backend, queue, [job])[job.pk]
+
+    unavailable = 0
+    try:
+        results = _offer(backend, queue, jobs)
+        if len(jobs) == 1 or isinstance(results, OfferedSingly) or not _all(BrokerUnavailable, results):
+            return results
+        unavailable = 1  # The cause may be one of the jobs.
+    except TransactionBroken:
+        raise
+    except (Exception, CancelledError) as error:
+        if len(jobs) == 1:
+            return {jobs[0].pk: error}
+        text = "queue %r refused a batch of %d jobs, which are handed over one by one: %s"
+        logger.info(text, queue, len(jobs), error_text(error))
+    return offer_singly(jobs, offer_one, unavailable=unavailable)
 
 
 def _offer(backend: Backend, queue: str, jobs: Sequence[StagedJob]) -> Results:
     """Hand the jobs to the backend; return a result for each. Raises the other errors of the backend."""
-    ids = [job.pk for job in jobs]
+    results: Results = {}
     try:
         with hand_over_savepoint(jobs[0]._state.db):
-            returned = awaited(backend.hand_over(queue, jobs))
-    except BrokerUnavailable as error:
-        return dict.fromkeys(ids, error)
-    if isinstance(returned, Mapping) and returned.keys() <= set(ids):
-        results: Results = {pk: returned.get(pk) for pk in ids}
-        if all(isinstance(result, NotOffered) for result in results.values()):
-            # The pass would read the same jobs again without end.
-            return dict.fromkeys(ids, BrokerUnavailable(f"The backend offered none of {len(jobs)} jobs to the broker."))
-        return results
-    # No second hand-over: the backend may have sent them.
-    wrong = TypeError(f"hand_over() of the backend of {queue!r} must return a dict by job ids, not {returned!r:.100}")
-    return dict.fromkeys(ids, wrong)
+            results = _checked(queue, jobs, awaited(backend.hand_over(queue, jobs)))
+        connections[str(jobs[0]._state.db)].validate_no_broken_transaction()
+    except TransactionBroken:
+        raise
+    except (Exception, CancelledError) as error:
+        if transaction_is_broken(jobs[0]._state.db, error):
+            # The backend has returned if the error is that of the savepoint.
+            known = results if isinstance(error, Error) else {}
+            raise TransactionBroken(jobs[0] if len(jobs) == 1 else None, known) from error
+        if isinstance(error, BrokerUnavailable):
+            return dict.fromkeys((job.pk for job in jobs), error)
+        raise
+    return results
+
+
+def _checked(queue: str, jobs: Sequence[StagedJob], returned: Any) -> Results:
+    ids = [job.pk for job in jobs]
+    if not isinstance(returned, Mapping) or not returned.keys() <= set(ids):
+        # No second hand-over: the backend may have sent them.
+        wrong = TypeError(f"hand_over() of the backend of {queue!r} must return a dict by job ids, not {returned!r:.100}")
+        return dict.fromkeys(ids, wrong)
+    results: Results = {pk: returned.get(pk) for pk in ids}
+    if _all(NotOffered, results):
+        # The pass would read the same jobs again without end.
+        return dict.fromkeys(ids, BrokerUnavailable(f"The backend offered none of {len(jobs)} jobs to the broker."))
+    if isinstance(returned, OfferedSingly):
+        return OfferedSingly(results)
+    taken = [position for position, pk in enumerate(ids) if results[pk] is None]
+    for pk in ids[: max(taken, default=0)]:
+        if isinstance(error := results[pk], BrokerUnavailable):
+            results[pk] = Refusal(error)
+    return results
+
+
+def _all(kind: type, results: Results) -> bool:
+    return all(isinstance(result, kind) for result in results.values())

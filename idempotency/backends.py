@@ -1,21 +1,24 @@
 """Backends: the interface between the enqueuer and a queue, and a base class for queues that take one job at a time."""
 
+import random
 import time
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 from uuid import UUID
 
 from django.db import InterfaceError, OperationalError, connections, transaction
-from django.utils.module_loading import import_string
 
-from idempotency._async import awaited
-from idempotency._boundary import drop_broken_connections
+from idempotency._async import awaited, in_own_context
+from idempotency._boundary import drop_broken_connections, transaction_is_broken
+from idempotency._text import error_text
 from idempotency.exceptions import IdempotencyError
 from idempotency.inbox import STAGED_JOBS, took_effect
-from idempotency.jobs import backend_path, refuse_generator
+from idempotency.jobs import refuse_generator
 from idempotency.models import StagedJob
 
 #: A job has failed after this number of refusals, or of hand-overs without an effect.
@@ -25,14 +28,28 @@ NAME_MAX_ATTEMPTS = 81
 #: A batch hands over no job after this time, so that its transaction does not stay open.
 BATCH_SECONDS = 30
 BROKER_TIMEOUT_SECONDS = 10
+#: The broker is unavailable after this number of jobs in a row that it did not take; after two, if they took
+#: BROKER_TIMEOUT_SECONDS.
+MOST_UNAVAILABLE = 10
 _TEN_YEARS = 315_576_000
-#: The backends of this process by their paths.
-_built: dict[str, "Backend"] = {}
+#: The end of the current batch, as a value of time.monotonic().
+_deadline: ContextVar[float] = ContextVar("idempotency_deadline", default=float("inf"))
 
 
 class BrokerUnavailable(IdempotencyError):
     """The broker cannot be reached. No job was lost, and no attempt was counted. Start the broker or correct its address; the
     next pass continues."""
+
+
+class NotDeleted(IdempotencyError):
+    """The broker has the job, but its row cannot be deleted. The job is not handed over again. Correct the cause. If the job
+    has failed, then run ``manage.py staged_jobs retry``, which deletes the row. After ``purge``, a worker would skip the job.
+    """
+
+    @classmethod
+    def by(cls, error: BaseException) -> "NotDeleted":
+        """Return the exception with the text of the error that prevents the deletion."""
+        return cls(f"{cls()} The error: {error_text(error)}")
 
 
 class NoEffect(IdempotencyError):
@@ -68,8 +85,15 @@ class NotOffered:
     """The job was not offered to the broker, because the time of the batch was up. It stays due, for the next batch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The job was refused with an error that would otherwise not count, such as BrokerUnavailable."""
+
+    error: BaseException
+
+
 #: The result of a hand-over, if the broker did not simply take the job. An exception means a refusal.
-HandOverResult: TypeAlias = BaseException | OfferAgain | TookEffect | NotOffered
+HandOverResult: TypeAlias = BaseException | OfferAgain | TookEffect | NotOffered | Refusal
 #: Results by job id. None: the broker took the job.
 Results: TypeAlias = dict[UUID, HandOverResult | None]
 
@@ -82,29 +106,104 @@ class Backend(Protocol):
 
     A class may have a method ``refuse_name(name)``, which raises for a name that the backend would refuse. With this method,
     ``manage.py check`` reports such names in the code.
+
+    A class with ``uses_database = False`` declares that its hand-over writes to no Django database. If the transaction of the
+    enqueuer is lost after the hand-over, the results are then kept. Otherwise the jobs are handed over again.
     """
 
     def hand_over(
         self, queue: str, jobs: Sequence[StagedJob]
-    ) -> Mapping[UUID, HandOverResult] | Awaitable[Mapping[UUID, HandOverResult]]:
-        """Give ``jobs`` to the broker. Return a mapping from job ids to results, without the jobs that the broker simply took.
+    ) -> Mapping[UUID, HandOverResult | None] | Awaitable[Mapping[UUID, HandOverResult | None]]:
+        """Give ``jobs`` to the broker. Return a mapping from job ids to results. It may lack jobs that the broker took.
 
-        - Without a result, the broker has the job, and the row is deleted.
+        - None, or no result: the broker has the job, and the row is deleted.
         - ``OfferAgain``: the broker has the job, and the row stays until the job took effect.
         - ``TookEffect``: the job was handed over before and took effect. The row is deleted.
         - ``NotOffered``: the time was up before this job. The job stays due. At least one job of a call must be offered.
-        - ``BrokerUnavailable``: the broker did not process the job. No refusal is counted.
+        - ``BrokerUnavailable``: the broker did not process the job. This counts as a refusal if the broker took a later one of
+          ``jobs``, and otherwise not at all.
         - Any other exception: the job is refused.
 
         If the method returns a value of another kind, all jobs count as refused. The method may be ``async def``. Raises
-        BrokerUnavailable when the broker takes nothing. After any other exception, the enqueuer hands the jobs over one by
-        one.
+        BrokerUnavailable when the broker takes nothing. After any exception, the enqueuer hands the jobs over one by one.
 
         The method must return before the enqueuer's transaction times out. Each call to the broker needs a timeout of at most
-        BROKER_TIMEOUT_SECONDS; none may begin after BATCH_SECONDS. The method must send at once: a callback of
+        BROKER_TIMEOUT_SECONDS; none may begin when ``seconds_left()`` is negative. The method must send at once: a callback of
         ``transaction.on_commit`` makes the hand-over fail with HandOverOnCommit.
         """
         ...
+
+
+class OfferedSingly(dict[UUID, "HandOverResult | None"]):
+    """The results of jobs that were offered one by one. The enqueuer need not offer them again to find a job that the broker
+    refuses with BrokerUnavailable."""
+
+
+class TransactionBroken(Exception):
+    """Raised through ``hand_over()`` when the transaction of the enqueuer can only be rolled back, for example after a lost
+    connection. ``job`` is the job of the hand-over that found or caused it, if it is known; ``results`` has those before."""
+
+    def __init__(self, job: StagedJob | None, results: Results) -> None:
+        super().__init__("The transaction of the enqueuer is broken.")
+        self.job, self.results = job, results
+
+
+def seconds_left() -> float:
+    """Return the seconds for which the current batch may begin hand-overs; a negative number after that time.
+
+    A batch lasts BATCH_SECONDS, or half of a lower time limit that the database sets for transactions.
+    """
+    return _deadline.get() - time.monotonic()
+
+
+@contextmanager
+def ends_at(deadline: float) -> Iterator[None]:
+    """Set the end of the batch for the hand-overs in this block."""
+    token = _deadline.set(deadline)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def offer_singly(
+    jobs: Sequence[StagedJob], offer: Callable[[StagedJob], HandOverResult | None], *, unavailable: int = 0
+) -> Results:
+    """Offer one job after the other, in order. Return the results; an exception of ``offer`` is one, too.
+
+    If the broker is unavailable for a job, a job at random is next. If the broker takes that job, it has refused the one
+    before; otherwise it soon counts as unavailable for all, and the rest is not offered. ``unavailable`` is the number of
+    hand-overs that failed so before.
+    Raises TransactionBroken if the transaction of the enqueuer is broken.
+    """
+    results: Results = {}
+    failed: dict[UUID, Refusal] = {}
+    waiting, taken, since = list(jobs), False, time.monotonic()
+    while waiting and (not results or seconds_left() >= 0):
+        job = waiting.pop(random.randrange(len(waiting)) if failed or unavailable else 0)  # nosec B311  # no secret
+        result = _result_of(offer, job, results)
+        results[job.pk] = result
+        if isinstance(result, BrokerUnavailable):
+            failed[job.pk] = Refusal(result)
+            row = len(failed) + unavailable
+            if row >= MOST_UNAVAILABLE or (row > 1 and time.monotonic() - since >= BROKER_TIMEOUT_SECONDS):
+                return results | dict.fromkeys((left.pk for left in waiting), result)
+        elif result is None or isinstance(result, OfferAgain):
+            results |= failed
+            failed, unavailable, taken, since = {}, 0, True, time.monotonic()
+    return results | (failed if taken else {}) | dict.fromkeys((left.pk for left in waiting), NotOffered())
+
+
+def _result_of(offer: Callable[[StagedJob], HandOverResult | None], job: StagedJob, results: Results) -> HandOverResult | None:
+    try:
+        return offer(job)
+    except TransactionBroken as broken:
+        broken.results = results | broken.results
+        raise
+    except (Exception, CancelledError) as error:
+        if transaction_is_broken(job._state.db, error):
+            raise TransactionBroken(job, results) from error
+        return error
 
 
 class OneByOne:
@@ -116,36 +215,34 @@ class OneByOne:
     #: False if a hand-over does not use a Django database; it then needs no savepoint.
     uses_database = True
 
-    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult]:
-        """Hand the jobs over one after the other. After BATCH_SECONDS the remaining jobs are not offered. If
-        ``hand_over_one()`` raises an exception other than BrokerUnavailable, that job counts as refused."""
+    def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult | None]:
+        """Hand the jobs over one after the other, as long as ``seconds_left()`` permits. An exception of ``hand_over_one()``
+        refuses its job; BrokerUnavailable does so only if the broker takes another job."""
         results = self._effects(jobs)
         waiting = [job for job in jobs if job.pk not in results]
-        deadline = time.monotonic() + BATCH_SECONDS
-        for position, job in enumerate(waiting):
-            if position and time.monotonic() > deadline:  # The first job is always offered, so that each batch makes progress.
-                return results | dict.fromkeys((left.pk for left in waiting[position:]), NotOffered())
-            try:
-                again = self._offered_again(job)  # Before the hand-over, because it may raise.
-                # The queue may be in this database. An error there must not break the transaction of the enqueuer.
-                with hand_over_savepoint(job._state.db) if self.uses_database else nullcontext():
-                    self._hand_over_within_boundary(queue, job)
-                if again is not None:
-                    results[job.pk] = again
-            except BrokerUnavailable as error:  # The jobs before this one were sent; keep their results.
-                return results | dict.fromkeys((left.pk for left in waiting[position:]), error)
-            except (Exception, CancelledError) as error:
-                results[job.pk] = error
-        return results
+        return OfferedSingly(results | offer_singly(waiting, partial(self._offer, queue)))
 
-    def _hand_over_within_boundary(self, queue: str, job: StagedJob) -> None:
+    def _offer(self, queue: str, job: StagedJob) -> OfferAgain | None:
+        again = self._offered_again(job)  # Before the hand-over, because it may raise.
+        if self.uses_database:
+            # The queue may be in this database. An error there must not break the transaction of the enqueuer.
+            with hand_over_savepoint(job._state.db):
+                self._hand_over_and_check(queue, job)
+        else:
+            self._hand_over(queue, job)
+        return again
+
+    @in_own_context
+    def _hand_over(self, queue: str, job: StagedJob) -> None:
+        refuse_generator(f"The backend of the queue {queue!r}", awaited(self.hand_over_one(queue, job)))
+
+    def _hand_over_and_check(self, queue: str, job: StagedJob) -> None:
         """Hand one job over, and check the connections to other databases before the next one."""
         try:
-            refuse_generator(f"The backend of the queue {queue!r}", awaited(self.hand_over_one(queue, job)))
-        except BaseException:
-            drop_broken_connections()
-            raise
-        if aliases := drop_broken_connections():
+            self._hand_over(queue, job)
+        finally:
+            aliases = drop_broken_connections()
+        if aliases:
             raise RuntimeError(
                 f"The hand-over left a transaction open on {', '.join(map(repr, aliases))}. It was rolled back. Commit it in "
                 "the hand-over, for example with transaction.atomic()."
@@ -158,7 +255,7 @@ class OneByOne:
             raise NoEffect
         return OfferAgain(min(self.follow_up_seconds * 2**job.hand_overs, _TEN_YEARS))
 
-    def _effects(self, jobs: Sequence[StagedJob]) -> dict[UUID, HandOverResult]:
+    def _effects(self, jobs: Sequence[StagedJob]) -> Results:
         # A retried job has no hand-overs, but keeps its last error.
         again = [str(job.pk) for job in jobs if self.follow_up_seconds and (job.hand_overs or job.last_error)]
         try:
@@ -201,19 +298,3 @@ def _callbacks() -> int:
     """Return the number of on_commit callbacks, except those of this app, on which no job depends."""
     waiting = (entry[1] for connection in connections.all(initialized_only=True) for entry in connection.run_on_commit)
     return sum(not str(getattr(callback, "__module__", "")).startswith("idempotency.") for callback in waiting)
-
-
-def backend_of(queue: str, *, using: str | None = None) -> Backend | None:
-    """Return the backend of a queue, or None if ``IDEMPOTENCY["ENQUEUERS"]`` names none. It is built once.
-
-    ``using`` is the database of an open transaction. It gets a savepoint, because a query of the module or of the class may
-    fail.
-    """
-    path = backend_path(queue)
-    if path is None:
-        return None
-    if path not in _built:
-        with nullcontext() if using is None else transaction.atomic(using=using):
-            named = import_string(path)
-            _built[path] = named() if isinstance(named, type) else CallableBackend(named)
-    return _built[path]

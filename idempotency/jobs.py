@@ -219,6 +219,6 @@ def _mistake_in(name: str, args: JobArgs) -> TypeError | ValueError | None:
     if size <= most:
         return None
     return ValueError(
-        f"The arguments of {name} have {size} bytes as JSON, and a job may have {most}. Store the data in a table or a file, and "
-        "pass its id. Or raise IDEMPOTENCY['MAX_JOB_BYTES']."
+        f"The arguments of {name} have {size} bytes as JSON, and a job may have {most}. Store the data in a table or a file, "
+        "and pass its id. Or raise IDEMPOTENCY['MAX_JOB_BYTES']."
     )

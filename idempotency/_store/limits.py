@@ -40,6 +40,11 @@ class Limits:
         return idle + (engine.lock_timeout(self._connection, f"{limits[LOCK]}ms") if LOCK in limits else [])
 
 
+def found_seconds(name: str, alias: str) -> float:
+    """Return the limit that the last transaction of BEGIN has found on a database; 0 is no limit."""
+    return _found.get((alias, name), 0) / 1000
+
+
 def lowered(name: str, limit: str) -> str:
     """Return an expression that lowers a limit until the end of the transaction, and has the result as its value."""
     own = f"current_setting('{name}')"

@@ -13,7 +13,7 @@ from django.core.checks import CheckMessage, Warning, register
 from django.urls import get_resolver
 
 from idempotency import conf, jobs
-from idempotency.backends import backend_of
+from idempotency._hand_over import backend_of
 
 _FUNCTIONS = (jobs.stage_job, jobs.astage_job)
 

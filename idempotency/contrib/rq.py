@@ -48,6 +48,7 @@ class RQBackend:
     """Hand staged jobs to RQ with their ids. The worker runs each job through the inbox."""
 
     runs_functions = True
+    uses_database = False
     #: If a job raises or its worker dies, it is retried twelve times within 2.3 hours.
     retry = Retry(max=12, interval=[1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 2400, 3600])
 

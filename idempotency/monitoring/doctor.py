@@ -145,6 +145,16 @@ def findings_of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Ite
             % {"count": _at_least(jobs.due, limit), "duration": duration(jobs.oldest)},
             _("Start manage.py enqueue_jobs --loop; if it runs, its log says which broker it cannot reach."),
         )
+    if jobs.not_deleted:
+        yield Finding(
+            "jobs_not_deleted",
+            _("Staged jobs that the broker has, but whose rows cannot be deleted: %(count)s.")
+            % {"count": _at_least(jobs.not_deleted, limit)},
+            _(
+                "manage.py staged_jobs list says why. Correct the cause, for example a trigger or a missing right. The "
+                "enqueuer then deletes the rows, and sends no job again."
+            ),
+        )
     if failed := jobs.failed_by_name.total():
         yield Finding(
             "jobs_failed",

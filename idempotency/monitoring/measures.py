@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from django.db.models import BooleanField, ExpressionWrapper, F
+from django.db.models import BooleanField, ExpressionWrapper, F, Q
 from django.db.models.functions import Left, Now
 
 from idempotency._states import NOT_GIVEN_UP, KeyState, due_at
+from idempotency.backends import NotDeleted
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
 from idempotency.monitoring.error_groups import group_of
@@ -47,11 +48,13 @@ class UnfinishedKeys:
 @dataclass(frozen=True, slots=True)
 class StagedJobs:
     """The staged jobs. ``waiting`` has the seconds since each job was due (negative for a job that is not due yet), without
-    failed jobs. ``oldest`` is the largest of these values, or 0."""
+    failed jobs. ``oldest`` is the largest of these values, or 0. ``not_deleted`` is the number of waiting jobs that the broker
+    has, but whose rows could not be deleted."""
 
     waiting: list[float]
     due: int
     oldest: float
+    not_deleted: int
     failed_by_name: Counter[str]
 
 
@@ -129,10 +132,13 @@ def keys_to_reap(using: str, late_seconds: int) -> int:
 
 def staged_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> StagedJobs:
     """Return the measurements of the staged jobs among ``jobs``, a queryset, from two queries."""
-    ages = jobs.filter(failed_at__isnull=True).order_by("run_at").values_list(Now() - F("run_at"), flat=True)
+    not_deleted = ExpressionWrapper(Q(last_error__startswith=f"{NotDeleted.__name__}:"), output_field=BooleanField())
+    ages = jobs.filter(failed_at__isnull=True).order_by("run_at").values_list(Now() - F("run_at"), not_deleted)
     failed = jobs.filter(failed_at__isnull=False).order_by("failed_at").values_list("job_name", flat=True)
-    waiting = [age.total_seconds() for age in ages[:limit]]
-    return StagedJobs(waiting, sum(age >= 0 for age in waiting), max([0.0, *waiting]), Counter(failed[:limit]))
+    rows = list(ages[:limit])
+    waiting = [age.total_seconds() for age, _ in rows]
+    kept = sum(row[1] for row in rows)
+    return StagedJobs(waiting, sum(age >= 0 for age in waiting), max([0.0, *waiting]), kept, Counter(failed[:limit]))
 
 
 def groups_of_stuck_keys(every: Any, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:

@@ -18,12 +18,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from pytest_django import Settings
 from rest_framework.views import APIView
 
+from idempotency._outcomes import BACKOFF_SECONDS
 from idempotency.backends import MAX_ATTEMPTS
 from idempotency.contrib.celery import OnceTask
 from idempotency.contrib.rq import RQBackend
 from idempotency.contrib.tasks import TasksBackend
 from idempotency.decorators import idempotent
-from idempotency.enqueuer import BACKOFF_SECONDS, EnqueuePass, enqueue_once
+from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import NoOpenTransaction
 from idempotency.models import StagedJob
 from tests.factories import StagedJobFactory

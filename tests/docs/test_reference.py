@@ -16,7 +16,7 @@ import pytest
 from django.dispatch import Signal
 from kombu.transport.redis import Channel
 
-from idempotency import _prompt, completer, conf, enqueuer, inbox, signals
+from idempotency import _prompt, backends, completer, conf, inbox, signals
 from idempotency._request import problems, stored_request
 from idempotency._store.history import HistoryEvent
 from idempotency.admin.export import MAX_CHARACTERS
@@ -138,7 +138,7 @@ def width(field: str) -> int:
         ("how-to/call-from-a-client.md", DEFAULTS.RETENTION_HOURS * 3600),
         ("how-to/choose-a-queue.md", CeleryBackend.follow_up_seconds),
         ("how-to/choose-a-queue.md", TasksBackend.follow_up_seconds),
-        ("how-to/choose-a-queue.md", enqueuer.BROKER_TIMEOUT_SECONDS),
+        ("how-to/choose-a-queue.md", backends.BROKER_TIMEOUT_SECONDS),
         ("how-to/choose-a-queue.md", Channel.visibility_timeout),
         ("how-to/consume-messages.md", MESSAGE_RETENTION.total_seconds()),
         ("how-to/receive-webhooks.md", inbox.WAIT_SECONDS),
@@ -161,10 +161,10 @@ def test_a_time_of_the_code_is_on_the_page(page: str, seconds: float) -> None:
     [
         ("explanation/comparison-with-peers.md", DEFAULTS.MISMATCH_STATUS, ""),
         ("explanation/how-a-request-runs.md", DEFAULTS.MISMATCH_STATUS, ""),
-        ("how-to/a-key-is-stuck.md", enqueuer.MAX_ATTEMPTS, "times|attempts|refusals"),
+        ("how-to/a-key-is-stuck.md", backends.MAX_ATTEMPTS, "times|attempts|refusals"),
         ("how-to/call-from-a-client.md", DEFAULTS.MISMATCH_STATUS, ""),
         ("how-to/checkout-in-the-session.md", stored_request.MAX_KEPT_BYTES, "bytes"),
-        ("how-to/choose-a-queue.md", enqueuer.MAX_ATTEMPTS, "hand-overs|times|attempts"),
+        ("how-to/choose-a-queue.md", backends.MAX_ATTEMPTS, "hand-overs|times|attempts"),
         ("how-to/hand-the-key-on.md", len(derived()), "hexadecimal digits|characters"),
         ("how-to/hand-the-key-on.md", DEFAULTS.RETENTION_HOURS, ""),
         ("how-to/hand-the-key-on.md", DEFAULTS.MISMATCH_STATUS, ""),
@@ -174,7 +174,7 @@ def test_a_time_of_the_code_is_on_the_page(page: str, seconds: float) -> None:
         ("how-to/prepare-a-request.md", stored_request.MAX_KEPT_BYTES, "bytes"),
         ("how-to/run-the-processes.md", DEFAULTS.LOCK_TIMEOUT_SECONDS, ""),
         ("reference/admin.md", MAX_CHARACTERS, "characters"),
-        ("reference/log-lines.md", enqueuer.MAX_ATTEMPTS, "times|attempts|refusals"),
+        ("reference/log-lines.md", backends.MAX_ATTEMPTS, "times|attempts|refusals"),
         ("reference.md", width("scope"), "characters"),
         ("reference/settings.md", width("idempotency_key"), ""),
         ("troubleshooting.md", DEFAULTS.MISMATCH_STATUS, ""),

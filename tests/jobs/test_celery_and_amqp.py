@@ -132,7 +132,7 @@ def test_a_broker_that_closes_a_new_connection_burns_nothing(backend, server, af
     with pytest.raises(BrokerUnavailable, match=rf"[(]{code}[)] oops"):
         enqueue_once()
     assert refusals() == {0}
-    assert server.connections == 1
+    assert server.connections == 2, "one for each job, because the first may be the cause"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from django.core.checks import CheckMessage, run_checks
 from pytest_django import Settings
 
-from idempotency import backends
+from idempotency import _hand_over
 from idempotency.jobs import stage_job
 from tests.kit import celery_app  # noqa: F401  # the current app of Celery
 
@@ -25,7 +25,7 @@ Check = Callable[..., list[CheckMessage]]
 @pytest.fixture
 def check(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Check]:
     """Return a function that writes a module of a shop, imports it with the URLconf, and runs the checks."""
-    backends._built.clear()
+    _hand_over._built.clear()
     monkeypatch.syspath_prepend(tmp_path)
     settings.IDEMPOTENCY = {"ENQUEUERS": BACKENDS}
 
@@ -35,7 +35,7 @@ def check(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return [message for message in run_checks(databases=[]) if message.id == "idempotency.W013"]
 
     yield run
-    backends._built.clear()
+    _hand_over._built.clear()
     for name in ("shop_views", "test_shop"):
         sys.modules.pop(name, None)
 

@@ -1,5 +1,7 @@
 """The connections to other databases that a hand-over uses: the state in which one job leaves them fails no other job."""
 
+from contextvars import ContextVar
+
 import pytest
 from django.db import connection, connections, transaction
 
@@ -69,6 +71,24 @@ def test_what_one_hand_over_does_to_a_connection_refuses_only_its_own_job(action
     assert enqueue_once() == EnqueuePass(handed_over=3, refused=1)
     assert StagedJob.objects.get().pk == first.pk
     assert elsewhere(entered) == {str(job.pk) for job in later}
+
+
+TENANT = ContextVar("tenant", default="none")
+tenants = []
+
+
+def enter_for_tenant(job):
+    tenants.append(TENANT.get())
+    TENANT.set(str(job.pk))
+
+
+def test_a_hand_over_inherits_no_context_of_the_one_before(settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.enter_for_tenant"}}
+    tenants.clear()
+    for queue in ("default", "default", "other"):
+        StagedJobFactory(queue=queue)
+    assert enqueue_once() == EnqueuePass(handed_over=3)
+    assert [*tenants, TENANT.get()] == ["none"] * 4
 
 
 def test_a_connection_that_was_lost_between_two_passes_refuses_no_job():

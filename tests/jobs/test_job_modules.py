@@ -11,10 +11,11 @@ from django.db import ProgrammingError, transaction
 from django.db.models.functions import Now
 
 from idempotency import backends, jobs
+from idempotency.backends import MAX_ATTEMPTS
 from idempotency.contrib.celery import CeleryBackend
 from idempotency.contrib.rq import run_once
 from idempotency.contrib.tasks import run_staged
-from idempotency.enqueuer import MAX_ATTEMPTS, EnqueuePass, enqueue_once
+from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import JobNotAllowed
 from idempotency.jobs import call_job, stage_job
 from idempotency.models import StagedJob

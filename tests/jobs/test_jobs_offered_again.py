@@ -14,7 +14,7 @@ from django.db.models.functions import Now
 from django.utils import timezone
 from pytest_django import Settings
 
-from idempotency import enqueuer
+from idempotency import backends
 from idempotency.backends import MAX_ATTEMPTS, BrokerUnavailable, OfferAgain, OneByOne
 from idempotency.checks.settings import check_references
 from idempotency.enqueuer import EnqueuePass, enqueue_once
@@ -206,7 +206,7 @@ def test_a_queue_with_a_time_that_cannot_be_stored_gets_no_job(
 
 @pytest.mark.postgres
 def test_a_job_whose_effect_cannot_be_looked_up_is_not_handed_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enqueuer, "BROKER_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(backends, "BROKER_TIMEOUT_SECONDS", 1)
     forgotten, new, kept = StagedJobFactory(), StagedJobFactory(), StagedJobFactory(queue="kept")
     StagedJob.objects.exclude(pk=new.pk).update(hand_overs=1)
     with (

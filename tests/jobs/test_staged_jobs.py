@@ -145,6 +145,6 @@ class IdleBackend:
 def test_a_backend_that_offers_nothing_ends_the_pass(settings):
     settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.IdleBackend"}}
     stage_three()
-    with pytest.raises(backends.BrokerUnavailable, match="offered none of 3 jobs"):
+    with pytest.raises(backends.BrokerUnavailable, match="offered none of"):
         enqueue_once()
     assert set(StagedJob.objects.values_list("refusals", flat=True)) == {0}

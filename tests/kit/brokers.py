@@ -13,7 +13,7 @@ import redis
 from django.conf import settings
 from django_tasks_db.models import DBTaskResult
 
-from idempotency import backends, enqueuer
+from idempotency import _hand_over, backends, enqueuer
 from idempotency.contrib import celery as celery_backend
 from idempotency.contrib import rq as rq_backend
 from idempotency.models import StagedJob
@@ -175,13 +175,13 @@ class Celery(Broker):
     @contextmanager
     def through(self, url: str) -> Iterator[None]:
         former, app.conf.broker_write_url = app.conf.broker_write_url, broker_url(url)
-        backends._built.clear()
+        _hand_over._built.clear()
         with pytest.MonkeyPatch.context() as patch:
             for name in ("socket_timeout", "socket_connect_timeout"):
                 patch.setitem(celery_backend._BOUNDS["redis"], name, IMPATIENCE_SECONDS)
             yield
         app.conf.broker_write_url = former
-        backends._built.clear()
+        _hand_over._built.clear()
 
 
 class Tasks(Broker):
@@ -207,7 +207,7 @@ class Tasks(Broker):
     def through(self, url: str) -> Iterator[None]:
         """Only set the timeout: these tasks do not use Redis. ``tasks_table_locked`` blocks their table."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(enqueuer, "BROKER_TIMEOUT_SECONDS", IMPATIENCE_SECONDS)
+            patch.setattr(backends, "BROKER_TIMEOUT_SECONDS", IMPATIENCE_SECONDS)
             yield
 
 

@@ -27,6 +27,24 @@ def session_setting(name: str, value: str) -> Iterator[None]:
             cursor.execute(f"RESET {name}")
 
 
+@contextmanager
+def database_setting(name: str, value: str) -> Iterator[None]:
+    """Set a setting of new sessions of the database; close the connection of this thread before and after the block."""
+    database = connection.ops.quote_name(connection.settings_dict["NAME"])
+
+    def alter(change: str) -> None:
+        connection.close()
+        with connection.cursor() as cursor:
+            cursor.execute(f"ALTER DATABASE {database} {change}")
+        connection.close()
+
+    alter(f"SET {name} TO '{value}'")
+    try:
+        yield
+    finally:
+        alter(f"RESET {name}")
+
+
 def default_isolation(level: str) -> AbstractContextManager[None]:
     """Set the default isolation level of this thread's transactions."""
     return session_setting("default_transaction_isolation", f"'{level}'")

@@ -11,7 +11,7 @@ import pytest
 
 #: The allowed reasons of skips. A skip for any other reason fails the run.
 ALLOWED_SKIPS = (
-    r"needs PostgreSQL$",
+    r"needs PostgreSQL( 17)?$",
     r"needs SQLite$",
     r"a pooler (chooses|keeps) ",
     r"it sets what belongs to a session$",

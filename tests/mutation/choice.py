@@ -4,7 +4,8 @@
 WHOLE = (
     *("fence", "round_trips", "phases", "claims", "statements", "advisory_locks", "settlement"),
     *("phased_run", "phased", "plain", "retry"),
-    *("view_call", "responses", "replays", "stored_request", "bodies", "inbox", "enqueuer", "_hand_over", "completer"),
+    *("view_call", "responses", "replays", "stored_request", "bodies", "inbox"),
+    *("enqueuer", "_batch", "_hand_over", "_outcomes", "completer"),
 )
 #: Modules of which a sample of this size is tested; the seed determines the sample.
 SAMPLED = {"decorators": 30, "options": 30, "entry": 30}

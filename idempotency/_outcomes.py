@@ -1,0 +1,231 @@
+"""Write the results of hand-overs: delete the jobs that were taken, and postpone the others with their errors.
+
+A result that is not written would make the next pass hand the job over again. Therefore:
+
+- A job whose row cannot be deleted gets the error NotDeleted, and is not handed over again.
+- If a transaction is lost, its results are written in another one.
+- Results that cannot be written stay in memory. Before they are written, the process hands no job of their database over.
+"""
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from django.db import DatabaseError, Error, connections, transaction
+from django.db.models import F
+from django.db.models.deletion import Collector
+from django.db.models.functions import Now
+
+from idempotency._batch import Batch, due, first_statement, seconds_of_batch
+from idempotency._boundary import drop_broken_connections
+from idempotency._store.database_errors import connection_lost, sqlstate_of
+from idempotency._store.transactions import durable_transaction
+from idempotency._text import error_text, storable
+from idempotency.backends import (
+    MAX_ATTEMPTS,
+    NAME_MAX_ATTEMPTS,
+    BrokerUnavailable,
+    HandOverResult,
+    NoEffect,
+    NotDeleted,
+    NotOffered,
+    OfferAgain,
+    Refusal,
+    TookEffect,
+    TransactionBroken,
+)
+from idempotency.exceptions import JobNotAllowed
+from idempotency.models import StagedJob
+
+logger = logging.getLogger("idempotency")
+
+#: The wait after the first refusal. It doubles with each refusal, up to an hour; ten refusals take 1.4 hours.
+BACKOFF_SECONDS = 10
+#: The SQLSTATEs of the time limits that end a transaction.
+_TIME_LIMITS = ("25P03", "25P04")
+
+Outcome = tuple[StagedJob, HandOverResult | None]
+#: By database: results that could not be written yet.
+_unwritten: dict[str, list[Outcome]] = {}
+
+
+class Log:
+    """The warnings of one pass."""
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, str]] = set()
+
+    def warn_once(self, kind: str, about: str, text: str, *values: object) -> None:
+        if (kind, about) not in self._logged:
+            self._logged.add((kind, about))
+            logger.warning(text, *values)
+
+
+def was_handed_over(job: StagedJob) -> bool:
+    """Return whether the broker has the job, so that only its row must be deleted."""
+    return job.last_error.startswith(f"{NotDeleted.__name__}:")
+
+
+def write(alias: str, outcomes: Sequence[Outcome], deadline: float, log: Log) -> Counter[str]:
+    """Write the results in the open transaction. Return the counts of EnqueuePass."""
+    counts: Counter[str] = Counter()
+    taken: list[StagedJob] = []
+    refused: list[tuple[StagedJob, BaseException]] = []
+    later: dict[float, list[StagedJob]] = defaultdict(list)
+    for job, result in outcomes:
+        match result:
+            case None:
+                taken.append(job)
+                counts["handed_over"] += 1
+            case TookEffect():
+                taken.append(job)
+            case OfferAgain(seconds):
+                later[seconds].append(job)
+                counts["handed_over"] += 1
+            case NotOffered() | BrokerUnavailable():
+                pass  # It is still due.
+            case Refusal(error):
+                refused.append((job, error))
+            case error:
+                refused.append((job, error))
+    refused += _delete(alias, taken, deadline)
+    for seconds, jobs in later.items():
+        due_at = Now() + timedelta(seconds=seconds)
+        _update(alias, jobs, hand_overs=F("hand_overs") + 1, refusals=0, last_error="", run_at=due_at)
+    return counts + _refuse(alias, refused, log)
+
+
+def write_after_rollback(batch: Batch, error: BaseException, log: Log) -> Counter[str]:
+    """Write what is still true after the transaction of a batch was rolled back. At least one of the jobs that may be handed
+    over again is refused, so that no job is handed over without end."""
+    drop_broken_connections()
+    error = error.__cause__ or error if isinstance(error, TransactionBroken) else error
+    outcomes: list[Outcome] = [(job, batch.lasting[job.pk]) for job in batch.offered if job.pk in batch.lasting]
+    undone = [job for job in batch.offered if job.pk not in batch.lasting]
+    if undone and not batch.culprit_is_known:
+        outcomes.append((undone.pop(0), Refusal(error)))
+    text = "a transaction was rolled back after the hand-over of its staged jobs, %d of which are handed over again: %s"
+    log.warn_once("rolled back", type(error).__name__, text, len(undone), error_text(error))
+    _unwritten[batch.alias] = _unwritten.pop(batch.alias, []) + outcomes
+    return write_left(batch.alias, log)
+
+
+def write_left(alias: str, log: Log) -> Counter[str]:
+    """Write the results that could not be written before, in transactions of their own.
+
+    Raises the error of the database if that is not possible; the results then stay in memory.
+    """
+    counts: Counter[str] = Counter()
+    left = _unwritten.pop(alias, [])
+    size = len(left)
+    try:
+        while left:
+            try:
+                counts += _write_apart(alias, left[:size], log)
+                left = left[size:]
+            except Error as error:
+                if connection_lost(error, alias) and sqlstate_of(error) not in _TIME_LIMITS:
+                    raise
+                if size > 1:
+                    size = len(left[:size]) // 2 or 1
+                    continue
+                job, result = left[0]
+                if isinstance(result, BaseException | Refusal):
+                    raise
+                left[0] = job, Refusal(error) if isinstance(result, OfferAgain) else NotDeleted.by(error)
+    finally:
+        if left:
+            _unwritten[alias] = left + _unwritten.pop(alias, [])
+    return counts
+
+
+def _write_apart(alias: str, outcomes: list[Outcome], log: Log) -> Counter[str]:
+    """Write results in a transaction, without those of jobs that another enqueuer has locked or written meanwhile."""
+    first, begun = first_statement(), time.monotonic()
+    with durable_transaction("read committed", using=alias, first=first):
+        deadline = begun + seconds_of_batch(alias, first)
+        ids = due(alias).filter(pk__in=[job.pk for job, _ in outcomes]).select_for_update(skip_locked=True)
+        still_due = set(ids.values_list("pk", flat=True))
+        return write(alias, [(job, result) for job, result in outcomes if job.pk in still_due], deadline, log)
+
+
+def _delete(alias: str, jobs: list[StagedJob], deadline: float) -> list[tuple[StagedJob, BaseException]]:
+    """Delete the rows of jobs. Return those that could not be deleted, each with an error. A row whose deletion has failed
+    before is deleted separately; after the deadline it stays due."""
+    failed = _delete_together(alias, [job for job in jobs if not was_handed_over(job)])
+    for job in jobs:
+        if was_handed_over(job) and time.monotonic() <= deadline:
+            failed += _delete_together(alias, [job])
+    return failed
+
+
+def _delete_together(alias: str, jobs: list[StagedJob]) -> list[tuple[StagedJob, BaseException]]:
+    if not jobs:
+        return []
+    try:
+        with transaction.atomic(using=alias):
+            _refuse_fewer(_delete_rows(alias, [job.pk for job in jobs]), len(jobs), "deleted")
+    except Exception as error:  # also from a receiver of a signal
+        if connections[alias].needs_rollback:
+            raise
+        return [(job, NotDeleted.by(error)) for job in jobs]
+    return []
+
+
+def _delete_rows(alias: str, ids: list[UUID]) -> int:
+    """Delete the jobs with these ids, with the cascades of other models. Return the number of deleted jobs."""
+    jobs = StagedJob.objects.using(alias).filter(pk__in=ids)
+    if connections[alias].vendor != "postgresql" or not Collector(using=alias).can_fast_delete(jobs):
+        return jobs.delete()[1].get(StagedJob._meta.label, 0)
+    with connections[alias].cursor() as cursor:  # One array is much faster than a thousand parameters.
+        cursor.execute(f'DELETE FROM "{StagedJob._meta.db_table}" WHERE id = ANY(%s)', [ids])  # noqa: S608  # nosec B608
+        return int(cursor.rowcount)
+
+
+def _refuse(alias: str, refused: list[tuple[StagedJob, BaseException]], log: Log) -> Counter[str]:
+    """Write refusals: postpone each job, or mark it as failed. Return their counts."""
+    counts: Counter[str] = Counter()
+    groups: dict[tuple[str, int, bool], list[StagedJob]] = defaultdict(list)
+    for job, error in refused:
+        refusals = _refusals(job, error)
+        most = NAME_MAX_ATTEMPTS if isinstance(error, JobNotAllowed) else MAX_ATTEMPTS
+        groups[storable(error_text(error)), refusals, refusals >= most or isinstance(error, NoEffect)].append(job)
+    for (text, refusals, failed), jobs in groups.items():
+        wait = min(BACKOFF_SECONDS * 2 ** max(0, refusals - 1), 3600)
+        change = {"failed_at": Now()} if failed else {"run_at": Now() + timedelta(seconds=wait)}
+        _update(alias, jobs, refusals=refusals, last_error=text, **change)
+        counts["failed" if failed else "refused"] += len(jobs)
+        for job in jobs:
+            if failed:
+                logger.error("staged job %s (%s) has failed: %s", job.pk, job.job_name, text)
+            elif refusals == 1:  # The job leaves the backlog for hours or days. One error may concern many jobs.
+                about = f"{job.job_name}: {text.partition(chr(10))[0]}"
+                warning = "staged job %s (%s) was refused, and is offered again in %d s: %s"
+                log.warn_once("refused", about, warning, job.pk, job.job_name, wait, text)
+    return counts
+
+
+def _update(alias: str, jobs: list[StagedJob], **change: Any) -> None:
+    changed = StagedJob.objects.using(alias).filter(pk__in=[job.pk for job in jobs]).update(**change)
+    _refuse_fewer(changed, len(jobs), "changed")
+
+
+def _refuse_fewer(changed: int, expected: int, done: str) -> None:
+    """Raise DatabaseError if a statement has silently left rows out, which would be handed over again."""
+    if changed < expected:
+        raise DatabaseError(
+            f"{expected - changed} of {expected} rows were not {done}. Row-level security, a rule or a trigger may prevent it."
+        )
+
+
+def _refusals(job: StagedJob, error: BaseException) -> int:
+    """Return the number of refusals of a job, with this one."""
+    if isinstance(error, NoEffect):
+        return job.refusals
+    if not isinstance(error, JobNotAllowed) and job.last_error.startswith(f"{JobNotAllowed.__name__}:"):
+        return 1  # The refusals before had a higher limit.
+    return job.refusals + 1

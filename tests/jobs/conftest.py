@@ -1,0 +1,12 @@
+"""The memory of the enqueuer, which a test must not leave to the next one."""
+
+import pytest
+
+from idempotency import _outcomes, enqueuer
+
+
+@pytest.fixture(autouse=True)
+def fresh_enqueuer() -> None:
+    """Forget results of hand-overs that a test left unwritten, and the sizes of batches."""
+    _outcomes._unwritten.clear()
+    enqueuer._sizes.clear()

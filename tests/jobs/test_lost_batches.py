@@ -1,0 +1,207 @@
+"""Batches whose results cannot be written: time limits, lost connections and rows that cannot be deleted. No job is handed over
+again and again."""
+
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+from django.db import DatabaseError, connection
+from django.db.models.functions import Now
+
+from idempotency.backends import MAX_ATTEMPTS, OneByOne
+from idempotency.enqueuer import EnqueuePass, enqueue_once
+from idempotency.interventions import retry_jobs
+from idempotency.models import StagedJob
+from idempotency.monitoring.doctor import diagnose
+from tests.factories import StagedJobFactory
+from tests.kit.database import database_setting
+
+pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
+
+#: The jobs that a backend got, in order.
+sent = []
+
+
+def send(job):
+    """Take a job, and do what its arguments say."""
+    sent.append(job.pk)
+    time.sleep(job.job_args.get("seconds", 0))
+    if job.job_args.get("loses_connection"):
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+
+class Sender(OneByOne):
+    """A backend whose broker is no database."""
+
+    uses_database = False
+
+    def hand_over_one(self, queue, job):
+        send(job)
+
+
+@pytest.fixture(autouse=True, params=["send", "Sender"])
+def backend(request, settings):
+    settings.IDEMPOTENCY = {"ENQUEUERS": {"*": f"{__name__}.{request.param}"}}
+    sent.clear()
+    return request.param
+
+
+@pytest.fixture(params=["transaction_timeout", "idle_in_transaction_session_timeout"])
+def time_limit(request):
+    """Limit the time of transactions, or their time without a statement, to half a second."""
+    connection.ensure_connection()
+    if request.param == "transaction_timeout" and connection.pg_version < 170000:
+        pytest.skip("needs PostgreSQL 17")
+    with database_setting(request.param, "500ms"):
+        yield
+
+
+def stage(count, **args):
+    return [job.pk for job in StagedJobFactory.create_batch(count, job_args=args)]
+
+
+def times_sent():
+    return set(Counter(sent).values())
+
+
+def test_a_batch_that_would_exceed_a_time_limit_is_cut(time_limit):
+    jobs = stage(20, seconds=0.05)
+    assert enqueue_once() == EnqueuePass(handed_over=20)
+    assert sent == jobs
+
+
+def test_a_job_that_exceeds_a_time_limit_alone_is_not_sent_again_and_again(time_limit, backend):
+    _, [slow], _ = stage(2), stage(1, seconds=0.7), stage(2)
+    found = enqueue_once()
+    assert sent.count(slow) == 1
+    if backend == "Sender":
+        assert (found, times_sent()) == (EnqueuePass(handed_over=5), {1})
+        return
+    assert found == EnqueuePass(handed_over=4, refused=1)
+    assert max(times_sent()) == 2, "a rollback undoes what a function may have written"
+    job = StagedJob.objects.get()
+    assert (job.pk, job.refusals) == (slow, 1)
+    assert "transaction timeout" in job.last_error
+
+
+def test_no_job_is_sent_in_a_transaction_that_is_lost(backend):
+    before, [broken], after = stage(3), stage(1, loses_connection=True), stage(30)
+    enqueue_once()
+    assert sent[:4] == [*before, broken]
+    assert sent.count(broken) == 1
+    assert max(sent.count(job) for job in after) == 1
+
+
+def execute(text):
+    with connection.cursor() as cursor:
+        cursor.execute(text)
+
+
+STUBBORN = "tests.kit.jobs.stubborn"
+RAISE, SKIP = "RAISE EXCEPTION 'kept for the audit'", "RETURN NULL"
+
+
+@contextmanager
+def trigger(event, when="true", *, body=RAISE, deferred=False):
+    """Give the table of staged jobs a trigger."""
+    kind = "CONSTRAINT TRIGGER keep AFTER" if deferred else "TRIGGER keep BEFORE"
+    mode = "DEFERRABLE INITIALLY DEFERRED" if deferred else ""
+    execute(f"CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {body}; END $$")
+    execute(f"CREATE {kind} {event} ON {StagedJob._meta.db_table} {mode} FOR EACH ROW WHEN ({when}) EXECUTE FUNCTION keep()")
+    try:
+        yield
+    finally:
+        execute("DROP FUNCTION keep() CASCADE")
+
+
+@pytest.mark.parametrize("body", [RAISE, SKIP])
+def test_a_job_whose_row_cannot_be_deleted_is_sent_once(body):
+    jobs = stage(3)
+    with trigger("DELETE", body=body):
+        assert enqueue_once() == EnqueuePass(handed_over=3, refused=3)
+        for refusals in range(2, MAX_ATTEMPTS):
+            due_now()
+            assert enqueue_once() == EnqueuePass(refused=3)
+            assert set(StagedJob.objects.values_list("refusals", flat=True)) == {refusals}
+        assert [finding.code for finding in diagnose().findings if "job" in finding.code] == ["jobs_not_deleted"]
+        due_now()
+        assert enqueue_once() == EnqueuePass(failed=3)
+    assert {error.partition(":")[0] for error in StagedJob.objects.values_list("last_error", flat=True)} == {"NotDeleted"}
+    retry_jobs()
+    assert enqueue_once() == EnqueuePass()
+    assert (sent, StagedJob.objects.count()) == (jobs, 0)
+
+
+def due_now():
+    StagedJob.objects.update(run_at=Now())
+
+
+def test_a_deletion_that_exceeds_a_time_limit_is_repeated_row_by_row():
+    jobs = stage(20)
+    with trigger("DELETE", body="PERFORM pg_sleep(0.03); RETURN OLD"), database_setting("statement_timeout", "300ms"):
+        assert enqueue_once() == EnqueuePass(handed_over=20, refused=20)
+        due_now()
+        assert enqueue_once() == EnqueuePass()
+    assert (sent, StagedJob.objects.count()) == (jobs, 0)
+
+
+def test_a_role_without_the_right_to_delete_sends_each_job_once():
+    jobs = stage(3)
+    execute("CREATE ROLE sender NOLOGIN")
+    execute("GRANT SELECT, UPDATE ON ALL TABLES IN SCHEMA public TO sender")
+    try:
+        execute("SET ROLE sender")
+        assert enqueue_once() == EnqueuePass(handed_over=3, refused=3)
+        due_now()
+        assert enqueue_once() == EnqueuePass(refused=3)
+    finally:
+        execute("RESET ROLE")
+        execute("DROP OWNED BY sender")
+        execute("DROP ROLE sender")
+    assert all("permission denied" in error for error in StagedJob.objects.values_list("last_error", flat=True))
+    due_now()
+    assert enqueue_once() == EnqueuePass()
+    assert (sent, StagedJob.objects.count()) == (jobs, 0)
+
+
+def test_one_row_that_cannot_be_deleted_stops_no_other_job():
+    jobs = stage(3)
+    StagedJobFactory(job_name=STUBBORN, job_args={})
+    with trigger("DELETE", f"OLD.job_name = '{STUBBORN}'"):
+        assert enqueue_once() == EnqueuePass(handed_over=4, refused=4)
+        due_now()
+        assert enqueue_once() == EnqueuePass(refused=1)
+        jobs += stage(3)
+        assert enqueue_once() == EnqueuePass(handed_over=3)
+    assert (len(sent), times_sent()) == (7, {1})
+    assert StagedJob.objects.get().job_name == STUBBORN
+
+
+def test_a_row_that_makes_commit_fail_stops_no_other_job(backend):
+    jobs = stage(6)
+    stubborn = StagedJobFactory(job_name=STUBBORN, job_args={})
+    with trigger("DELETE", f"OLD.job_name = '{STUBBORN}'", deferred=True):
+        enqueue_once()
+        assert StagedJob.objects.count() <= 3
+        for _ in range(3):
+            due_now()
+            enqueue_once()
+        assert StagedJob.objects.get().pk == stubborn.pk
+    assert max(sent.count(job) for job in jobs) <= (1 if backend == "Sender" else 4)
+
+
+@pytest.mark.parametrize("body", [RAISE, SKIP])
+def test_a_process_whose_results_cannot_be_written_hands_nothing_more_over(backend, body):
+    jobs = stage(3)
+    with trigger("DELETE OR UPDATE", body=body):
+        for _ in range(3):
+            with pytest.raises(DatabaseError):
+                enqueue_once()
+        assert (sent, StagedJob.objects.count()) == (jobs, 3)
+    enqueue_once()
+    due_now()
+    enqueue_once()
+    assert not StagedJob.objects.exists()
+    assert times_sent() == {1} if backend == "Sender" else times_sent() <= {1, 2}
