@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.utils import Error
 from django.http import HttpResponseBase
 
@@ -35,7 +35,7 @@ def run_plain(call: Call, options: Options, captured: ClaimedRequest, *, using: 
     try:
         claim, response = run.attempt(call.response)
     except Exception as error:
-        answer = responses.answer_to(error, call)
+        answer = error.response if isinstance(error, _RolledBack) else responses.answer_to(error, call)
         if run.before.committed and (answer is not None or isinstance(error, responses.HTTP_EXCEPTIONS)):
             raise RuntimeError(
                 "A hook of transaction.on_commit() raised this exception after the response was stored."
@@ -52,6 +52,15 @@ def run_plain(call: Call, options: Options, captured: ClaimedRequest, *, using: 
         events.emit_committed(signals.key_claimed, claim.key, call.request)
         events.emit_committed(signals.key_finished, claim.key, call.request)
     return response
+
+
+class _RolledBack(Exception):
+    """The view returned a 4xx after it marked its transaction for rollback. Django REST framework does so in
+    ``handle_exception()``. The response is treated as that of a raised exception."""
+
+    def __init__(self, response: HttpResponseBase) -> None:
+        super().__init__()
+        self.response = response
 
 
 class _PlainRun:
@@ -104,7 +113,9 @@ class _PlainRun:
                 with others.opened():
                     with Run(call, self._options, claim.key, False, self._options.level, lambda: own).bound():
                         response = respond()
-                    if stored := responses.is_stored(response):
+                    if (stored := responses.is_stored(response)) and self._is_rolled_back(response):
+                        raise _RolledBack(response)
+                    if stored:
                         # Other databases commit before this one.
                         ends = None if others.used else own
                         fence.finish(claim.key, responses.stored_parts(response), using=using, ends=ends)
@@ -119,6 +130,9 @@ class _PlainRun:
         if not stored:
             before.put_back()
         return claim, response
+
+    def _is_rolled_back(self, response: HttpResponseBase) -> bool:
+        return 400 <= response.status_code < 500 and connections[self._using].needs_rollback
 
     def _block(self, first: First) -> AbstractContextManager[OwnTransaction]:
         if self._nested:

@@ -191,6 +191,13 @@ def missing(request: Any) -> Response:
     raise Http404
 
 
+def returned(request: Any) -> Response:
+    """Return the answer to an exception that was caught: the handler has marked the transaction for rollback."""
+    Entry.objects.create(name="made")
+    response: Response = request.parser_context["view"].handle_exception(ValidationError("no"))
+    return response
+
+
 @pytest.mark.parametrize("atomic_requests", [True, False])
 @pytest.mark.parametrize(("work", "status"), [(refused, 400), (missing, 404)])
 def test_the_rollback_of_rest_framework_does_not_take_the_key_of_a_stored_answer(
@@ -216,6 +223,26 @@ def test_the_rollback_of_rest_framework_does_not_take_the_key_of_a_stored_answer
     assert [answer.status_code for answer in answers] == [status, status]
     assert "Idempotent-Replayed" in answers[1]
     assert (runs.runs, rows()) == (1, (2, 0, 1))
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_returned_answer_after_its_rollback_is_stored_without_the_writes(
+    outer: bool, serve: Serve, sender: Sender, settings: Settings, middleware: Middleware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
+    if not outer:
+        settings.MIDDLEWARE = settings.MIDDLEWARE[:-1]
+    runs = Counted(returned)
+
+    class Orders(APIView):
+        @idempotent
+        def post(self, request: Any) -> Any:
+            return runs(request)
+
+    serve(view=Orders.as_view())
+    first, second = sender.send(), sender.send()
+    assert (first.status_code, second.content, second["Idempotent-Replayed"]) == (400, first.content, "true")
+    assert (runs.runs, rows()[1:]) == (1, (0, 1))
 
 
 def test_a_transaction_that_is_rolled_back_from_400_takes_the_key_of_a_400(
