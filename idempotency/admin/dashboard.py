@@ -85,7 +85,8 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
         shown |= _of_jobs(jobs, measures.groups_of_failed_jobs(every_job, MAX_READ), jobs_url)
         shown |= {"jobs_url": jobs_url, "job_actions": _actions(request, job_admin)}
         findings += doctor.findings_of_jobs(jobs, MAX_READ)
-        behind |= {"jobs_late": f"{jobs_url}?state=waiting", "jobs_failed": f"{jobs_url}?state=failed"}
+        behind |= dict.fromkeys(("jobs_late", "jobs_not_deleted"), f"{jobs_url}?state=waiting")
+        behind |= {"jobs_failed": f"{jobs_url}?state=failed"}
     shown["findings"] = [(finding, behind.get(finding.code, "")) for finding in findings]
     return shown | _charts(every.db, request.GET.get("span", ""))
 

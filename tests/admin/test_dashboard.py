@@ -109,14 +109,18 @@ def test_the_banner_says_what_the_doctor_says() -> None:
     IdempotencyKeyFactory(**stuck("view_gave_up"))
     IdempotencyKeyFactory(created_at=ago(minutes=10), last_run_at=ago(minutes=10))
     StagedJobFactory(run_at=ago(minutes=7))
+    StagedJobFactory(run_at=ago(minutes=-7), last_error="NotDeleted: kept for the audit", refusals=1)
     StagedJobFactory(failed_at=timezone.now())
     ProcessHeartbeat.objects.create(name="reap_keys", host="web1", pid=1, beat_at=ago(minutes=9))
     context = client.get(DASHBOARD).context
     no_heartbeat = "no heartbeat (if cron does not run it, %(consequence)s)"
     codes = {finding.code: url for finding, url in context["findings"]}
-    assert set(codes) == {"stuck_keys", "completer_late", "jobs_late", "jobs_failed", "process_silent"}
+    assert set(codes) == {"stuck_keys", "completer_late", "jobs_late", "jobs_not_deleted", "jobs_failed", "process_silent"}
     assert {finding.code for finding in diagnose().findings} >= set(codes)
-    assert all(client.get(url).context["cl"].result_count == 1 for url in codes.values() if url)
+    found = {code: client.get(url).context["cl"].result_count for code, url in codes.items() if url}
+    assert found == dict.fromkeys(("stuck_keys", "completer_late", "jobs_failed"), 1) | dict.fromkeys(
+        ("jobs_late", "jobs_not_deleted"), 2
+    )
     states = dict(context["loops"])
     assert (states["enqueue_jobs"], states["reap_keys"]) == (no_heartbeat % {"consequence": "staged jobs wait"}, "silent")
 
