@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from django.db import Error, IntegrityError, InterfaceError, OperationalError, connections, router, transaction
 from django.db.models import CharField, Exists, OuterRef, ProtectedError, Q, QuerySet, RestrictedError, Value
 from django.db.models.functions import Cast, Now, Replace
 
 from idempotency._request.abandonment import settle
-from idempotency._states import IdempotencyKeyQuerySet, held
+from idempotency._states import held
 from idempotency._store.database_errors import sqlstate_of
 from idempotency._store.transactions import durable_transaction
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated
-from idempotency.inbox import STAGED_JOBS
+from idempotency.inbox import STAGED_JOBS, took_effect
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob, TrafficCount
 
 logger = logging.getLogger("idempotency")
@@ -78,9 +79,10 @@ def reap_once(
 
     Each batch is deleted in one transaction, followed by a pause. A pass deletes finished and refused keys after the retention,
     messages of the inbox after 30 days, and counts of requests after 8 days. It keeps the message of a job that is still
-    staged. The ``on_delete`` action of each foreign key to IdempotencyKey is applied. A key that cannot be
-    deleted is kept, for example because a row or a trigger of the project protects it; the reason is logged. If time limits
-    prevent the deletion of a whole batch, a table seems to be locked, and the pass leaves the later keys to the next one.
+    staged, and deletes a failed job that took effect later. The ``on_delete`` action of each foreign key to IdempotencyKey is
+    applied. A key that cannot be deleted is kept, for example because a row or a trigger of the project protects it; the reason
+    is logged. If time limits prevent the deletion of a whole batch, a table seems to be locked, and the pass leaves the later
+    keys to the next one.
 
     Unfinished keys that are not refused are overdue after RETENTION_HOURS, which count from their creation or from the last
     hand-back. If no run holds an overdue key, ``on_abandon`` of its view settles the key. If the view has no ``on_abandon``, or
@@ -103,6 +105,7 @@ def reap_once(
         _settle_overdue(alias, batch_size),
         _reap_expired(alias, older_than_hours, batch_size),
         _reap_messages(alias, batch_size),
+        _delete_done_jobs(alias, batch_size),
     )
     while not stop():
         start = time.monotonic()
@@ -167,12 +170,24 @@ def _reap_messages(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
         yield {"messages": len(page)}
 
 
-def _page(keys: IdempotencyKeyQuerySet, last: tuple[datetime, int] | None, size: int) -> list[tuple[datetime, int]]:
-    """Return the next ``size`` keys in the order of the index (creation). A key that was skipped is not returned again."""
+def _delete_done_jobs(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
+    """Delete the failed jobs that took effect later, for example because no worker ran for days."""
+    last, failed = None, StagedJob.objects.using(alias).filter(failed_at__isnull=False)
+    while page := _page(failed, last, batch_size, by="failed_at"):
+        last = page[-1]
+        if done := took_effect(STAGED_JOBS, [str(pk) for _, pk in page], using=alias):
+            failed.filter(pk__in=done).delete()
+            logger.info("%d staged jobs that had failed took effect later, and are deleted", len(done))
+        yield {}
+
+
+def _page(rows: QuerySet[Any], last: tuple[datetime, Any] | None, size: int, by: str = "created_at") -> list[Any]:
+    """Return the time and the primary key of the next ``size`` rows in the order of the index. A row that was skipped is not
+    returned again."""
     if last is not None:
-        created_at, pk = last
-        keys = keys.filter(Q(created_at__gt=created_at) | Q(created_at=created_at, pk__gt=pk), created_at__gte=created_at)
-    return list(keys.order_by("created_at", "pk").values_list("created_at", "pk")[:size])
+        at, pk = last
+        rows = rows.filter(Q(**{f"{by}__gt": at}) | Q(**{by: at, "pk__gt": pk}), **{f"{by}__gte": at})
+    return list(rows.order_by(by, "pk").values_list(by, "pk")[:size])
 
 
 def _delete(pks: list[int], least_hours: float | None, refusals: Counter[object], alias: str) -> Counter[str]:

@@ -92,17 +92,35 @@ def test_a_job_that_waits_for_its_next_look_is_remembered_however_long() -> None
     assert forget() == ReapPass(messages=2)
 
 
-def test_a_job_that_took_effect_after_it_was_given_up_on_is_only_deleted() -> None:
-    job = StagedJobFactory()
+def given_up() -> StagedJob:
+    """Return a job that failed after ten hand-overs. The queue still has its messages."""
+    job: StagedJob = StagedJobFactory()
     for _ in range(MAX_ATTEMPTS + 1):
         offer()
     job.refresh_from_db()
     assert (job.failed_at is None, "NoEffect" in job.last_error, len(handed)) == (False, True, MAX_ATTEMPTS)
+    return job
+
+
+def test_a_job_that_took_effect_after_it_was_given_up_on_is_only_deleted() -> None:
+    job = given_up()
     work()
-    assert forget() == ReapPass()
     assert retry_jobs() == 1
     offer()
     assert (handed, effects, StagedJob.objects.count()) == ([], [job.pk], 0)
+
+
+def test_the_reaper_looks_again_for_the_effects_of_failed_jobs() -> None:
+    """Otherwise a job whose worker was away for hours would be on the list of failed jobs until a person looks."""
+    done = given_up()
+    work()
+    also_done = StagedJobFactory(failed_at=done.failed_at, last_error="LookupError: It was refused after its first hand-over.")
+    handed.append(also_done.pk)
+    work()
+    others = [StagedJobFactory(failed_at=Now(), last_error="NoEffect: x") for _ in range(3)] + [StagedJobFactory()]
+    assert reap_once(batch_size=2) == ReapPass()
+    assert set(StagedJob.objects.values_list("pk", flat=True)) == {job.pk for job in others}
+    assert forget() == ReapPass(messages=2)
 
 
 def test_refusals_use_up_no_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
