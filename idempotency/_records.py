@@ -5,6 +5,9 @@ from django.db.models import Q
 from django.db.models.functions import Now
 from django.utils.translation import gettext_lazy as _
 
+#: The condition of messages of jobs whose on_commit hooks raised.
+HOOKS_FAILED = ~Q(hook_error="")
+
 
 class ProcessedMessage(models.Model):
     """A message, webhook or job that took effect; its second delivery finds this row and does nothing."""
@@ -12,6 +15,13 @@ class ProcessedMessage(models.Model):
     source = models.CharField(_("source"), max_length=100)
     message_id = models.CharField(_("message id"), max_length=255)
     processed_at = models.DateTimeField(_("processed at"), db_default=Now())
+    hook_error = models.TextField(
+        _("hook error"),
+        blank=True,
+        default="",
+        db_default="",
+        help_text=_("The errors of on_commit hooks of the job, which are not called again."),
+    )
 
     class Meta:
         verbose_name = _("processed message")
@@ -20,7 +30,10 @@ class ProcessedMessage(models.Model):
             models.UniqueConstraint(fields=["source", "message_id"], name="idempotency_message_unique"),
             models.CheckConstraint(condition=~Q(source="") & ~Q(message_id=""), name="idempotency_message_not_empty"),
         ]
-        indexes = [models.Index(fields=["processed_at"], name="idempotency_message_processed")]
+        indexes = [
+            models.Index(fields=["processed_at"], name="idempotency_message_processed"),
+            models.Index(fields=["processed_at"], name="idempotency_message_hooks", condition=HOOKS_FAILED),
+        ]
 
     def __str__(self) -> str:
         return f"{self.source} {self.message_id}"

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 
-from django.db import DatabaseError, InterfaceError, OperationalError, connections, router, transaction
+from django.db import DatabaseError, Error, InterfaceError, InternalError, OperationalError, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import TransactionManagementError
 
@@ -28,7 +28,8 @@ WAIT_SECONDS = 5
 #: The source of the messages of staged jobs, for each broker.
 STAGED_JOBS = "staged-job"
 
-_LOCK_NOT_AVAILABLE = "55P03"  # PostgreSQL: lock_timeout ran out
+#: PostgreSQL: lock_timeout, statement_timeout or transaction_timeout ran out.
+_WAITED_TOO_LONG = ("55P03", "57014", "25P04")
 _BUSY_OR_LOCKED = (5, 6)  # SQLite: another connection writes
 
 #: Blocks in one transaction share its marker.
@@ -46,7 +47,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
     the sender gave to the message, at most 255 characters.
     At the end of the block the row and the writes of the block are committed. If the block raises, they are rolled back. In
     an outer transaction the block is a savepoint and commits with the outer one. A second delivery waits up to 5 seconds for
-    the first; on SQLite, up to the ``timeout`` of the connection.
+    the first, or up to a lower time limit of the role; on SQLite, up to the ``timeout`` of the connection.
     Raises MessageInProgress after that wait. Refuse the delivery, so that it is repeated.
     Raises NotReplicated if the standbys do not confirm the effect of an earlier delivery or of this block (CONFIRM_REPLICATED).
     Raises TransactionManagementError if the block caught an error that broke the transaction, or ended it by COMMIT or
@@ -67,7 +68,7 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
             stack.enter_context(replication.confirmed_commit(connections[alias]))
             stack.enter_context(transaction.atomic(using=alias))
             first, marker = _insert(connections[alias], source, message_id, idle_limit=own)
-        except OperationalError as error:
+        except (OperationalError, InternalError) as error:
             if _is_held_by_another(error):
                 raise MessageInProgress from error
             raise
@@ -134,8 +135,8 @@ def _insert(connection: BaseDatabaseWrapper, source: str, message_id: str, *, id
     return first, marker
 
 
-def _is_held_by_another(error: OperationalError) -> bool:
+def _is_held_by_another(error: Error) -> bool:
     cause = error.__cause__
-    if getattr(cause, "sqlstate", None) == _LOCK_NOT_AVAILABLE:
+    if getattr(cause, "sqlstate", None) in _WAITED_TOO_LONG:
         return True
     return getattr(cause, "sqlite_errorcode", 0) & 0xFF in _BUSY_OR_LOCKED

@@ -22,6 +22,7 @@ from django.http import HttpResponse
 from django.utils.translation import gettext
 
 from idempotency import conf, signals
+from idempotency._records import HOOKS_FAILED
 from idempotency._request import responses
 from idempotency._store import events, replication, rows, settlement
 from idempotency._store.settlement import Decision
@@ -29,7 +30,7 @@ from idempotency._store.transactions import refuse_outer_transaction
 from idempotency.completer import complete_key
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once
-from idempotency.models import IdempotencyKey, StagedJob
+from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 
 
 def release_lock(
@@ -150,6 +151,16 @@ def discard_jobs(ids: Collection[uuid.UUID] | None = None, *, using: str | None 
                 with process_once(STAGED_JOBS, str(pk), using=alias):
                     discarded += 1
     return discarded
+
+
+def forget_hook_errors(ids: Collection[str] | None = None, *, using: str | None = None) -> int:
+    """Remove jobs from the list of those whose on_commit hooks raised; return their number. None means all.
+
+    The ids are those of the jobs or Celery tasks. On return the inbox still has the jobs, without the errors.
+    """
+    messages = ProcessedMessage.objects.using(using or router.db_for_write(ProcessedMessage))
+    failed = messages.filter(HOOKS_FAILED, source=STAGED_JOBS)
+    return (failed if ids is None else failed.filter(message_id__in=ids)).update(hook_error="")
 
 
 def _failed(ids: Collection[uuid.UUID] | None, using: str | None) -> QuerySet[StagedJob]:

@@ -10,6 +10,8 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
+from idempotency._records import HOOKS_FAILED
+from idempotency._text import summary
 from idempotency.admin.filters import MAX_GROUPED, NEWEST, AgeFilter, ChosenFilter, newest, of_the_newest, row_id
 from idempotency.admin.reading import ReadOnlyAdmin
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage
@@ -86,12 +88,25 @@ class ProcessedFilter(AgeFilter):
     column = "processed_at"
 
 
+class HookFilter(admin.SimpleListFilter):
+    """Jobs whose on_commit hooks raised."""
+
+    title = _("hooks")
+    parameter_name = "hooks"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return [("failed", _("failed"))]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        return queryset.filter(HOOKS_FAILED) if self.value() == "failed" else queryset
+
+
 @admin.register(ProcessedMessage)
 class ProcessedMessageAdmin(ReadOnlyAdmin):
     """Messages, webhooks and jobs that took effect."""
 
-    list_display = ("id", "source_shown", "message_id", "processed_at")
-    list_filter = (ProcessedFilter, SourceFilter)
+    list_display = ("id", "source_shown", "message_id", "processed_at", "hook_error_line")
+    list_filter = (ProcessedFilter, SourceFilter, HookFilter)
     ordering = ("-processed_at",)
     search_fields = ("message_id",)
     search_help_text = _("The whole id of a message, or the id of its row.")
@@ -103,6 +118,10 @@ class ProcessedMessageAdmin(ReadOnlyAdmin):
         messages = ProcessedMessage.objects.using(queryset.db).filter(message_id=search_term)
         found = Q(pk__in=list(messages.values_list("pk", flat=True)[:MAX_GROUPED]))
         return queryset.filter(found | Q(pk=row_id(search_term))), False
+
+    @admin.display(description=_("hook error"))
+    def hook_error_line(self, message: ProcessedMessage) -> str:
+        return summary(message.hook_error) if message.hook_error else ""
 
     @admin.display(description=_("source"))
     def source_shown(self, message: ProcessedMessage) -> SafeString:

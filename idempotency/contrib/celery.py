@@ -20,15 +20,15 @@ from celery import Celery, Task, current_app
 from celery.exceptions import Ignore, Reject, Retry, TimeLimitExceeded
 from celery.worker.request import Request
 from celery.worker.state import task_ready
-from django.db import Error, InterfaceError, OperationalError, transaction
+from django.db import Error, transaction
 from kombu.exceptions import OperationalError as BrokerError
 
 from idempotency._async import in_own_context
 from idempotency._hidden import Arguments, Hidden
+from idempotency._job_run import is_outage, job_run
 from idempotency._text import error_text
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, OneByOne
 from idempotency.exceptions import JobNotAllowed, MessageInProgress
-from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.jobs import refuse_generator, refuse_module, shard_of
 from idempotency.models import StagedJob
 
@@ -82,9 +82,12 @@ class OnceTask(Task):  # type: ignore[misc]
 
     It runs in one transaction with its row in the inbox; the function may be ``async def``. If it raises, the transaction is
     rolled back, and the task is retried ``max_retries`` times, after waits that double up to an hour. While the database is
-    unavailable, the task is retried without limit. The method ``self.retry()`` works as in any task; ``autoretry_for`` works
-    unless the task is async. If another delivery of the same task is running, the message returns to the broker. Tasks that
-    this task calls directly are part of its run.
+    unavailable, the task is retried without limit. An error of a time limit counts as a try. The method ``self.retry()`` works
+    as in any task; ``autoretry_for`` works unless the task is async. If another delivery of the same task is running, the
+    message returns to the broker. Tasks that this task calls directly are part of its run.
+
+    A hook of ``transaction.on_commit()`` that raises does not fail the task, whose work is committed. The error is logged and
+    recorded in the inbox, and the hook is not called again.
 
     The broker keeps the message until the task has run (``acks_late``). The message returns if the worker process dies
     (``reject_on_worker_lost``) or is killed at its ``time_limit``. Both settings must stay on; otherwise a crash loses the
@@ -116,7 +119,7 @@ class OnceTask(Task):  # type: ignore[misc]
     @in_own_context
     def _run_once(self, request: Hidden[Any], given: Arguments) -> Any:
         try:
-            with process_once(STAGED_JOBS, request.value.id, using=request.value.get(SHARD_HEADER)) as first:
+            with job_run(self.name, request.value.id, request.value.get(SHARD_HEADER)) as first:
                 result = given.passed_to(self.run) if first else None
                 if isawaitable(result):
                     result = async_to_sync(self._finish)(result, request)
@@ -132,7 +135,7 @@ class OnceTask(Task):  # type: ignore[misc]
             if isinstance(reason, CancelledError):
                 # After the last try, a CancelledError would end the worker, and the message would return to the broker.
                 reason = RuntimeError(error_text(reason))
-            tries = sys.maxsize if isinstance(reason, (OperationalError, InterfaceError)) else None
+            tries = sys.maxsize if reason and is_outage(reason, request.value.get(SHARD_HEADER)) else None
             raise self.retry(exc=reason, countdown=min(2**request.value.retries, 3600), max_retries=tries) from error
         if not first and (request.value.callbacks or request.value.chain or request.value.chord):
             request.value.errbacks = None  # They may undo work that took effect.

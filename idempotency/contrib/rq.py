@@ -3,11 +3,13 @@
 Run the workers with ``rqworker --with-scheduler``, because the scheduler runs the retries of failed jobs.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 from uuid import UUID
 
+from django.db import Error
 from django_rq import settings as django_rq_settings
 from django_rq.connection_utils import get_connection
 from django_rq.queues import get_queue, get_result_ttl
@@ -19,11 +21,13 @@ from rq import Queue, Retry
 
 from idempotency._async import in_own_context
 from idempotency._hidden import Hidden
+from idempotency._job_run import is_outage, job_run
 from idempotency.backends import BROKER_TIMEOUT_SECONDS, BrokerUnavailable, HandOverResult
 from idempotency.exceptions import MessageInProgress
-from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.jobs import JobArgs, call_job, shard_of
 from idempotency.models import StagedJob
+
+logger = logging.getLogger("idempotency")
 
 #: Short timeouts without retries: the transaction of the enqueuer has a time limit, and the next pass retries.
 _BOUNDS = {"socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS, "retry": RedisRetry(NoBackoff(), 0)}
@@ -42,6 +46,8 @@ _WORDS = ("MISCONF", "NOREPLICAS")
 
 #: The retry of a delivery if another delivery of the same job is still running: immediate and practically unlimited.
 _COME_BACK = Retry(max=1_000_000)
+#: The retry of a job while the database is unavailable: after waits that grow to five minutes.
+_AFTER_OUTAGE = Retry(max=1_000_000, interval=[1, 2, 5, 10, 30, 60, 120, 300])
 
 
 class RQBackend:
@@ -125,13 +131,13 @@ class _AskedToComeBack(Exception):
 def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = None) -> Any:
     """Run a job through the inbox and return its result; a second hand-over does nothing.
 
-    While another delivery runs, RQ retries this one. If the job raises or returns a Retry, it is rolled back, and RQ retries
-    it.
+    If the job raises or returns a Retry, it is rolled back, and RQ retries it. While another delivery runs, or while the
+    database is unavailable, RQ retries the job without counting a try.
     """
     given = Hidden(job_args)
     del job_args
     try:
-        with process_once(STAGED_JOBS, job_id, using=using) as first:
+        with job_run(job_name, job_id, using) as first:
             result = call_job(job_name, given.value) if first else None
             if isinstance(result, Retry):
                 raise _AskedToComeBack(result)
@@ -139,4 +145,9 @@ def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = 
         return asked.args[0]
     except MessageInProgress:
         return _COME_BACK
+    except Error as error:
+        if not is_outage(error, using):
+            raise
+        logger.warning("the database is unavailable for the job %s (%s), which is retried: %s", job_id, job_name, error)
+        return _AFTER_OUTAGE
     return result

@@ -14,8 +14,8 @@ from django.utils import timezone
 
 from idempotency._async import in_own_context
 from idempotency._hidden import Hidden
+from idempotency._job_run import job_run
 from idempotency.backends import BrokerUnavailable, OneByOne
-from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.jobs import JobArgs, call_job, shard_of, stage_job
 from idempotency.models import StagedJob
 
@@ -145,6 +145,6 @@ def run_staged(job_name: str, job_args: JobArgs, job_id: str, using: str | None 
     """Run a staged job through the inbox; a second delivery does nothing."""
     given = Hidden(job_args)
     del job_args
-    with process_once(STAGED_JOBS, job_id, using=using) as first:
+    with job_run(job_name, job_id, using) as first:
         if first:
             call_job(job_name, given.value)

@@ -92,11 +92,12 @@ class Migration(migrations.Migration):
                 ('source', models.CharField(max_length=100, verbose_name='source')),
                 ('message_id', models.CharField(max_length=255, verbose_name='message id')),
                 ('processed_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), verbose_name='processed at')),
+                ('hook_error', models.TextField(blank=True, db_default='', default='', help_text='The errors of on_commit hooks of the job, which are not called again.', verbose_name='hook error')),
             ],
             options={
                 'verbose_name': 'processed message',
                 'verbose_name_plural': 'processed messages',
-                'indexes': [models.Index(fields=['processed_at'], name='idempotency_message_processed')],
+                'indexes': [models.Index(fields=['processed_at'], name='idempotency_message_processed'), models.Index(condition=models.Q(('hook_error', ''), _negated=True), fields=['processed_at'], name='idempotency_message_hooks')],
                 'constraints': [models.UniqueConstraint(fields=('source', 'message_id'), name='idempotency_message_unique'), models.CheckConstraint(condition=models.Q(models.Q(('source', ''), _negated=True), models.Q(('message_id', ''), _negated=True)), name='idempotency_message_not_empty')],
             },
         ),

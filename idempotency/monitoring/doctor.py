@@ -14,10 +14,11 @@ from django.db import InterfaceError, OperationalError, connections, router
 from django.utils.translation import gettext as _
 
 from idempotency import conf
+from idempotency._records import HOOKS_FAILED
 from idempotency._states import KeyState
 from idempotency._store import aliases, replication
 from idempotency._text import duration, first_line
-from idempotency.models import IdempotencyKey, StagedJob
+from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.monitoring import measures
 from idempotency.monitoring.heartbeats import LOOPS
 from idempotency.monitoring.measures import COUNT_LIMIT
@@ -129,12 +130,21 @@ def _keys(found: Diagnosis) -> Iterator[Finding]:
 
 def _jobs(found: Diagnosis) -> Iterator[Finding]:
     jobs = measures.staged_jobs(StagedJob.objects.using(found.database))
+    hooks = ProcessedMessage.objects.using(found.database).filter(HOOKS_FAILED)[:COUNT_LIMIT].count()
     found.measured |= {
         "jobs_due": jobs.due,
         "jobs_failed": jobs.failed_by_name.total(),
+        "jobs_with_failed_hooks": hooks,
         "oldest_job_seconds": round(jobs.oldest, 1),
     }
     yield from findings_of_jobs(jobs)
+    if hooks:
+        yield Finding(
+            "hooks_failed",
+            f"Jobs that took effect, but whose on_commit hooks raised: {_at_least(hooks)}. The hooks are not called again.",
+            "manage.py staged_jobs list says why. Do by hand what the hooks should have done, then run manage.py staged_jobs "
+            "purge. Let the job stage another job instead of a hook.",
+        )
 
 
 def findings_of_jobs(jobs: measures.StagedJobs, limit: int = COUNT_LIMIT) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ def register_tasks(sender: Celery, **kwargs: object) -> None:
     """Register as tasks the functions that RQ and Django Tasks run directly, under the same names."""
     from tests.kit import jobs
 
-    for function in ("", "_after_a_failure", "_after_a_failure_in_a_coroutine", "_after_a_kill", "_after_a_lost_connection"):
-        sender.task(base=OnceTask)(getattr(jobs, f"record{function}"))
+    for name, function in vars(jobs).items():
+        if name.startswith("record"):
+            sender.task(base=OnceTask)(function)
     sender.task(name="tests.unprotected")(jobs.record)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from uuid import UUID
 
 from asgiref.sync import sync_to_async
-from django.db import connection
+from django.db import connection, transaction
 
 from idempotency.backends import BrokerUnavailable, HandOverResult
 from idempotency.contrib.rq import RQBackend
@@ -74,6 +74,17 @@ def record_after_a_lost_connection(user: int, mark: str) -> None:
         Path(mark).touch()
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+
+def record_with_hooks(user: int, mark: str) -> None:
+    """Insert a row. After COMMIT, one hook raises, and the next one creates the file ``mark``."""
+    record(user)
+    transaction.on_commit(fail_in_hook)
+    transaction.on_commit(Path(mark).touch)
+
+
+def fail_in_hook() -> None:
+    raise OSError("the mail server is away")
 
 
 def take(job: StagedJob) -> None:

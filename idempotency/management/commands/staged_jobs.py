@@ -10,11 +10,12 @@ from uuid import UUID
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db.models import F
 
+from idempotency._records import HOOKS_FAILED
 from idempotency._text import escaped
 from idempotency.enqueuer import backlog
-from idempotency.interventions import discard_jobs, retry_jobs
+from idempotency.interventions import discard_jobs, forget_hook_errors, retry_jobs
 from idempotency.management.passes import add_database_argument, exit_1_explained, whole_number
-from idempotency.models import StagedJob
+from idempotency.models import ProcessedMessage, StagedJob
 
 
 class Command(BaseCommand):
@@ -29,7 +30,10 @@ class Command(BaseCommand):
         add_database_argument(database)
         actions = parser.add_subparsers(dest="action", required=True, parser_class=argparse.ArgumentParser)
         listing = actions.add_parser(
-            "list", parents=[database], help="Print a line for each job: state, id, hand-overs, refusals, queue, name, error."
+            "list",
+            parents=[database],
+            help="Print a line for each job: state, id, hand-overs, refusals, queue, name, error. First come the jobs whose "
+            "on_commit hooks failed. They took effect, and are not staged any more.",
         )
         listing.add_argument("--failed", action="store_true", help="Print only failed jobs.")
         listing.add_argument(
@@ -37,7 +41,7 @@ class Command(BaseCommand):
         )
         for name, text in (
             ("retry", "Make failed jobs due again, and reset their counts of hand-overs and refusals."),
-            ("purge", "Delete failed jobs."),
+            ("purge", "Delete failed jobs, and the errors of on_commit hooks."),
         ):
             action = actions.add_parser(name, parents=[database], help=text)
             which = action.add_mutually_exclusive_group(required=True)
@@ -51,10 +55,13 @@ class Command(BaseCommand):
             getattr(self, options["action"])(options["database"], options)
 
     def list(self, using: str, options: dict[str, Any]) -> None:
+        done = ProcessedMessage.objects.using(using).filter(HOOKS_FAILED).order_by("processed_at")[: options["limit"]]
+        for message in done:
+            self.stdout.write(escaped(f"hook failed  {message.message_id}  {' '.join(message.hook_error.split())[:160]}"))
         jobs = StagedJob.objects.using(using).order_by(F("failed_at").asc(nulls_last=True), "run_at", "pk")
         if options["failed"]:
             jobs = jobs.filter(failed_at__isnull=False)
-        for job in jobs[: options["limit"]]:
+        for job in jobs[: options["limit"] - len(done)]:
             state = "failed" if job.failed_at else f"due {job.run_at.isoformat(timespec='seconds')}"
             error = " ".join(job.last_error.split())[:120]
             counts = f"{job.hand_overs} hand-overs  {job.refusals} refusals"
@@ -64,7 +71,10 @@ class Command(BaseCommand):
         self._conclude("made due again", retry_jobs(_chosen(options), using=using), options)
 
     def purge(self, using: str, options: dict[str, Any]) -> None:
-        self._conclude("deleted", discard_jobs(_chosen(options), using=using), options)
+        ids = _chosen(options)
+        deleted = discard_jobs(ids, using=using)
+        forgotten = forget_hook_errors(ids if ids is None else [str(pk) for pk in ids], using=using)
+        self._conclude("deleted", deleted + forgotten, options)
 
     def stats(self, using: str, options: dict[str, Any]) -> None:
         waiting = backlog(using=using)

@@ -1,0 +1,69 @@
+"""The run of a job in a worker of RQ, Celery or Django Tasks: the inbox, the hooks of the job, and outages of the database."""
+
+import logging
+from asyncio import CancelledError
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from django.db import Error, InterfaceError, connections, router
+
+from idempotency._hidden import Hidden
+from idempotency._store.database_errors import connection_lost, sqlstate_of
+from idempotency._text import error_text, storable
+from idempotency.inbox import STAGED_JOBS, process_once
+from idempotency.models import ProcessedMessage
+
+logger = logging.getLogger("idempotency")
+
+#: The SQLSTATEs of a session that the server ended at a limit of time, and of limits of memory and of temporary files. The same
+#: run of the same job exceeds them again.
+_LIMITS = ("25P03", "25P04", "53200", "53400")
+
+
+@contextmanager
+def job_run(name: str, job_id: str, using: str | None) -> Iterator[bool]:
+    """Open ``process_once`` for a delivery of a job. The variable of the block is True for the first delivery.
+
+    On return the work is committed, and each on_commit hook of the job was called once. A hook that raised is logged and
+    recorded in the row of the inbox, and the others were called too. The next delivery would call none of them.
+    """
+    alias = using or router.db_for_write(ProcessedMessage)
+    own = not connections[alias].in_atomic_block
+    with process_once(STAGED_JOBS, job_id, using=alias) as first:
+        yield first
+        if own:  # Otherwise the hooks belong to the transaction around this block.
+            _guard_hooks(name, job_id, alias)
+
+
+def is_outage(error: BaseException, using: str | None) -> bool:
+    """Return whether the database was unavailable, so that the run of the job does not count as a try."""
+    if not isinstance(error, Error) or isinstance(error, InterfaceError) or (sqlstate_of(error) or "").startswith(_LIMITS):
+        return False
+    return connection_lost(error, using or router.db_for_write(ProcessedMessage))
+
+
+def _guard_hooks(name: str, job_id: str, alias: str) -> None:
+    connection = connections[alias]
+    errors: list[str] = []
+
+    def guarded(hook: Hidden[Callable[[], object]]) -> Callable[[], None]:
+        def call() -> None:
+            try:
+                hook.value()
+            except (Exception, CancelledError) as error:
+                logger.exception("an on_commit hook of the job %s (%s) failed, and is not called again", job_id, name)
+                errors.append(f"{name}: {error_text(error)}")
+                _record(job_id, errors, alias)
+
+        return call
+
+    hooks: list[Any] = connection.run_on_commit  # The stubs know two of the three values of an entry.
+    hooks[:] = [(savepoints, guarded(Hidden(hook)), robust) for savepoints, hook, robust in hooks]
+
+
+def _record(job_id: str, errors: list[str], alias: str) -> None:
+    with suppress(Error):  # The log has the error.
+        connections[alias].close_if_unusable_or_obsolete()
+        row = ProcessedMessage.objects.using(alias).filter(source=STAGED_JOBS, message_id=job_id)
+        row.update(hook_error=storable("\n".join(errors)))
