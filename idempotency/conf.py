@@ -62,7 +62,8 @@ class Settings:
     FINGERPRINT_HOST: bool = False
     #: The status for a key that was used with a different request: 422, 400 or 409.
     MISMATCH_STATUS: int = 422
-    #: Statuses that are never stored; a retry runs the view again.
+    #: Statuses that are never stored; a retry runs the view again. A 409, 423, 429 or 503 with Retry-After is not stored
+    #: either, unless a phase stores it.
     NEVER_STORED_STATUSES: frozenset[int] = frozenset({401, 403, 408, 412, 425, 428, 429})
     #: True also stores 5xx responses, as Stripe does.
     STORE_5XX: bool = False

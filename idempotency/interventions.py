@@ -110,7 +110,7 @@ def answer(
 def answer_problem(response: HttpResponse) -> str:
     """Return why ``response`` cannot finish a key, or an empty string. Clients stop retrying only after a stored 2xx or 4xx."""
     code = response.status_code
-    if not (200 <= code < 300 or 400 <= code < 500) or not responses.is_stored(response):
+    if not (200 <= code < 300 or 400 <= code < 500) or not responses.is_storable(response):
         text = gettext("A client may retry after status %(code)s: choose a 2xx, or a 4xx such as 409, 410 or 422.")
         return text % {"code": code}
     if len(response.content) > conf.get().MAX_STORED_BODY_BYTES:

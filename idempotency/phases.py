@@ -55,11 +55,11 @@ class AtomicPhase:
     def set_response(self, response: HttpResponseBase) -> None:
         """Commit the phase together with this response, which finishes the key.
 
-        Any 4xx may finish the key here. This includes statuses of NEVER_STORED_STATUSES such as 403, which are not stored if
-        the view returns them outside a phase.
+        Any 4xx may finish the key here. This includes statuses of NEVER_STORED_STATUSES such as 403, and a 409 with
+        ``Retry-After``, which are not stored if the view returns them outside a phase.
         Raises ResponseNotStorable for other statuses that are never stored, and for responses of ``not_stored()``.
         """
-        if not (responses.is_stored(response) or responses.is_refusal(response)):
+        if not (responses.is_storable(response) or responses.is_refusal(response)):
             raise ResponseNotStorable(
                 f"A response with status {response.status_code} is never stored. Return it outside the phase: the key is "
                 f"released, and a retry continues from the last recovery point."

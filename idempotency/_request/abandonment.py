@@ -87,7 +87,7 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
             response = rendered(awaited(on_abandon(key)))
         if not isinstance(response, HttpResponseBase):
             raise TypeError(f"it returned {type(response).__name__}, not a response")
-        if responses.is_stored(response):
+        if responses.is_storable(response):
             fence.finish(key, responses.stored_parts(response), using=using)
             return True
         told = responses.described(response, withheld=key.request_body is None)

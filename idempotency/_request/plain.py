@@ -23,6 +23,8 @@ from idempotency._store.claims import Claim, ClaimedRequest, Outcome
 from idempotency._store.several_databases import OtherTransactions, atomic_aliases
 from idempotency._store.transactions import First, OwnTransaction, durable_transaction, in_outer_transaction
 from idempotency._text import first_line
+from idempotency.http import keeps_writes
+from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
@@ -42,6 +44,11 @@ def run_plain(call: Call, options: Options, captured: ClaimedRequest, *, using: 
             ) from error
         if answer is None:
             raise
+        if keeps_writes(answer):
+            raise RuntimeError(
+                f"The view {call.name} raised an exception, so its writes are rolled back. A response of not_stored() with "
+                f"keep_writes must be returned by the view."
+            ) from error
         if not responses.is_stored(answer):
             return answer
         # The writes of a view that raised are rolled back, as under ATOMIC_REQUESTS; its response is stored.
@@ -113,26 +120,33 @@ class _PlainRun:
                 with others.opened():
                     with Run(call, self._options, claim.key, False, self._options.level, lambda: own).bound():
                         response = respond()
-                    if (stored := responses.is_stored(response)) and self._is_rolled_back(response):
-                        raise _RolledBack(response)
-                    if stored:
-                        # Other databases commit before this one.
-                        ends = None if others.used else own
-                        fence.finish(claim.key, responses.stored_parts(response), using=using, ends=ends)
-                        others.prepare_commits()
-                    else:
-                        others.set_rollback()
+                    commits = self._end(claim.key, response, own, others)
         except Error as error:
             if not others.committed or before.committed:
                 raise
             logger.error("COMMIT succeeded in %r, but failed for the key in %r: %s", others.committed, using, first_line(error))
             raise problems.database_unavailable() from None  # Attempts would retry an error with a cause.
-        if not stored:
+        if not commits:
             before.put_back()
         return claim, response
 
     def _is_rolled_back(self, response: HttpResponseBase) -> bool:
         return 400 <= response.status_code < 500 and connections[self._using].needs_rollback
+
+    def _end(self, key: IdempotencyKey, response: HttpResponseBase, own: OwnTransaction, others: OtherTransactions) -> bool:
+        """Write the response with the last statement of the transaction, or mark it for rollback; return whether it commits."""
+        ends = None if others.used else own  # Other databases commit before this one.
+        if responses.is_stored(response):
+            if self._is_rolled_back(response):
+                raise _RolledBack(response)
+            fence.finish(key, responses.stored_parts(response), using=self._using, ends=ends)
+        elif keeps_writes(response):
+            fence.set_free(key, response.status_code, using=self._using, ends=ends)
+        else:
+            others.set_rollback()
+            return False
+        others.prepare_commits()
+        return True
 
     def _block(self, first: First) -> AbstractContextManager[OwnTransaction]:
         if self._nested:

@@ -31,10 +31,13 @@ HTTP_EXCEPTIONS = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, M
 
 #: Headers that are not stored, because each response has its own, or they belong to one connection or client.
 _FRESH_HEADERS = frozenset(
-    {"connection", "content-length", "date", "proxy-authenticate", "retry-after", "server", "set-cookie"}
+    {"connection", "content-length", "date", "proxy-authenticate", "server", "set-cookie"}
     | {"transfer-encoding", "www-authenticate", "x-request-id", "x-correlation-id", "request-id", "traceparent"}
 )
 _FRESH_PREFIXES = ("ratelimit", "x-ratelimit", "x-rate-limit")
+
+#: The statuses that ask to be retried if the response has Retry-After.
+_RETRIED_STATUSES = frozenset({409, 423, 429, 503})
 
 #: A longer body is no message of an error; a longer message is cut.
 _MAX_READ_BYTES = 20_000
@@ -42,7 +45,14 @@ _MAX_MESSAGE_LENGTH = 500
 
 
 def is_stored(response: HttpResponseBase) -> bool:
-    """Return whether this response finishes its key: 2xx, 3xx, definitive 4xx, and 5xx with STORE_5XX."""
+    """Return whether this response finishes its key if a view returns it: 2xx, 3xx, definitive 4xx, and 5xx with STORE_5XX. A
+    response that asks to be retried is not definitive."""
+    asks_to_be_retried = response.status_code in _RETRIED_STATUSES and "Retry-After" in response
+    return is_storable(response) and not asks_to_be_retried
+
+
+def is_storable(response: HttpResponseBase) -> bool:
+    """Return whether this response finishes its key if it is stored explicitly."""
     return not is_not_stored(response) and _is_stored(response.status_code)
 
 

@@ -83,6 +83,13 @@ def finish(
     _fenced(statement, key, using, ends=ends, **response.parameters(), **event)
 
 
+def set_free(key: IdempotencyKey, code: int, *, using: str, ends: OwnTransaction | None = None) -> None:
+    """Let the client of a plain view use its key again, although the writes of the view are committed. The row expires under
+    another scope. It has the status of the response, but neither headers nor body."""
+    event: dict[str, Any] = {"event": HistoryEvent.FINISHED, "detail": f"status {code}, not stored"}
+    _fenced("set_free", key, using, ends=ends, code=code, **event)
+
+
 def release(key: IdempotencyKey, error: str, *, using: str) -> None:
     """Unlock an unfinished key and store ``error``; do nothing if it is finished, or another claim has taken it over.
 

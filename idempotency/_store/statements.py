@@ -211,6 +211,15 @@ class Statements:
         )
 
     @cached_property
+    def set_free(self) -> str:
+        """Rename the scope of a claimed key whose response is not stored although its writes are. The row stays, because
+        these writes may refer to it."""
+        return (
+            f"UPDATE {TABLE} AS k SET scope = '{RETIRED_SCOPE}' || CAST(k.id AS text), response_code = %(code)s, "  # nosec B608  # see the docstring
+            f"history = {self.history} WHERE {_FENCE} AND {_REACHED}"
+        )
+
+    @cached_property
     def advance(self) -> str:
         return (
             f"UPDATE {TABLE} AS k SET recovery_point = %(recovery_point)s, locked_at = {self.now}, {_BEGUN}, {CLEAR_STUCK}, "  # nosec B608  # see the docstring

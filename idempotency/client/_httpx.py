@@ -20,7 +20,8 @@ class IdempotentTransport(httpx.BaseTransport):
 
     - an incomplete exchange: no connection, a broken connection, or a truncated body
     - a problem+json with ``retryable: true``
-    - a response without the member ``retryable`` and with status 408, 425, 429 or 5xx, or 409 with ``Retry-After``
+    - a response without the member ``retryable`` and with status 408, 425, 429 or 5xx, or 409 or 423 with
+      ``Retry-After``
 
     All other responses are final. After the deadline or the last of ``max_attempts``, or if the next pause would end after the
     deadline, the transport returns the last response or raises the last error. It is then unknown whether the request ran. The

@@ -68,7 +68,7 @@ class ClientCall:
         """
         asked = _retry_after_seconds(headers)
         if (retryable := _member_retryable(status, headers, content)) is None:
-            retryable = status in RETRIED_STATUSES or status >= 500 or (status == 409 and asked is not None)
+            retryable = status in RETRIED_STATUSES or status >= 500 or (status in (409, 423) and asked is not None)
         return self._pause(asked or 0) if retryable else None
 
     def _pause(self, asked: float) -> float | None:

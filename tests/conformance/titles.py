@@ -54,6 +54,7 @@ TITLES = {
     51: "tenants in schemas of one database do not meet each other's locks",
     52: "a read-only or demoted database is one that cannot be reached",
     53: "a body that store_body=False does not store is nowhere in the tables and log lines of the app",
+    54: "a response that asks to be retried is not stored; what is stored keeps Retry-After in its replay",
     55: "a plain view in a transaction that a middleware opened commits or vanishes with it; a phased one is refused",
     56: "a protected view that another one calls with the same key is a part of its run, or is refused",
     57: "a database that the view does not use changes nothing; a decoded body is whole; hooks of frameworks run once",

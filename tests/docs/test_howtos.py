@@ -103,6 +103,16 @@ def test_what_validate_refuses_spends_no_key_and_old_clients_pass(page: Callable
     assert Entry.objects.count() == 3
 
 
+def test_wrong_pins_are_counted_and_limited(page: Callable[..., ModuleType], client: Client) -> None:
+    page("protect-a-view.md")
+    wrong, right = ORDER | {"pin": "1"}, ORDER | {"pin": "1234"}
+    answers = [client.post("/pin-orders/", form, headers=KEY).status_code for form in (wrong, wrong, right, right)]
+    assert answers == [403, 403, 201, 201]
+    assert [entry.name for entry in Entry.objects.order_by("pk")] == ["wrong PIN", "wrong PIN", "one"]
+    other = {"Idempotency-Key": "key-2"}
+    assert [client.post("/pin-orders/", form, headers=other).status_code for form in (wrong, right)] == [403, 403]
+
+
 def test_only_the_step_that_orders_needs_a_key(page: Callable[..., ModuleType], client: Client) -> None:
     page("protect-a-view.md")
     assert client.post("/checkout/", ORDER | {"action": "preview"}).json() == {"preview": "one"}

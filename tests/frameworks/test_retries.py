@@ -108,6 +108,34 @@ def test_27_order_of_members_is_no_difference(service: Service) -> None:
     assert work.runs == 1
 
 
+@plain
+@pytest.mark.adapter
+@pytest.mark.parametrize("status", [409, 423, 429, 503])
+def test_54_returned_response_that_asks_to_be_retried_is_not_stored(service: Service, status: int) -> None:
+    work = service.serve(failing_first(lambda: Reply({"detail": "locked"}, status, {"Retry-After": "5"})))
+    assert [service.send().status_code for _ in range(3)] == [status, 201, 201]
+    assert (work.runs, Entry.objects.count()) == (2, 1)
+
+
+@phased
+@pytest.mark.adapter
+def test_54_response_that_a_phase_stores_is_stored_though_it_asks_to_be_retried(service: Service) -> None:
+    work = service.serve(Work(lambda request: Reply({"detail": "sold out"}, 409, {"Retry-After": "5"})))
+    first, replayed = service.send(), service.send()
+    assert (first.status_code, replayed.status_code, replayed["Retry-After"]) == (409, 409, "5")
+    assert (replayed["Idempotent-Replayed"], work.runs) == ("true", 1)
+
+
+@both
+@pytest.mark.adapter
+@pytest.mark.parametrize("status", [202, 402, 422])
+def test_54_stored_response_keeps_retry_after_in_its_replay(service: Service, status: int) -> None:
+    work = service.serve(Work(lambda request: Reply({"a": 1}, status, {"Retry-After": "5"})))
+    first, replayed = service.send(), service.send()
+    assert (first["Retry-After"], replayed["Retry-After"], replayed["Idempotent-Replayed"]) == ("5", "5", "true")
+    assert (replayed.status_code, replayed.content, work.runs) == (status, first.content, 1)
+
+
 @both
 @pytest.mark.postgres
 @pytest.mark.parametrize(("body", "status", "code"), [({"a": 1}, 409, "key_in_use"), ({"a": 2}, 422, "key_reused")])
