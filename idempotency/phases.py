@@ -14,6 +14,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import InterfaceError, InternalError, OperationalError, connections, transaction
 from django.db.models import QuerySet
 from django.db.models.functions import Now
+from django.db.transaction import TransactionManagementError
 from django.http import HttpResponseBase
 
 from idempotency import signals
@@ -86,6 +87,12 @@ class AtomicPhase:
         if self._to is None:
             raise PhaseDidNotAdvance
         run.refuse_unsettled_calls()
+        if connections[run.using].needs_rollback:
+            raise TransactionManagementError(
+                "The transaction of this phase was marked for rollback: by set_rollback(True), by the exception handler of "
+                "Django REST framework, or by a database error that the block has caught. The phase is not committed. Handle "
+                "the exception outside the phase, or put the statements that may fail into a transaction.atomic() of their own."
+            ) from connections[run.using].rollback_exc  # type: ignore[attr-defined]
         if self._response is not None:
             # Render here, in the transaction of the phase: a template may query the database.
             self._response = run.call.rendered(self._response)

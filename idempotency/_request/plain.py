@@ -6,8 +6,10 @@ In a transaction that a middleware or a decorator has opened, they are a savepoi
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from http import HTTPStatus
 
-from django.db import connections, transaction
+from django.db import transaction
+from django.db.transaction import TransactionManagementError
 from django.db.utils import Error
 from django.http import HttpResponseBase
 
@@ -37,7 +39,7 @@ def run_plain(call: Call, options: Options, captured: ClaimedRequest, *, using: 
     try:
         claim, response = run.attempt(call.response)
     except Exception as error:
-        answer = error.response if isinstance(error, _RolledBack) else responses.answer_to(error, call)
+        answer = responses.answer_to(error, call)
         if run.before.committed and (answer is not None or isinstance(error, responses.HTTP_EXCEPTIONS)):
             raise RuntimeError(
                 "A hook of transaction.on_commit() raised this exception after the response was stored."
@@ -46,8 +48,8 @@ def run_plain(call: Call, options: Options, captured: ClaimedRequest, *, using: 
             raise
         if keeps_writes(answer):
             raise RuntimeError(
-                f"The view {call.name} raised an exception, so its writes are rolled back. A response of not_stored() with "
-                f"keep_writes must be returned by the view."
+                f"The writes of the view {call.name} are rolled back, because it raised an exception or marked its transaction "
+                f"for rollback. It cannot respond with not_stored(keep_writes=True)."
             ) from error
         if not responses.is_stored(answer):
             return answer
@@ -59,15 +61,6 @@ def run_plain(call: Call, options: Options, captured: ClaimedRequest, *, using: 
         events.emit_committed(signals.key_claimed, claim.key, call.request)
         events.emit_committed(signals.key_finished, claim.key, call.request)
     return response
-
-
-class _RolledBack(Exception):
-    """The view returned a 4xx after it marked its transaction for rollback. Django REST framework does so in
-    ``handle_exception()``. The response is treated as that of a raised exception."""
-
-    def __init__(self, response: HttpResponseBase) -> None:
-        super().__init__()
-        self.response = response
 
 
 class _PlainRun:
@@ -130,15 +123,12 @@ class _PlainRun:
             before.put_back()
         return claim, response
 
-    def _is_rolled_back(self, response: HttpResponseBase) -> bool:
-        return 400 <= response.status_code < 500 and connections[self._using].needs_rollback
-
     def _end(self, key: IdempotencyKey, response: HttpResponseBase, own: OwnTransaction, others: OtherTransactions) -> bool:
         """Write the response with the last statement of the transaction, or mark it for rollback; return whether it commits."""
+        if responses.is_stored(response) or keeps_writes(response):
+            self._refuse_rollback(response, others)
         ends = None if others.used else own  # Other databases commit before this one.
         if responses.is_stored(response):
-            if self._is_rolled_back(response):
-                raise _RolledBack(response)
             fence.finish(key, responses.stored_parts(response), using=self._using, ends=ends)
         elif keeps_writes(response):
             fence.set_free(key, response.status_code, using=self._using, ends=ends)
@@ -147,6 +137,19 @@ class _PlainRun:
             return False
         others.prepare_commits()
         return True
+
+    def _refuse_rollback(self, response: HttpResponseBase, others: OtherTransactions) -> None:
+        """Raise RolledBack for an error response, or TransactionManagementError for a success, if the view has marked a
+        transaction for rollback. After a serialization failure, the caller runs the view again."""
+        for connection in others.marked_for_rollback():
+            if response.status_code >= HTTPStatus.BAD_REQUEST:
+                raise responses.RolledBack(response) from connection.rollback_exc
+            raise TransactionManagementError(
+                f"The view {self._call.name} responded with status {response.status_code}, but its transaction on "
+                f"{connection.alias!r} was marked for rollback: by set_rollback(True), by the exception handler of Django REST "
+                f"framework, or by a database error that the view has caught. Nothing is stored. Respond with an error, raise "
+                f"an exception, or put the statements that may fail into a transaction.atomic() of their own."
+            ) from connection.rollback_exc
 
     def _block(self, first: First) -> AbstractContextManager[OwnTransaction]:
         if self._nested:

@@ -148,9 +148,20 @@ def stored_response(key: IdempotencyKey) -> HttpResponse:
     return response
 
 
+class RolledBack(Exception):
+    """The view returned an error response, and had marked its transaction for rollback: it is handled as if it had raised an
+    exception with this response. ``handle_exception()`` of Django REST framework sets the mark under ATOMIC_REQUESTS."""
+
+    def __init__(self, response: HttpResponseBase) -> None:
+        super().__init__()
+        self.response = response
+
+
 def answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
     """Return the response of the framework to an exception, or that of Django if it is stored. Return None to raise the
     exception: the hooks of the framework or Django have then not run, or do not run again."""
+    if isinstance(error, RolledBack):
+        return error.response
     if isinstance(error, Error | IdempotencyError | Problem):
         return None
     if (answer := call.answer_to(error)) is not None:

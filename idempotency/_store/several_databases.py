@@ -63,6 +63,10 @@ class OtherTransactions:
         wrapper, so look at the transaction too."""
         return [alias for alias in self._aliases if alias in self._used or _has_begun(connections[alias])]
 
+    def marked_for_rollback(self) -> list[Any]:
+        """Return the connections, with that of the key, whose COMMIT would be a rollback of what the view has sent."""
+        return [connections[alias] for alias in (self._last, *self.used) if connections[alias].needs_rollback]
+
     def prepare_commits(self) -> None:
         """Check for errors of the COMMITs while all can still be rolled back. Do nothing if no other database was used.
 
