@@ -1,6 +1,7 @@
 """Batches whose results cannot be written: time limits, lost connections and rows that cannot be deleted. No job is handed over
 again and again."""
 
+import os
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from idempotency.interventions import retry_jobs
 from idempotency.models import StagedJob
 from idempotency.monitoring.doctor import diagnose
 from tests.factories import StagedJobFactory
+from tests.kit.commands import start
 from tests.kit.database import database_setting
+from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
@@ -39,6 +42,13 @@ class Sender(OneByOne):
 
     def hand_over_one(self, queue, job):
         send(job)
+
+
+def write_down(job):
+    """Take a job slowly, in a process that is given the name of a file."""
+    time.sleep(0.02)
+    with open(os.environ["SENT"], "a") as file:
+        file.write(f"{job.pk}\n")
 
 
 @pytest.fixture(autouse=True, params=["send", "Sender"])
@@ -70,6 +80,30 @@ def test_a_batch_that_would_exceed_a_time_limit_is_cut(time_limit):
     jobs = stage(20, seconds=0.05)
     assert enqueue_once() == EnqueuePass(handed_over=20)
     assert sent == jobs
+
+
+LOOP = f"""
+import django; django.setup()
+from django.core.management import call_command
+from django.test.utils import override_settings
+with override_settings(IDEMPOTENCY={{"ENQUEUERS": {{"*": "{__name__}.write_down"}}}}):
+    call_command("enqueue_jobs", loop=True, interval=0.1)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["send"], indirect=True)
+def test_two_loops_whose_batches_would_exceed_a_time_limit_send_each_job_once(time_limit, tmp_path, monkeypatch):
+    monkeypatch.setenv("SENT", str(tmp_path / "sent"))
+    jobs = stage(100)
+    with start(python=LOOP) as one, start(python=LOOP) as other:
+        eventually(lambda: not StagedJob.objects.exists())
+        jobs += stage(1)
+        eventually(lambda: not StagedJob.objects.exists())
+        for process in (one, other):
+            process.terminate()
+            assert process.wait(60) == 0
+    assert sorted((tmp_path / "sent").read_text().split()) == sorted(map(str, jobs))
 
 
 def test_a_job_that_exceeds_a_time_limit_alone_is_not_sent_again_and_again(time_limit, backend):
