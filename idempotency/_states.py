@@ -122,7 +122,8 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         return self.filter(UNFINISHED)
 
     def refused(self) -> "IdempotencyKeyQuerySet":
-        """Keys whose client was refused before anything was begun: only a retry of the client runs them."""
+        """Untouched keys that only a retry of the client runs: the client was refused, or a part of the request is not
+        stored."""
         return self.in_state(KeyState.REFUSED)
 
     def stuck(self) -> "IdempotencyKeyQuerySet":

@@ -120,7 +120,8 @@ def complete_key(pk: int, *, using: str | None = None) -> str | None:
     """Run one key from its recovery point now, whatever its age.
 
     Return the result of the run: "finished", "stuck" or "failed". After "failed", the key is released with its error, and is
-    due again after COMPLETER_IDLE_SECONDS. Exceptions of the view are logged and stored on the key.
+    due again after COMPLETER_IDLE_SECONDS. If a part of its request is not stored, and nothing was begun, only a retry of the
+    client runs it. Exceptions of the view are logged and stored on the key.
 
     Return None, without any change, in these cases:
 
@@ -192,7 +193,7 @@ def _complete(pk: int, attempts: int, alias: str) -> str | None:
 def _run(key: IdempotencyKey, alias: str, environment: Environment) -> str:
     """Run the request of a claimed key; return the result for ``complete_key``."""
     events.emit(signals.key_claimed, key, None)
-    completion, refused = Completion(key), False
+    completion, refused, waits = Completion(key), False, False
     with boundary():
         outcome = _outcome_of(completion, environment, alias)
     if isinstance(outcome, HttpResponseBase):
@@ -203,8 +204,10 @@ def _run(key: IdempotencyKey, alias: str, environment: Environment) -> str:
         code, reason = cause_of(outcome)
         ended = f"The completer cannot run this request: {reason}"
         # Only its client can send such a request again. With ``on_abandon``, the reaper settles it.
-        for_on_abandon = code == StuckCode.BODY_NOT_KEPT and _may_be_settled(key, environment)
-        if not for_on_abandon and _mark_stuck(key, code, reason, alias):
+        only_its_client = code == StuckCode.BODY_NOT_KEPT
+        settled = only_its_client and _may_be_settled(key, environment)
+        waits = only_its_client and key.untouched and not settled
+        if not (settled or waits) and _mark_stuck(key, code, reason, alias):
             return "stuck"
         logger.warning("the completer cannot run key %s (%s): %s", key.key_hash, code, reason, extra=events.about(key))
     else:
@@ -213,7 +216,7 @@ def _run(key: IdempotencyKey, alias: str, environment: Environment) -> str:
         logger.error("the completer could not finish key %s", key.key_hash, exc_info=outcome, extra=events.about(key))
     if completion.outcome is None:
         # The run did not reach @idempotent, which would have unlocked the key.
-        fence.release(key, ended, using=alias)
+        (fence.leave_to_client if waits else fence.release)(key, ended, using=alias)
     if completion.outcome in ("finished", "stuck"):
         return completion.outcome
     given_up = (refused and _leave_to_client(completion.key, alias, environment)) or _give_up(

@@ -113,7 +113,7 @@ class IdempotencyKey(ClaimedKey):
         _("refused at"),
         null=True,
         blank=True,
-        help_text=_("Time at which the client was refused before anything was begun. Only its retry runs the request."),
+        help_text=_("Time from which only a retry of the client runs the request. Nothing was begun before."),
     )
     call_begun_at = models.DateTimeField(
         _("call begun at"), null=True, blank=True, help_text=_("Time at which the last key.call() began.")

@@ -13,7 +13,7 @@ from idempotency._request import responses
 from idempotency._request.environment import Environment, in_environment
 from idempotency._request.lookup import on_abandon_of
 from idempotency._request.options import OnAbandon
-from idempotency._request.stored_request import cause_of
+from idempotency._request.stored_request import can_rebuild, cause_of
 from idempotency._request.view_call import rendered
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import accepts_writes
@@ -27,11 +27,15 @@ BEGUN = "The function on_abandon was begun and did not end. Check its effects on
 
 
 def settle(pk: int, *, using: str) -> bool | None:
-    """Settle an unfinished key past its retention. Several processes may try; one succeeds. On return the key is finished
-    with the response of ``on_abandon`` (True) or stuck (False). Return None if a run or another process has the key, and if
-    PREPARE_REQUEST or a path converter fails, because the view may have an ``on_abandon``. Before ``on_abandon`` runs, outside
-    any transaction, the key is marked as stuck. If the process dies during it, the key stays stuck and ``on_abandon`` does not
-    run again."""
+    """Settle an unfinished key past its retention. Several processes may try; one succeeds.
+
+    On return the key is finished with the response of ``on_abandon`` (True) or stuck (False). The result is None in these
+    cases: a run or another process has the key; only a retry of its client runs it from now on; PREPARE_REQUEST or a path
+    converter fails, because the view may have an ``on_abandon``.
+
+    Before ``on_abandon`` runs, outside any transaction, the key is marked as stuck. If the process dies during it, the key
+    stays stuck and ``on_abandon`` does not run again.
+    """
     if (key := rows.read(pk, using=using)) is None:
         return None
     return in_environment(key, partial(_settle, key, using))
@@ -55,6 +59,11 @@ def _settle(key: IdempotencyKey, using: str, environment: Environment) -> bool |
         )
         return None
     if on_abandon is None:
+        if key.untouched and not can_rebuild(key):
+            # Only a retry of the client can run it, and nothing is to be undone.
+            if (claimed := claims.claim_by_id(key.pk, delay_seconds=0, early=True, using=using)) is not None:
+                fence.leave_to_client(claimed, "Only its client can send the request again.", using=using)
+            return None
         reason = (
             f"The request was not finished within {conf.get().RETENTION_HOURS} hours of its creation or its last hand-back. "
             f"Its last error: {_text.summary(key.last_error)}"

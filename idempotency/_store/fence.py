@@ -7,6 +7,7 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", 
 
 import json
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -113,6 +114,13 @@ def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:
         _fenced("refuse", key, using, event=HistoryEvent.REFUSED, **described)
     else:
         _fenced("release", key, using, event=HistoryEvent.ERROR, **described)
+
+
+def leave_to_client(key: IdempotencyKey, error: str, *, using: str) -> None:
+    """Unlock a key of which only the client can send the request again: ``refuse`` without LockLost, because no client gets
+    a response now."""
+    with suppress(LockLost):
+        refuse(key, error, using=using)
 
 
 def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> None:

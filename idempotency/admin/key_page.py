@@ -141,7 +141,7 @@ def state_line(key: Any) -> str:
             told["duration"] = duration((key.finished_at - key.created_at).total_seconds())
             return _("Its response was stored %(ago)s, %(duration)s after the request, in %(runs)s.") % told
         case KeyState.REFUSED:
-            return _("Its client was refused %(ago)s, in %(runs)s. Nothing was begun.") % told
+            return _("It was left to its client %(ago)s, in %(runs)s. Nothing was begun.") % told
         case KeyState.IN_FLIGHT:
             return _("Run %(number)s began %(ago)s and holds its lock. The key stands at %(place)s.") % told
         case KeyState.STUCK:

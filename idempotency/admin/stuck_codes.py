@@ -115,7 +115,7 @@ STUCK_CODES = {
     "body_not_kept": Explanation(
         _(
             "The body of the request (an upload, or store_body=False) or a credential in its query was not stored, so only its "
-            "client can send the request again."
+            "client can send the request again. Part of its work is done."
         ),
         _(
             "A retry of the client runs the request; completing the key here would stop at the same place. If the client does "

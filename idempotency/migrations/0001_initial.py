@@ -47,7 +47,7 @@ class Migration(migrations.Migration):
                 ('completer_attempts', models.PositiveIntegerField(default=0, verbose_name='completer attempts')),
                 ('attempts', models.PositiveIntegerField(default=0, help_text='Number of claims, by clients and by the completer.', verbose_name='attempts')),
                 ('begun', models.BooleanField(db_default=False, default=False, help_text='Whether an attempt has committed a phase or begun a downstream call.', verbose_name='begun')),
-                ('refused_at', models.DateTimeField(blank=True, help_text='Time at which the client was refused before anything was begun. Only its retry runs the request.', null=True, verbose_name='refused at')),
+                ('refused_at', models.DateTimeField(blank=True, help_text='Time from which only a retry of the client runs the request. Nothing was begun before.', null=True, verbose_name='refused at')),
                 ('call_begun_at', models.DateTimeField(blank=True, help_text='Time at which the last key.call() began.', null=True, verbose_name='call begun at')),
                 ('claim_token', models.UUIDField(blank=True, help_text='The random token of the current claim, which the fence compares.', null=True, verbose_name='claim token')),
                 ('last_run_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), help_text='Time of the last claim.', verbose_name='last run at')),

@@ -2,12 +2,17 @@
 
 import io
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import pytest
 from django.contrib.auth import get_user_model
+from django.core.files.uploadedfile import SimpleUploadedFile
 from django.core.management import call_command
+from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import get_object_or_404
+from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 from pytest_django import Settings
 
 from idempotency.models import IdempotencyKey
@@ -15,7 +20,7 @@ from idempotency.phases import atomic_phase
 from tests.kit.ageing import abandon, make_older, past_the_retention
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import Gate, at_once, in_background
-from tests.kit.views import Counted, both_kinds, create, phased_outside, two_phases
+from tests.kit.views import Counted, both_kinds, create, phased, phased_outside, two_phases
 from tests.models import Entry
 
 Kind = Callable[..., View]
@@ -63,6 +68,60 @@ def test_15_a_refused_request_is_its_clients_alone(status: int, serve: Serve, se
     assert IdempotencyKey.objects.refused().count() == 1
     assert sender.send().status_code == 404
     assert work.runs == 3
+
+
+def left_to_its_client(sender: Sender, answers: list[HttpResponse], **sent: Any) -> bool:
+    """Send the request, let both processes find its key until its retention is over, and send it again; return whether the
+    key waited for its client."""
+    assert sender.send(**sent).status_code == 500
+    abandon()
+    run("complete_keys")
+    waited = IdempotencyKey.objects.refused().exists() and not IdempotencyKey.objects.stuck().exists()
+    past_the_retention()
+    run("complete_keys")
+    run("reap_keys")
+    waited = waited and not IdempotencyKey.objects.stuck().exists()
+    answers.append(HttpResponse("done", status=201))
+    return waited and sender.send(**sent).content == b"done"
+
+
+def upload() -> dict[str, Any]:
+    """Return a request with a file, which is not stored."""
+    file = SimpleUploadedFile("file.txt", b"content")
+    return {"body": encode_multipart(BOUNDARY, {"file": file}), "content_type": MULTIPART_CONTENT}
+
+
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [({}, upload()), ({"store_body": False}, {}), ({}, {"url": "/view/?api_key=secret"})],
+    ids=["upload", "store_body", "query"],
+)
+def test_15_request_that_is_not_stored_whole_waits_for_its_client_if_nothing_was_begun(
+    options: dict[str, Any], sent: dict[str, Any], serve: Serve, sender: Sender
+) -> None:
+    answers: list[HttpResponse] = []
+    serve(view=phased(lambda request: answers.pop(), **options))
+    assert left_to_its_client(sender, answers, **sent)
+
+
+def test_15_request_that_is_not_stored_whole_waits_even_if_the_reaper_finds_it_first(serve: Serve, sender: Sender) -> None:
+    answers: list[HttpResponse] = []
+    serve(view=phased(lambda request: answers.pop(), store_body=False))
+    assert sender.send().status_code == 500
+    past_the_retention()  # before the completer has seen it
+    IdempotencyKey.objects.update(locked_at=Now() - timedelta(hours=1))
+    run("reap_keys")
+    assert (IdempotencyKey.objects.stuck().count(), IdempotencyKey.objects.refused().count()) == (0, 1)
+    answers.append(HttpResponse("done", status=201))
+    assert sender.send().content == b"done"
+
+
+def test_15_request_that_is_not_stored_whole_needs_a_person_if_something_was_begun(serve: Serve, sender: Sender) -> None:
+    serve(view=two_phases(begin, create, call=Leaving(9), store_body=False))
+    assert sender.send().status_code == 500
+    abandon()
+    run("complete_keys")
+    assert IdempotencyKey.objects.stuck().get().stuck_code == "body_not_kept"
 
 
 @pytest.mark.parametrize("status", [403, 429])

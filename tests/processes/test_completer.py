@@ -156,7 +156,7 @@ def test_after_the_last_attempt_a_key_is_stuck(
 def test_a_missing_user_or_view_or_body_makes_the_key_stuck(shop: Shop, sender: Sender, serve: Any) -> None:
     sender.send()
     for code, change in {
-        "body_not_kept": {"request_body": None},
+        "body_not_kept": {"request_body": None, "begun": True},
         "view_missing": {"request_path": "/elsewhere/"},
         "user_missing": {"user_id": 999_999},
     }.items():

@@ -112,9 +112,9 @@ def test_the_completer_does_not_run_a_request_without_its_credential(serve: Serv
     url = f"/view/?api_key={SECRET}&page=1"
     assert sender.send(url).status_code == 500
     abandon()
-    assert complete_once() == CompletePass(stuck=1)
-    key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, SECRET in everything_stored()) == ("body_not_kept", False)
+    assert complete_once() == CompletePass(failed=1)
+    assert IdempotencyKey.objects.refused().exists()
+    assert SECRET not in everything_stored()
     assert json.loads(sender.send(url).content) == {"api_key": [SECRET], "page": ["1"]}
     assert IdempotencyKey.objects.finished().count() == 1
 

@@ -20,7 +20,7 @@ from idempotency.models import IdempotencyKey
 from idempotency.reaper import reap_once
 from tests.kit.ageing import abandon, make_older, past_the_retention
 from tests.kit.serving import Sender, View, problem
-from tests.kit.views import Counted, both_kinds, phased, plain
+from tests.kit.views import Counted, both_kinds, create, phased, plain, two_phases
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -116,14 +116,13 @@ def test_a_new_secret_does_not_make_another_request_of_a_retry(
 
 
 def test_the_completer_hands_over_what_it_cannot_run_as_it_was(serve: Serve, sender: Sender) -> None:
-    def work(request: HttpRequest) -> HttpResponse:
-        if not runs:
-            runs.append(1)
+    def call() -> None:
+        if not calls:
+            calls.append(1)
             raise RuntimeError("out of luck")
-        return HttpResponse(json.loads(request.body)["pin"])
 
-    runs: list[int] = []
-    serve(view=phased(work, store_body=False))
+    calls: list[int] = []
+    serve(view=two_phases(create, lambda request: HttpResponse(json.loads(request.body)["pin"]), call=call, store_body=False))
     assert sender.send(body={"pin": "1234"}).status_code == 500
     make_older(400, "created_at", "last_run_at")
     assert complete_once().stuck == 1
