@@ -17,6 +17,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from idempotency._request.atomic_requests import EVERY_ALIAS
+from idempotency._text import cut
 from idempotency.admin import answering, belongings, copying, key_page
 from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
 from idempotency.admin.history import history_of
@@ -33,6 +34,8 @@ _TIMES = (
 )
 _LABELS: dict[str, Any] = {field.name: field.verbose_name for field in IdempotencyKey._meta.fields}
 _EMPTY = ("", str(preformatted("")))
+#: A longer method and path are cut in the title of the page.
+MAX_SUBTITLE = 100
 
 
 class KeyPageAdmin(ReadOnlyAdmin):
@@ -119,6 +122,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         looked = urlencode(looked_at(key, self._alias(key)))
         context |= {
             **key_page.facts(key),
+            "subtitle": cut(encodable(f"{key.request_method} {key.request_path.partition('?')[0]}"), MAX_SUBTITLE),
             "line": key_page.line(key, key.declared),
             "events": events,
             "timeline": KeyTimeline(key, events).drawn(),
