@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("django_tenants", reason="on Citus: pip install django-tenants")
+pytest.importorskip("django_tenants", reason="on Citus: pip install -r requirements/citus.txt")
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "tests.citus.tenants_project"

@@ -96,6 +96,18 @@ def test_the_cell_that_it_names_is_one_and_the_main_cell_is_the_pinned_one() -> 
     assert re.search(rf"^django=={django}\.", (ROOT / "requirements" / "test.txt").read_text(), re.M)
 
 
+def test_each_package_and_each_action_is_pinned_by_hash() -> None:
+    for path in {*(ROOT / "requirements").glob("*.txt")} - {ROOT / "requirements" / "lowest.txt"}:
+        lines = path.read_text().replace("\\\n", " ").splitlines()
+        pins = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        assert pins
+        assert not [pin for pin in pins if not re.match(r"[\w.\[\]-]+==\S+ .*--hash=sha256:[0-9a-f]{64}\b", pin)]
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        actions = re.findall(r"uses: (.*)", path.read_text())
+        assert actions
+        assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v[\d.]+", action) for action in actions)
+
+
 def test_coverage_and_mutants_run_as_their_page_says() -> None:
     page = " ".join((ROOT / "docs" / "contributing" / "coverage.md").read_text().split())
     assert re.findall(r"`MINUTES` \((\d+)\)", page) == re.findall(r"--minutes \$\(or \$\(MINUTES\),(\d+)\)", MAKEFILE)
