@@ -46,7 +46,7 @@ class Sender(OneByOne):
 
 def write_down(job):
     """Take a job slowly, in a process that is given the name of a file."""
-    time.sleep(0.02)
+    time.sleep(0.05)
     with open(os.environ["SENT"], "a") as file:
         file.write(f"{job.pk}\n")
 
@@ -60,12 +60,16 @@ def backend(request, settings):
 
 @pytest.fixture(params=["transaction_timeout", "idle_in_transaction_session_timeout"])
 def time_limit(request):
-    """Limit the time of transactions, or their time without a statement, to half a second."""
-    connection.ensure_connection()
-    if request.param == "transaction_timeout" and connection.pg_version < 170000:
-        pytest.skip("needs PostgreSQL 17")
-    with database_setting(request.param, "500ms"):
+    """Limit the time of transactions, or their time without a statement, to a second."""
+    with limited(request.param, "1s"):
         yield
+
+
+def limited(name, limit):
+    connection.ensure_connection()
+    if name == "transaction_timeout" and connection.pg_version < 170000:
+        pytest.skip("needs PostgreSQL 17")
+    return database_setting(name, limit)
 
 
 def stage(count, **args):
@@ -77,8 +81,8 @@ def times_sent():
 
 
 def test_a_batch_that_would_exceed_a_time_limit_is_cut(time_limit):
-    jobs = stage(20, seconds=0.05)
-    assert enqueue_once() == EnqueuePass(handed_over=20)
+    jobs = stage(12, seconds=0.12)
+    assert enqueue_once() == EnqueuePass(handed_over=12)
     assert sent == jobs
 
 
@@ -93,10 +97,10 @@ with override_settings(IDEMPOTENCY={{"ENQUEUERS": {{"*": "{__name__}.write_down"
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["send"], indirect=True)
-def test_two_loops_whose_batches_would_exceed_a_time_limit_send_each_job_once(time_limit, tmp_path, monkeypatch):
+def test_two_loops_whose_batches_would_exceed_a_time_limit_send_each_job_once(tmp_path, monkeypatch):
     monkeypatch.setenv("SENT", str(tmp_path / "sent"))
     jobs = stage(100)
-    with start(python=LOOP) as one, start(python=LOOP) as other:
+    with limited("transaction_timeout", "4s"), start(python=LOOP) as one, start(python=LOOP) as other:
         eventually(lambda: not StagedJob.objects.exists())
         jobs += stage(1)
         eventually(lambda: not StagedJob.objects.exists())
@@ -107,7 +111,7 @@ def test_two_loops_whose_batches_would_exceed_a_time_limit_send_each_job_once(ti
 
 
 def test_a_job_that_exceeds_a_time_limit_alone_is_not_sent_again_and_again(time_limit, backend):
-    _, [slow], _ = stage(2), stage(1, seconds=0.7), stage(2)
+    _, [slow], _ = stage(2), stage(1, seconds=1.3), stage(2)
     found = enqueue_once()
     assert sent.count(slow) == 1
     if backend == "Sender":
