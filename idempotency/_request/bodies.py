@@ -4,6 +4,7 @@ import json
 import re
 from copy import copy
 from io import BytesIO
+from tempfile import SpooledTemporaryFile
 from typing import Any
 from urllib.parse import urlencode
 
@@ -19,6 +20,10 @@ from idempotency._request.fingerprint import content_length, is_multipart, is_pa
 FORM = "application/x-www-form-urlencoded"
 _STREAM = "_idempotency_stream"
 _FILE = re.compile(rb"filename", re.IGNORECASE)
+_HANDLERS = (
+    "@idempotent has already processed the upload, to compare it with that of a retry. Change request.upload_handlers in a "
+    "function outside @idempotent, or set FILE_UPLOAD_HANDLERS."
+)
 _CONSUMED = (
     "The body was read as a stream before @idempotent could compare it. Code outside @idempotent must read request.body or "
     "request.POST instead. Django REST framework before 3.18 reads JSON as a stream when a permission reads request.data."
@@ -43,11 +48,8 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
     whole: Hidden[bytes | None] = Hidden(getattr(request, "_body", None))
     if whole.value is None and request._read_started and not isinstance(getattr(request, "_post", None), QueryDict):  # type: ignore[attr-defined]
         raise RawPostDataException(_CONSUMED)
-    if whole.value is not None and not hasattr(request, "_post"):
-        # The parsers of the view use the upload handlers again, and these may count.
-        handlers: Any = ImmutableList(map(copy, request.upload_handlers))
-        parse(request)
-        request._upload_handlers = handlers  # type: ignore[attr-defined]
+    if not hasattr(request, "_post"):
+        _parse_once(request, framework=framework)
     fields: Hidden[bytes | None] = Hidden(readable(lambda: urlencode(list(request.POST.lists()), doseq=True).encode()))
     _refuse_cut_body(request)
     if request.FILES:
@@ -55,6 +57,60 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
     if framework and whole.value is not None and not _FILE.search(whole.value):  # A handler may skip a file.
         return whole, content_type
     return fields, FORM
+
+
+def _parse_once(request: HttpRequest, *, framework: bool) -> None:
+    """Parse the fields and files, and let the view read the body as if nobody had read it."""
+    attributes, kept = vars(request), None
+    if not framework and "_body" not in attributes and _may_be_read(request):
+        kept = attributes["_stream"] = RereadableStream(request)
+    # The parsers of the view use the upload handlers again, and these may count.
+    handlers: Any = ImmutableList(map(copy, request.upload_handlers), warning=_HANDLERS)
+    parse(request)
+    attributes["_upload_handlers"] = handlers
+    if kept is not None and not _has_rest(kept.source):  # A handler may have stopped the upload.
+        kept.rewind()
+        attributes["_read_started"] = False
+
+
+class RereadableStream:
+    """The stream of a request that keeps what is read, in a temporary file if it is large, to be read again. Under ASGI,
+    Django has such a file already."""
+
+    def __init__(self, request: HttpRequest) -> None:
+        stream: Any = request._stream
+        is_file = hasattr(stream, "seekable") and stream.seekable()
+        size = settings.FILE_UPLOAD_MAX_MEMORY_SIZE or 1  # 0 is no limit.
+        self._file = stream if is_file else SpooledTemporaryFile(size, dir=settings.FILE_UPLOAD_TEMP_DIR)  # noqa: SIM115
+        #: The stream to read from, until the first ``rewind()``.
+        self.source = None if is_file else stream
+        close = request.close
+
+        def close_all() -> None:
+            self._file.close()
+            close()
+
+        request.close = close_all  # type: ignore[method-assign]
+
+    def read(self, size: int = -1, /) -> bytes:
+        return self._kept("read", size)
+
+    def readline(self, size: int = -1, /) -> bytes:
+        return self._kept("readline", size)
+
+    def _kept(self, method: str, size: int) -> bytes:
+        if self.source is None:
+            return getattr(self._file, method)(size)  # type: ignore[no-any-return]
+        data: bytes = getattr(self.source, method)(size)
+        self._file.write(data)
+        return data
+
+    def rewind(self) -> None:
+        self.source = None
+        self._file.seek(0)
+
+    def close(self) -> None:
+        """Do nothing: Django closes a stream that it has read, but another attempt may read it again."""
 
 
 def _raw_body(request: HttpRequest) -> bytes:
@@ -83,6 +139,12 @@ def parse(request: HttpRequest) -> None:
         request.method = method
 
 
+def _may_be_read(request: HttpRequest) -> bool:
+    """Return whether Django permits ``request.body``."""
+    limit = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+    return limit is None or content_length(request) <= limit
+
+
 def _fits_in_memory(request: HttpRequest) -> bool:
     """Return whether Django would keep the whole body and each of its files in memory."""
     of_body = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
@@ -101,12 +163,17 @@ def _refuse_cut_body(request: HttpRequest) -> None:
     stream, was_read = vars(request)[_STREAM]
     cut = False  # The stream of a middleware that decodes the body, or of ASGI, in which Django refuses a truncated body.
     if isinstance(stream, LimitedStream):
-        cut = request._read_started and stream._pos < stream.limit  # type: ignore[attr-defined]
+        # If there is more to read, an upload handler has stopped the upload.
+        cut = request._read_started and _has_rest(stream) and not stream.read(1)  # type: ignore[attr-defined]
     elif was_read and isinstance(stream, BytesIO):  # Django keeps the body as it came there.
         arrived = max(stream.getbuffer().nbytes, len(request.body))
         cut = arrived < content_length(request) and not _has_end(request)
     if cut:
         raise problems.body_incomplete()
+
+
+def _has_rest(stream: Any) -> bool:
+    return isinstance(stream, LimitedStream) and stream._pos < stream.limit  # type: ignore[attr-defined]
 
 
 def _has_end(request: HttpRequest) -> bool:

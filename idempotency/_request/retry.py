@@ -17,6 +17,7 @@ from django.utils.datastructures import MultiValueDict
 from django.utils.functional import SimpleLazyObject, cached_property
 
 from idempotency import conf
+from idempotency._request.bodies import RereadableStream
 from idempotency._request.view_call import Call
 from idempotency._store.database_errors import retryable_failure
 from idempotency._store.events import about
@@ -163,6 +164,8 @@ class RequestState:
             vars(self.request)["_upload_handlers"] = [copy(handler) for handler in self._handlers]
         if "_body" in attributes:
             vars(self.request)["_stream"] = BytesIO(attributes["_body"])
+        elif isinstance(stream := attributes.get("_stream"), RereadableStream):
+            stream.rewind()
         for _, uploads in attributes["_files"].lists() if "_files" in attributes else ():
             for upload in uploads:
                 if upload.closed:
