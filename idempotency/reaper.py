@@ -22,7 +22,7 @@ from django.db.models.functions import Cast, Now, Replace
 from idempotency._request.abandonment import settle
 from idempotency._states import held
 from idempotency._store.database_errors import sqlstate_of
-from idempotency._store.transactions import durable_transaction
+from idempotency._store.transactions import durable_transaction, refuse_without_autocommit
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated
 from idempotency.inbox import STAGED_JOBS, took_effect
@@ -93,8 +93,11 @@ def reap_once(
     - ``dry_run``: only count.
     - ``stop``: called before each batch and during the pauses; True ends the pass.
     - ``progress``: called with the counts after each batch.
+
+    Raises RuntimeError if autocommit is off.
     """
     alias = using or router.db_for_write(IdempotencyKey)
+    refuse_without_autocommit(alias)
     keys = IdempotencyKey.objects.using(alias)
     if dry_run:
         deleted = keys.expired(older_than_hours).exclude(held()).count()

@@ -40,6 +40,21 @@ def test_an_empty_table_does_nothing():
     assert reap_once() == ReapPass()
 
 
+@pytest.mark.django_db(transaction=True)
+def test_without_autocommit_nothing_is_deleted():
+    """No COMMIT would follow, so each pass would count the same rows."""
+    expired_key()
+    ProcessedMessage.objects.create(source="stripe", message_id="1", processed_at=ago(days=31))
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(RuntimeError, match="set_autocommit"):
+            reap_once()
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+    assert (IdempotencyKey.objects.count(), ProcessedMessage.objects.count()) == (1, 1)
+
+
 def test_a_finished_key_past_its_retention_is_deleted():
     expired_key()
     assert reap_once() == ReapPass(deleted=1)
