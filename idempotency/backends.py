@@ -218,7 +218,15 @@ class OneByOne:
     def hand_over(self, queue: str, jobs: Sequence[StagedJob]) -> Mapping[UUID, HandOverResult | None]:
         """Hand the jobs over one after the other, as long as ``seconds_left()`` permits. An exception of ``hand_over_one()``
         refuses its job; BrokerUnavailable does so only if the broker takes another job."""
-        results = self._effects(jobs)
+        results: Results = {}
+        # A retried job has no hand-overs, but keeps its last error.
+        if again := [str(job.pk) for job in jobs if self.follow_up_seconds and (job.hand_overs or job.last_error)]:
+            try:
+                with transaction.atomic(using=(alias := jobs[0]._state.db)):
+                    results |= {UUID(done): TookEffect() for done in took_effect(STAGED_JOBS, again, using=alias)}
+            except (OperationalError, InterfaceError) as error:  # No job is the cause, so no job is refused.
+                unread = BrokerUnavailable(f"The inbox cannot be read: {error}")
+                return OfferedSingly(dict.fromkeys((job.pk for job in jobs), unread))
         waiting = [job for job in jobs if job.pk not in results]
         return OfferedSingly(results | offer_singly(waiting, partial(self._offer, queue)))
 
@@ -254,14 +262,6 @@ class OneByOne:
         if job.hand_overs >= MAX_ATTEMPTS:
             raise NoEffect
         return OfferAgain(min(self.follow_up_seconds * 2**job.hand_overs, _TEN_YEARS))
-
-    def _effects(self, jobs: Sequence[StagedJob]) -> Results:
-        # A retried job has no hand-overs, but keeps its last error.
-        again = [str(job.pk) for job in jobs if self.follow_up_seconds and (job.hand_overs or job.last_error)]
-        try:
-            return {UUID(done): TookEffect() for done in took_effect(STAGED_JOBS, again, using=jobs[0]._state.db)}
-        except (OperationalError, InterfaceError) as error:
-            raise BrokerUnavailable(f"The inbox cannot be read: {error}") from error
 
     def hand_over_one(self, queue: str, job: StagedJob) -> object:
         """Give one job to the broker; a coroutine is awaited.
