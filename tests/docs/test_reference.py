@@ -16,7 +16,7 @@ import pytest
 from django.dispatch import Signal
 from kombu.transport.redis import Channel
 
-from idempotency import _prompt, backends, completer, conf, inbox, signals
+from idempotency import _key_completion, _prompt, backends, conf, inbox, signals
 from idempotency._request import problems, stored_request
 from idempotency._store.history import HistoryEvent
 from idempotency.admin.export import MAX_CHARACTERS
@@ -133,7 +133,7 @@ def width(field: str) -> int:
         ("explanation/at-least-once.md", inbox.WAIT_SECONDS),
         ("explanation/at-least-once.md", DEFAULTS.INBOX_IDLE_SECONDS),
         ("explanation/at-least-once.md", MESSAGE_RETENTION.total_seconds()),
-        ("explanation/how-a-request-runs.md", completer._MAX_DELAY_SECONDS),
+        ("explanation/how-a-request-runs.md", _key_completion._MAX_DELAY_SECONDS),
         ("how-to/a-key-is-stuck.md", heartbeats.KEPT_DAYS * 86400),
         ("how-to/call-from-a-client.md", DEFAULTS.RETENTION_HOURS * 3600),
         ("how-to/choose-a-queue.md", CeleryBackend.follow_up_seconds),

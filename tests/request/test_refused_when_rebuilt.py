@@ -17,7 +17,7 @@ from django.shortcuts import redirect
 from psycopg.errors import SerializationFailure
 from pytest_django import Settings
 
-from idempotency import completer
+from idempotency import _key_completion
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import StuckCode
@@ -118,7 +118,7 @@ def test_after_a_few_runs_it_is_left_to_the_client_whose_retry_still_runs(refusa
 
     key_stuck.connect(listen)
     left_by_its_client(Shop(refusal), serve, sender)
-    run_until_stuck(completer._RUNS_BEFORE_REFUSED)
+    run_until_stuck(_key_completion._RUNS_BEFORE_REFUSED)
     abandon()
     assert complete_once() == CompletePass()
     assert IdempotencyKey.objects.stuck().get().stuck_code == StuckCode.REFUSED_WHEN_REBUILT
@@ -139,7 +139,7 @@ def test_a_refusal_before_the_decorator_counts_the_same(status: int, serve: Any,
         return answer
 
     serve(view=signed_in)
-    run_until_stuck(completer._RUNS_BEFORE_REFUSED)
+    run_until_stuck(_key_completion._RUNS_BEFORE_REFUSED)
     key = IdempotencyKey.objects.get()
     assert key.stuck_code == StuckCode.REFUSED_WHEN_REBUILT
     assert key.stuck_reason.endswith(key.last_error)
@@ -151,7 +151,7 @@ def test_an_error_before_the_decorator_is_no_refusal(serve: Any, sender: Sender)
     shop = Shop(lambda: HttpResponse(status=404))
     left_by_its_client(shop, serve, sender)
     serve(view=wraps(shop.view)(lambda request: HttpResponse(status=500)))
-    for _ in range(completer._RUNS_BEFORE_REFUSED):
+    for _ in range(_key_completion._RUNS_BEFORE_REFUSED):
         abandon()
         assert complete_once() == CompletePass(failed=1)
 
@@ -202,7 +202,7 @@ def test_what_a_phase_stores_in_the_rebuilt_request_is_the_answer(serve: Any, se
 def test_a_view_with_on_abandon_is_run_until_that_settles_it(serve: Any, sender: Sender) -> None:
     shop = Shop(lambda: HttpResponse(status=404), on_abandon=lambda key: HttpResponse(status=410))
     left_by_its_client(shop, serve, sender)
-    for _ in range(completer._RUNS_BEFORE_REFUSED + 1):
+    for _ in range(_key_completion._RUNS_BEFORE_REFUSED + 1):
         abandon()
         assert complete_once() == CompletePass(failed=1)
 
@@ -211,7 +211,7 @@ def test_a_client_that_came_back_meanwhile_keeps_its_key(serve: Any, sender: Sen
     """The retry charged and got a 503 before the run of the completer ended."""
     shop = Shop(lambda: HttpResponse(status=404), begun=True)
     left_by_its_client(shop, serve, sender)
-    IdempotencyKey.objects.update(begun=False, completer_attempts=completer._RUNS_BEFORE_REFUSED - 1)
+    IdempotencyKey.objects.update(begun=False, completer_attempts=_key_completion._RUNS_BEFORE_REFUSED - 1)
     shop.bank_is_down = True
 
     @wraps(shop.view)
@@ -245,7 +245,7 @@ def test_it_is_not_left_to_the_client_after_a_second_attempt_of_the_same_run_has
 
     serve(view=view)
     assert sender.send().status_code == 503
-    IdempotencyKey.objects.update(completer_attempts=completer._RUNS_BEFORE_REFUSED)
+    IdempotencyKey.objects.update(completer_attempts=_key_completion._RUNS_BEFORE_REFUSED)
     abandon()
     failures += [False, True]
     assert complete_once() == CompletePass(failed=1)
@@ -262,7 +262,7 @@ LOGIN_CHECKS = {
 
 def expect_refused() -> None:
     """Let the completer run the key until it is left to its client."""
-    run_until_stuck(completer._RUNS_BEFORE_REFUSED)
+    run_until_stuck(_key_completion._RUNS_BEFORE_REFUSED)
     key = IdempotencyKey.objects.get()
     assert (key.stuck_code, key.response_code) == (StuckCode.REFUSED_WHEN_REBUILT, None)
     assert "status 302" in key.stuck_reason

@@ -1,0 +1,227 @@
+"""The keys that the completer runs, and the run of one key."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+
+from django.db.models import Window
+from django.db.models.functions import Now, RowNumber
+from django.http import HttpResponseBase
+
+from idempotency import conf, signals
+from idempotency._async import FAILURES
+from idempotency._boundary import boundary
+from idempotency._request import responses
+from idempotency._request.environment import Environment, in_environment
+from idempotency._request.lookup import has_on_abandon, options_for
+from idempotency._request.phased_run import Completion
+from idempotency._request.rerun import run_again
+from idempotency._request.stored_request import cause_of
+from idempotency._states import due_at
+from idempotency._store import claims, events, fence, rows, settlement
+from idempotency._store.database_errors import accepts_writes, connection_lost
+from idempotency._store.transactions import refuse_outer_transaction
+from idempotency._text import error_text, summary
+from idempotency.exceptions import KeyStuck, LockLost, NotReplicated, StuckCode
+from idempotency.models import IdempotencyKey
+
+logger = logging.getLogger("idempotency")
+
+#: The id of a key, the number of its completer runs, and the time for which a deploy has kept it stuck.
+_Waiting = tuple[int, int, timedelta | None]
+
+#: The number of refused runs after which a key without any effect is left to its client.
+_RUNS_BEFORE_REFUSED = 5
+#: The longest wait between two runs of one key. With it, 25 attempts span three days: a long weekend.
+_MAX_DELAY_SECONDS = 4 * 3600
+#: The longest time after which the completer looks again at a key whose recovery point is unknown.
+_MAX_WAIT_FOR_DEPLOY = timedelta(hours=1)
+#: The number of keys of one scope in a batch.
+_IN_A_ROW = 10
+
+
+class AbandonedKeys:
+    """The keys of one pass. Several threads may run them at once: a key that runs for long occupies one thread only."""
+
+    def __init__(self, alias: str, batch_size: int) -> None:
+        self._alias, self._batch_size = alias, batch_size
+        self._one_at_a_time = threading.Lock()
+        self._waiting: Iterator[_Waiting] | None = None
+        #: The keys that could not be claimed.
+        self._left: list[int] = []
+
+    def begin(self) -> None:
+        """Begin a pass, or join that of other threads. Raises RuntimeError in a transaction, and if autocommit is off."""
+        refuse_outer_transaction(self._alias)
+        with self._one_at_a_time:
+            if self._waiting is None:
+                self._left = []
+                self._waiting = _waiting(self._alias, self._batch_size, self._left)
+
+    def complete(self, stop: Callable[[], bool]) -> Counter[str]:
+        """Run keys until none is left in the pass, or ``stop`` returns True. Return the numbers of results."""
+        counts: Counter[str] = Counter()
+        while not stop() and (key := self._next()) is not None:
+            pk, attempts, stuck_for = key
+            # Do not claim a key whose recovery point is unknown: each claim would add to its history.
+            if stuck_for is not None and not _knows_point_of(pk, self._alias):
+                _postpone(pk, self._alias, stuck_for)
+            elif outcome := complete_by_id(pk, attempts, self._alias):
+                counts[outcome] += 1
+            else:
+                self._left.append(pk)
+        return counts
+
+    def _next(self) -> _Waiting | None:
+        with self._one_at_a_time:
+            key = next(self._waiting, None) if self._waiting is not None else None
+            if key is None:
+                self._waiting = None
+            return key
+
+
+def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[_Waiting]:
+    """Yield the id of each abandoned key, the number of its completer runs, and the time for which a deploy has kept it stuck
+    (or None). Scopes take turns; within a scope the key that has been due longest is first. Keys that become due meanwhile are
+    included. The iterator ends when no key is left that was due at its start, so that a pass ends under any load. The list
+    ``left`` has the keys that could not be claimed."""
+    begun = None
+    turn = Window(RowNumber(), partition_by="scope", order_by=["due", "pk"])
+    while True:
+        waiting = IdempotencyKey.objects.using(alias).abandoned().exclude(pk__in=left).annotate(due=due_at(), turn=turn)
+        in_turn = waiting.filter(turn__lte=_IN_A_ROW).order_by("turn", "due", "pk")
+        batch = list(in_turn.values_list("due", Now(), "pk", "completer_attempts", "stuck_at")[:batch_size])
+        if not batch:
+            return
+        longest_due, now, *_ = batch[0]
+        begun = begun or now
+        if longest_due > begun:
+            return
+        for _, now, pk, attempts, stuck_at in batch:
+            yield pk, attempts, now - stuck_at if stuck_at is not None else None
+
+
+def _knows_point_of(pk: int, alias: str) -> bool:
+    if (key := rows.read(pk, using=alias)) is None:
+        return False
+
+    def known(environment: Environment) -> bool:
+        options = options_for(key) if environment.failure is None else None
+        return options is not None and key.recovery_point in options.every_point()
+
+    return in_environment(key, known)
+
+
+def _postpone(pk: int, alias: str, stuck_for: timedelta) -> None:
+    """Let the completer look at a key with an unknown recovery point again after a tenth of the time for which it has been
+    stuck, so that many such keys do not delay the others."""
+    wait = min(max(stuck_for / 10, timedelta(seconds=conf.get().COMPLETER_IDLE_SECONDS)), _MAX_WAIT_FOR_DEPLOY)
+    keys = IdempotencyKey.objects.using(alias).filter(pk=pk, stuck_code=StuckCode.UNKNOWN_RECOVERY_POINT)
+    keys.update(next_run_at=Now() + wait)
+
+
+def complete_by_id(pk: int, attempts: int, alias: str) -> str | None:
+    """Run a key from its recovery point; return the result for ``complete_key``. The argument ``attempts`` is the number of its
+    completer runs."""
+    limits = conf.get()
+    last = rows.read(pk, using=alias) if attempts >= limits.COMPLETER_MAX_ATTEMPTS else None
+    if last is not None and in_environment(last, partial(_give_up, last, alias)):
+        return "stuck"  # A run that killed its process could not mark it.
+    delay = min(limits.COMPLETER_IDLE_SECONDS * 2**attempts, _MAX_DELAY_SECONDS)
+    key = claims.claim_by_id(pk, delay_seconds=delay, using=alias)
+    if key is None:
+        return None
+    return in_environment(key, partial(_run, key, alias))
+
+
+def _run(key: IdempotencyKey, alias: str, environment: Environment) -> str:
+    """Run the request of a claimed key; return its result."""
+    events.emit(signals.key_claimed, key, None)
+    completion, refused, waits = Completion(key), False, False
+    with boundary():
+        outcome = _outcome_of(completion, environment, alias)
+    if isinstance(outcome, HttpResponseBase):
+        refused = responses.is_refusal(outcome) or responses.is_login_redirect(outcome, environment.required())
+        told = responses.described(outcome, withheld=False)  # A request without its body was not run.
+        ended = f"A decorator or the framework, outside of @idempotent, responded with {told}"
+    elif isinstance(outcome, KeyStuck):  # CannotRun, or raised by PREPARE_REQUEST.
+        code, reason = cause_of(outcome)
+        ended = f"The completer cannot run this request: {reason}"
+        # Only its client can send such a request again. With ``on_abandon``, the reaper settles it.
+        only_its_client = code == StuckCode.BODY_NOT_KEPT
+        settled = only_its_client and _may_be_settled(key, environment)
+        waits = only_its_client and key.untouched and not settled
+        if not (settled or waits) and _mark_stuck(key, code, reason, alias):
+            return "stuck"
+        logger.warning("the completer cannot run key %s (%s): %s", key.key_hash, code, reason, extra=events.about(key))
+    else:
+        refused = isinstance(outcome, responses.HTTP_EXCEPTIONS)
+        ended = error_text(outcome)
+        logger.error("the completer could not finish key %s", key.key_hash, exc_info=outcome, extra=events.about(key))
+    if completion.outcome is None:
+        # The run did not reach @idempotent, which would have unlocked the key.
+        (fence.leave_to_client if waits else fence.release)(key, ended, using=alias)
+    if completion.outcome in ("finished", "stuck"):
+        return completion.outcome
+    given_up = (refused and _leave_to_client(completion.key, alias, environment)) or _give_up(
+        completion.key, alias, environment
+    )
+    return "stuck" if given_up else "failed"
+
+
+def _outcome_of(completion: Completion, environment: Environment, alias: str) -> HttpResponseBase | BaseException:
+    """Run the request; return its response, or the exception that ended it. Raises the exceptions with which the next key
+    would fail too. If the lock of this key cannot be released then, it expires."""
+    try:
+        return run_again(completion, environment)
+    except FAILURES as error:
+        if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not accepts_writes(alias)):
+            raise
+        return error
+
+
+def _has_on_abandon(key: IdempotencyKey, environment: Environment) -> bool:
+    return environment.failure is None and has_on_abandon(key)
+
+
+def _may_be_settled(key: IdempotencyKey, environment: Environment) -> bool:
+    """Return whether the reaper may settle the key: its view has ``on_abandon``, or cannot be found now."""
+    return environment.failure is not None or has_on_abandon(key)
+
+
+def _leave_to_client(key: IdempotencyKey, alias: str, environment: Environment) -> bool:
+    """Mark a key as stuck whose rebuilt request is refused repeatedly; return whether this call did it. The rebuilt request
+    may lack an attribute that a middleware sets, so the refusal is not a response for the client. A retry of the client still
+    runs. A key with ``on_abandon`` is not marked, because the reaper settles it."""
+    if not key.untouched or key.completer_attempts < _RUNS_BEFORE_REFUSED or _has_on_abandon(key, environment):
+        return False
+    refused = rows.read(key.pk, using=alias)
+    reason = (
+        f"{key.completer_attempts} runs of the rebuilt request were refused before any effect; a retry of the client still "
+        f"runs. The last refusal: {summary(refused.last_error if refused else '')}"
+    )
+    return _mark_stuck(key, StuckCode.REFUSED_WHEN_REBUILT, reason, alias)
+
+
+def _mark_stuck(key: IdempotencyKey, code: str, reason: str, alias: str) -> bool:
+    """Mark a claimed key as stuck. Return whether it was; an operator may have settled it meanwhile."""
+    try:
+        fence.mark_stuck(key, code, reason, using=alias)
+    except LockLost:
+        return False
+    events.announce_stuck(key.pk, None, using=alias)
+    return True
+
+
+def _give_up(key: IdempotencyKey, alias: str, environment: Environment) -> bool:
+    """Mark a key as stuck after its last attempt; return whether this call did it. A key that was just handed back has all
+    its attempts again. A key with ``on_abandon`` is retried until the reaper settles it."""
+    most = conf.get().COMPLETER_MAX_ATTEMPTS
+    last = rows.read(key.pk, using=alias) if key.completer_attempts >= most else None
+    if last is None or last.completer_attempts < most or _has_on_abandon(last, environment):
+        return False
+    reason = f"{last.completer_attempts} runs of the completer failed, the last with: {summary(last.last_error)}"
+    return settlement.give_up(last.pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias)
