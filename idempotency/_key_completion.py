@@ -20,7 +20,7 @@ from idempotency._request.lookup import has_on_abandon, options_for
 from idempotency._request.phased_run import Completion
 from idempotency._request.rerun import run_again
 from idempotency._request.stored_request import cause_of
-from idempotency._states import due_at
+from idempotency._states import completer_delay_seconds, due_at
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import accepts_writes, connection_lost
 from idempotency._store.transactions import refuse_outer_transaction
@@ -35,8 +35,6 @@ _Waiting = tuple[int, int, timedelta | None]
 
 #: The number of refused runs after which a key without any effect is left to its client.
 _RUNS_BEFORE_REFUSED = 5
-#: The longest wait between two runs of one key. With it, 25 attempts span three days: a long weekend.
-_MAX_DELAY_SECONDS = 4 * 3600
 #: The longest time after which the completer looks again at a key whose recovery point is unknown.
 _MAX_WAIT_FOR_DEPLOY = timedelta(hours=1)
 #: The number of keys of one scope in a batch.
@@ -126,12 +124,10 @@ def _postpone(pk: int, alias: str, stuck_for: timedelta) -> None:
 def complete_by_id(pk: int, attempts: int, alias: str) -> str | None:
     """Run a key from its recovery point; return the result for ``complete_key``. The argument ``attempts`` is the number of its
     completer runs."""
-    limits = conf.get()
-    last = rows.read(pk, using=alias) if attempts >= limits.COMPLETER_MAX_ATTEMPTS else None
+    last = rows.read(pk, using=alias) if attempts >= conf.get().COMPLETER_MAX_ATTEMPTS else None
     if last is not None and in_environment(last, partial(_give_up, last, alias)):
         return "stuck"  # A run that killed its process could not mark it.
-    delay = min(limits.COMPLETER_IDLE_SECONDS * 2**attempts, _MAX_DELAY_SECONDS)
-    key = claims.claim_by_id(pk, delay_seconds=delay, using=alias)
+    key = claims.claim_by_id(pk, delay_seconds=completer_delay_seconds(attempts), using=alias)
     if key is None:
         return None
     return in_environment(key, partial(_run, key, alias))

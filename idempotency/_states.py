@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from idempotency.models import IdempotencyKey
 
 
+#: The longest wait between two runs of one key. With it, 25 attempts span three days: a long weekend.
+MAX_DELAY_SECONDS = 4 * 3600
+
+
 class KeyState(models.TextChoices):
     """The states of a key, in the order in which pages list them: states that need manual review come first. Pages show the
     label of a state."""
@@ -69,13 +73,20 @@ def held() -> Q:
 
 def due_at() -> Greatest:
     """Return the time from which the completer takes an unlocked key. At this time the key is old enough and idle for long
-    enough, and its delay is over."""
+    enough, its delay is over, and no process that holds an expired lock can still mark the key as hung."""
     limits = conf.get()
     return Greatest(
         F("created_at") + timedelta(seconds=limits.COMPLETER_MIN_AGE_SECONDS),
         F("last_run_at") + timedelta(seconds=limits.COMPLETER_IDLE_SECONDS),
         Coalesce("next_run_at", "created_at"),
+        Coalesce(F("locked_at") + timedelta(seconds=limits.abandoned_after_seconds), "created_at"),
     )
+
+
+def completer_delay_seconds(attempts: int) -> float:
+    """Return the least time from a run of the completer, after so many earlier ones, to the next."""
+    delay: float = min(conf.get().COMPLETER_IDLE_SECONDS * 2**attempts, MAX_DELAY_SECONDS)
+    return delay
 
 
 def _due() -> Q:

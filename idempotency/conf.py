@@ -102,6 +102,17 @@ class Settings:
     #: ``on_abandon`` in the reaper.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
 
+    @property
+    def hung_after_seconds(self) -> float:
+        """The time after which a run of a loop counts as hung: its lease has ended twice without renewal."""
+        return 2 * self.LOCK_TIMEOUT_SECONDS
+
+    @property
+    def abandoned_after_seconds(self) -> float:
+        """The age of a lock from which the completer claims its key. Until then, the process that holds the lock may find that
+        its run hangs, and mark the key. Otherwise the next completer would hang too."""
+        return 2.5 * self.LOCK_TIMEOUT_SECONDS
+
 
 #: The settings that take a callable or its dotted path.
 CALLABLES = tuple(f.name for f in fields(Settings) if f.type == str | Callable[..., Any] | None)

@@ -26,6 +26,8 @@ class StuckCode(StrEnum):
     REFUSED_WHEN_REBUILT = "refused_when_rebuilt"
     #: The completer has run the key COMPLETER_MAX_ATTEMPTS times.
     ATTEMPTS_EXHAUSTED = "attempts_exhausted"
+    #: Runs of the completer hung three times.
+    HUNG = "hung"
     #: The key was not finished within RETENTION_HOURS, and its view has no ``on_abandon``.
     RETENTION_PASSED = "retention_passed"
     #: The function ``on_abandon`` is running, or was interrupted or failed.

@@ -100,6 +100,12 @@ class IdempotencyKey(ClaimedKey):
         _("next run at"), null=True, blank=True, help_text=_("The completer does not run the key before this time.")
     )
     completer_attempts = models.PositiveIntegerField(_("completer attempts"), default=0)
+    hangs = models.PositiveSmallIntegerField(
+        _("hangs"),
+        default=0,
+        db_default=0,
+        help_text=_("Number of runs that hung since the key was created or handed back."),
+    )
     attempts = models.PositiveIntegerField(
         _("attempts"), default=0, help_text=_("Number of claims, by clients and by the completer.")
     )

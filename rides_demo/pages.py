@@ -64,7 +64,7 @@ def home(request: HttpRequest, switches: Callable[[], dict[str, Any]]) -> HttpRe
         "steps": STEPS.items(),
         "lock_seconds": limits.LOCK_TIMEOUT_SECONDS,
         "completer_seconds": limits.COMPLETER_MIN_AGE_SECONDS,
-        "patience_seconds": 2 * limits.LOCK_TIMEOUT_SECONDS + limits.COMPLETER_MIN_AGE_SECONDS + PATIENCE_SECONDS,
+        "patience_seconds": 3 * limits.LOCK_TIMEOUT_SECONDS + limits.COMPLETER_MIN_AGE_SECONDS + PATIENCE_SECONDS,
         "idempotency_key": uuid.uuid4(),
     } | (switches() if rider else {})
     return render(request, "rides_demo/home.html", context)

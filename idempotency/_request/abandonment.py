@@ -10,7 +10,7 @@ from idempotency import _text, conf, signals
 from idempotency._async import FAILURES, awaited
 from idempotency._boundary import boundary
 from idempotency._request import responses
-from idempotency._request.environment import Environment, in_environment
+from idempotency._request.environment import Environment, in_environment, watched_key
 from idempotency._request.lookup import on_abandon_of
 from idempotency._request.options import OnAbandon
 from idempotency._request.stored_request import can_rebuild, cause_of
@@ -92,7 +92,7 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
     fence.mark_stuck(key, StuckCode.ON_ABANDON, BEGUN, using=using)
     key.begin_call = partial(fence.begin_call, key, using=using, stuck_code=StuckCode.ON_ABANDON)
     try:
-        with boundary():
+        with watched_key(key), boundary():
             response = rendered(awaited(on_abandon(key)))
         if not isinstance(response, HttpResponseBase):
             raise TypeError(f"it returned {type(response).__name__}, not a response")

@@ -5,9 +5,10 @@ A process without clients runs no middleware. All code of a project that it runs
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from inspect import isasyncgen, isgenerator
 from typing import Any, TypeVar
 
@@ -23,7 +24,9 @@ from idempotency import conf
 from idempotency._async import FAILURES, awaited
 from idempotency._boundary import boundary
 from idempotency._request.stored_request import rebuild
-from idempotency._store.events import about
+from idempotency._states import completer_delay_seconds
+from idempotency._store import events, settlement
+from idempotency._watchdog import watched
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -55,6 +58,20 @@ class Environment:
         return request
 
 
+def watched_key(key: IdempotencyKey) -> AbstractContextManager[None]:
+    """Register project code that runs for a claimed key, or for one that was only read. The watchdog of a loop marks the key if
+    the code hangs."""
+    limit = conf.get().hung_after_seconds
+    return watched(f"the run of key {key.key_hash}", limit_seconds=limit, mark=partial(_mark_hung, key), key=key)
+
+
+def _mark_hung(key: IdempotencyKey, place: str) -> None:
+    using, limits = str(key._state.db), conf.get()
+    delay = max(completer_delay_seconds(key.completer_attempts), limits.hung_after_seconds)
+    if settlement.mark_hung(key, place, delay_seconds=delay, using=using):
+        in_environment(key, lambda environment: events.announce_stuck(key.pk, None, using=using))
+
+
 def in_environment(key: IdempotencyKey, work: Callable[[Environment], Result]) -> Result:
     """Call ``work`` in the environment of the stored request, and return its result. On return nothing of the environment
     is left: its context variables are unset, its context manager is closed, and the connections are checked. An error that
@@ -65,7 +82,7 @@ def in_environment(key: IdempotencyKey, work: Callable[[Environment], Result]) -
 def _in_environment(key: IdempotencyKey, work: Callable[[Environment], Result]) -> Result:
     environment, raised, results = Environment(), None, []
     try:
-        with boundary(), ExitStack() as stack:
+        with watched_key(key), boundary(), ExitStack() as stack:
             try:
                 _enter(stack, environment, key)
             except FAILURES as error:
@@ -75,7 +92,7 @@ def _in_environment(key: IdempotencyKey, work: Callable[[Environment], Result]) 
             except BaseException as error:  # The context manager of PREPARE_REQUEST might suppress it.
                 raised = error
     except FAILURES:
-        logger.exception("the context manager of PREPARE_REQUEST failed after key %s", key.key_hash, extra=about(key))
+        logger.exception("the context manager of PREPARE_REQUEST failed after key %s", key.key_hash, extra=events.about(key))
     if raised is not None:
         raise raised
     return results[0]

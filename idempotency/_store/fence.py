@@ -22,6 +22,7 @@ from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
 from idempotency._store.transactions import OwnTransaction, refuse_outer_transaction
 from idempotency._text import storable, summary
+from idempotency._watchdog import note_progress
 from idempotency.exceptions import KeyStuck, LockLost, StuckCode
 from idempotency.models import FINISHED, IdempotencyKey
 
@@ -140,6 +141,7 @@ def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransac
 
         def note(row: tuple[Any, ...]) -> None:
             key.place = row[0]
+            note_progress(key)
 
         if key.place is not None and ends.end_with(_or_fail(text), parameters, note):
             return
@@ -152,6 +154,7 @@ def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransac
         (key.place,) = row
     elif execute(text, parameters, using) != 1:
         raise LockLost
+    note_progress(key)
 
 
 @cache

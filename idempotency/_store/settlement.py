@@ -19,12 +19,14 @@ from idempotency._store.fence import StoredResponse, stuck_parameters
 from idempotency._store.history import HistoryEvent
 from idempotency._store.rows import execute, fetch, statements_for, token_parameter
 from idempotency._store.statements import CLEAR_STUCK, TABLE
-from idempotency._text import summary
+from idempotency._text import storable, summary
 from idempotency.exceptions import StuckCode
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
+#: The number of runs that hang before a key becomes stuck. Each of them costs the process of a loop.
+MOST_HANGS = 3
 #: A name of 100 characters and a note of 150 fit.
 _MAX_DETAIL_LENGTH = 300
 
@@ -58,10 +60,35 @@ def _calls(using: str) -> str:
 
 def give_up(pk: int, code: str, reason: str, *, using: str, request: HttpRequest | None = None) -> bool:
     """Mark a key as stuck if no run holds it, and announce it; return whether this call did it."""
-    if execute(statements_for(using).give_up, Hidden({"id": pk, **stuck_parameters(code, reason)}), using) == 0:
+    if not _give_up(pk, code, reason, using):
         return False
     announce_stuck(pk, request, using=using)
     return True
+
+
+def _give_up(pk: int, code: str, reason: str, using: str) -> bool:
+    return execute(statements_for(using).give_up, Hidden({"id": pk, **stuck_parameters(code, reason)}), using) > 0
+
+
+def mark_hung(key: IdempotencyKey, place: str, *, delay_seconds: float, using: str) -> bool:
+    """End the claim of a run that hangs at ``place``, so that the completer does not take the key before ``delay_seconds``.
+    After the last of ``MOST_HANGS`` hangs, mark the key as stuck; return whether this call did it. Nothing changes if the run
+    has renewed its lock, or another run has claimed the key."""
+    text, error = statements_for(using), storable(f"The run hung at {place}.")
+    statement = (
+        f"UPDATE {TABLE} AS k SET claim_token = %(new_token)s, locked_at = NULL, hangs = k.hangs + 1, "  # nosec B608  # see the noqa above
+        f"next_run_at = {text.dialect.later.format('%(delay)s')}, last_error = %(error)s, stuck_reason = "
+        f"CASE WHEN k.stuck_code = '{StuckCode.ON_ABANDON}' THEN %(error)s ELSE k.stuck_reason END, history = {text.history} "
+        f"WHERE k.id = %(id)s AND k.claim_token = %(token)s AND k.finished_at IS NULL AND {text.unlocked} RETURNING hangs"
+    )
+    parameters: Parameters = Hidden({"id": key.pk, "delay": delay_seconds, "error": error})
+    parameters.value |= {"event": HistoryEvent.HUNG, "detail": summary(place)}
+    parameters.value["token"] = token_parameter(key.fence, using)
+    parameters.value["new_token"] = token_parameter(uuid.uuid4(), using)
+    row = fetch(statement, parameters, using)
+    if row is None or row[0] < MOST_HANGS:
+        return False
+    return _give_up(key.pk, StuckCode.HUNG, f"{row[0]} runs hung. The last one hung at {place}.", using)
 
 
 def release_lock(decision: Decision) -> bool:
@@ -74,7 +101,7 @@ def hand_back(decision: Decision) -> bool:
     text = statements_for(decision.using)
     return _change(
         decision,
-        f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, handed_back_at = {text.now}, {CLEAR_STUCK}",
+        f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, hangs = 0, handed_back_at = {text.now}, {CLEAR_STUCK}",
         f"{text.unlocked} AND k.refused_at IS NULL AND k.stuck_code <> '{StuckCode.ON_ABANDON}'",
         event=HistoryEvent.HANDED_BACK,
         detail=f"to the completer, {decision.signed}",

@@ -69,11 +69,12 @@ _FENCE = "k.id = %(id)s AND k.claim_token = %(token)s"
 class Statements:
     """The statements for one database vendor and one pair of time limits."""
 
-    def __init__(self, vendor: str, lock_timeout_seconds: int, retention_hours: int) -> None:
+    def __init__(self, vendor: str, lock_timeout_seconds: int, abandoned_after_seconds: float, retention_hours: int) -> None:
         self.dialect = dialect = POSTGRESQL if vendor == "postgresql" else SQLITE
         self.lock_timeout_seconds = lock_timeout_seconds
         self.now = dialect.now
         self.unlocked = f"(k.locked_at IS NULL OR k.locked_at < {dialect.ago.format(lock_timeout_seconds)})"
+        self.abandoned = f"(k.locked_at IS NULL OR k.locked_at < {dialect.ago.format(abandoned_after_seconds)})"
         self.history = dialect.append.format(event=dialect.event)
         #: The new history of an unlocked key. An expired lock is that of a lost run, as each end of a run clears it.
         self.history_of_unlocked = self._after_lock(dialect.event)
@@ -198,7 +199,8 @@ class Statements:
             f"{_NEXT_ATTEMPT}, completer_attempts = k.completer_attempts + 1, "
             f"next_run_at = {self.dialect.later.format('%(delay)s')}, {CLEAR_STUCK}, history = {self.history_of_unlocked} "
             f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} "
-            f"AND (%(early)s OR k.next_run_at IS NULL OR k.next_run_at <= {self.now}) RETURNING {self._claimed(READ)}"
+            f"AND (%(early)s OR {self.abandoned} AND (k.next_run_at IS NULL OR k.next_run_at <= {self.now})) "
+            f"RETURNING {self._claimed(READ)}"
         )
 
     @cached_property

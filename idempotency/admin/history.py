@@ -16,8 +16,11 @@ from idempotency.templatetags.idempotency_admin import aware
 _OWN_ENDS = (HistoryEvent.FINISHED, HistoryEvent.ERROR, HistoryEvent.REFUSED)
 #: The ending of a run that wrote no last event, whether the history has the event "run lost" or not.
 LOST = "lost"
-#: Events that end a run from outside: a person, the completer, the reaper or a retry writes them.
-_OTHER_ENDS = (HistoryEvent.ANSWERED, HistoryEvent.HANDED_BACK, HistoryEvent.LOCK_RELEASED, HistoryEvent.STUCK)
+#: Events that end a run from outside: a person, the completer, the reaper, a retry or the watchdog of a loop writes them.
+_OTHER_ENDS = (
+    *(HistoryEvent.ANSWERED, HistoryEvent.HANDED_BACK, HistoryEvent.LOCK_RELEASED, HistoryEvent.STUCK),
+    HistoryEvent.HUNG,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
         (None, {"fields": ("error_shown",)}),
         (_("Request"), {"fields": ("request", "sender", "scope", "idempotency_key", "remote_addr", *_REQUEST_PARTS)}),
         (_("Response"), {"fields": ("response_code", "response_headers_shown", "response_shown")}),
-        (_("Runs"), {"fields": (*(f"{name}_shown" for name in _TIMES), "attempts", "completer_attempts")}),
+        (_("Runs"), {"fields": (*(f"{name}_shown" for name in _TIMES), "attempts", "completer_attempts", "hangs")}),
     )
 
     class Media:

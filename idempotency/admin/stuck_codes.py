@@ -36,6 +36,18 @@ STUCK_CODES = {
         ),
         "complete",
     ),
+    "hung": Explanation(
+        _(
+            "Three runs of the completer hung: they made no progress until their lease had ended twice. The last error names "
+            "the place in the code."
+        ),
+        _(
+            "Give the call at that place a time limit, and deploy. Then complete the key: before that, it would hang here too. "
+            "If the page shows a last call, check that service first: it may have forgotten the key of the call. If the call "
+            "took effect, do the missing steps by hand and answer the key."
+        ),
+        "complete",
+    ),
     "call_in_doubt": Explanation(
         _("A call to a service without idempotency keys was begun, and its result is unknown."),
         _(

@@ -45,6 +45,7 @@ class Migration(migrations.Migration):
                 ('handed_back_at', models.DateTimeField(blank=True, help_text='Time at which a person handed the key back to the completer. The retention counts from here.', null=True, verbose_name='handed back at')),
                 ('next_run_at', models.DateTimeField(blank=True, help_text='The completer does not run the key before this time.', null=True, verbose_name='next run at')),
                 ('completer_attempts', models.PositiveIntegerField(default=0, verbose_name='completer attempts')),
+                ('hangs', models.PositiveSmallIntegerField(db_default=0, default=0, help_text='Number of runs that hung since the key was created or handed back.', verbose_name='hangs')),
                 ('attempts', models.PositiveIntegerField(default=0, help_text='Number of claims, by clients and by the completer.', verbose_name='attempts')),
                 ('begun', models.BooleanField(db_default=False, default=False, help_text='Whether an attempt has committed a phase or begun a downstream call.', verbose_name='begun')),
                 ('refused_at', models.DateTimeField(blank=True, help_text='Time from which only a retry of the client runs the request. Nothing was begun before.', null=True, verbose_name='refused at')),

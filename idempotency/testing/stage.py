@@ -148,7 +148,7 @@ class Stage:
         limits, key = conf.get(), None
         for number in range(_COMPLETER_RUNS):
             idle = limits.COMPLETER_IDLE_SECONDS * 2**number
-            self._age(max(limits.LOCK_TIMEOUT_SECONDS, limits.COMPLETER_MIN_AGE_SECONDS, idle) + 1)
+            self._age(max(limits.abandoned_after_seconds, limits.COMPLETER_MIN_AGE_SECONDS, idle) + 1)
             run = Run()
             with observed(run):
                 complete_once()

@@ -16,7 +16,7 @@ import pytest
 from django.dispatch import Signal
 from kombu.transport.redis import Channel
 
-from idempotency import _key_completion, _prompt, backends, conf, inbox, signals
+from idempotency import _prompt, _states, backends, conf, inbox, signals
 from idempotency._request import problems, stored_request
 from idempotency._store.history import HistoryEvent
 from idempotency.admin.export import MAX_CHARACTERS
@@ -27,7 +27,7 @@ from idempotency.contrib.celery import CeleryBackend
 from idempotency.contrib.tasks import TasksBackend
 from idempotency.decorators import idempotent
 from idempotency.jobs import stage_job
-from idempotency.management import passes
+from idempotency.management import loop
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring import doctor, heartbeats, measures
 from idempotency.reaper import MESSAGE_RETENTION
@@ -133,7 +133,7 @@ def width(field: str) -> int:
         ("explanation/at-least-once.md", inbox.WAIT_SECONDS),
         ("explanation/at-least-once.md", DEFAULTS.INBOX_IDLE_SECONDS),
         ("explanation/at-least-once.md", MESSAGE_RETENTION.total_seconds()),
-        ("explanation/how-a-request-runs.md", _key_completion._MAX_DELAY_SECONDS),
+        ("explanation/how-a-request-runs.md", _states.MAX_DELAY_SECONDS),
         ("how-to/a-key-is-stuck.md", heartbeats.KEPT_DAYS * 86400),
         ("how-to/call-from-a-client.md", DEFAULTS.RETENTION_HOURS * 3600),
         ("how-to/choose-a-queue.md", CeleryBackend.follow_up_seconds),
@@ -146,7 +146,7 @@ def width(field: str) -> int:
         ("how-to/run-a-soak.md", wrong_clock.HOUR_SECONDS),
         ("how-to/run-the-processes.md", heartbeats.WRITE_SECONDS),
         ("how-to/run-the-processes.md", heartbeats.SILENT_SECONDS),
-        ("reference/log-lines.md", passes.MAX_PAUSE_SECONDS),
+        ("reference/log-lines.md", loop.MAX_PAUSE_SECONDS),
         ("reference/log-lines.md", _prompt.PAUSE_SECONDS),
         ("reference/models.md", DEFAULTS.RETENTION_HOURS * 3600),
     ],

@@ -29,8 +29,8 @@ def make_older(seconds: float, *fields: str) -> None:
         IdempotencyKey.objects.filter(pk=pk).update(**older)
 
 
-def expire_lock(seconds: float = 91) -> None:
-    """Make the lock of each key ``seconds`` old; the default is one second more than its timeout."""
+def expire_lock(seconds: float = 226) -> None:
+    """Make the lock of each key ``seconds`` old. By default it has expired for clients (90 s) and the completer (225 s)."""
     IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=seconds))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from idempotency.management.passes import Loop
+from idempotency.management.loop import Loop
 from tests.kit.threads import background
 
 
@@ -22,8 +22,8 @@ def looping(work: Callable[..., Any], *, say: Callable[[Any], None] = lambda cou
         passes.append(1)
         return work(**given)
 
-    stop: Any = SimpleNamespace(requested=lambda wait_seconds=0: done.wait(wait_seconds))
-    loop = Loop("this_loop", run_pass, interval=0.01, stop=stop, say=say)
+    stop: Any = SimpleNamespace(requested=lambda wait_seconds=0: done.wait(wait_seconds), request=done.set)
+    loop = Loop("this_loop", run_pass, interval=0.01, stop=stop, say=say, using="default")
     with background(loop.run):
         try:
             yield passes

@@ -156,7 +156,7 @@ def test_what_is_wrong_with_a_claim_is_raised_at_once() -> None:
     with pytest.raises(Error):
         claim(request("NUL \0 is no text for PostgreSQL"))
     key = claim().key
-    expire_lock(91)
+    expire_lock()
     with pytest.raises(Error):
         claims.claim_by_id(key.pk, delay_seconds=float("inf"), using="default")
 
@@ -268,7 +268,7 @@ def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
     """In a transaction the claim raises the error, because no other statement could follow there."""
     key = claim().key
     IdempotencyKey.objects.update(begun=True)
-    expire_lock(91)
+    expire_lock()
 
     def take_over() -> Any:
         with default_isolation("repeatable read"):
@@ -310,21 +310,21 @@ def test_a_claim_that_is_always_outrun_sends_its_client_away_for_a_second(
 def test_the_completer_claims_what_nobody_holds_and_not_before_its_delay() -> None:
     key = claim().key
     assert claim_as_completer(key) is None
-    expire_lock(91)
+    expire_lock()
     taken = claim_as_completer(key)
     assert taken is not None
     assert (taken.attempts, taken.completer_attempts) == (2, 1)
     assert taken.fence not in (None, key.fence)
     assert [(event["event"], event["detail"]) for event in taken.history][-1] == ("claimed", "completer")
     assert IdempotencyKey.objects.filter(locked_at__gt=Now() - timedelta(seconds=30)).exists()
-    expire_lock(91)
+    expire_lock()
     assert claim_as_completer(key) is None
     assert claim_as_completer(key, early=True) is not None
 
 
 def test_the_completer_waits_for_the_end_of_its_delay_unless_it_is_told_not_to() -> None:
     key = claim().key
-    expire_lock(91)
+    expire_lock()
     IdempotencyKey.objects.update(next_run_at=Now() + timedelta(hours=1))
     assert claims.claim_by_id(key.pk, delay_seconds=60, using="default") is None
     assert claims.claim_by_id(key.pk, delay_seconds=60, using="default", early=True) is not None
@@ -345,7 +345,7 @@ claimants = pytest.mark.parametrize("who", CLAIMANTS)
 @claimants
 def test_a_claim_of_an_expired_lock_records_the_lost_run(who: str) -> None:
     key = claim().key
-    expire_lock(91)
+    expire_lock()
     left = IdempotencyKey.objects.get()
 
     CLAIMANTS[who](key)
@@ -383,7 +383,7 @@ def test_a_lost_run_does_not_make_the_history_too_long(who: str, length: int) ->
     key = claim().key
     old = [{"at": "2026-01-01T00:00:00Z", "event": "error", "detail": str(number)} for number in range(length)]
     IdempotencyKey.objects.update(history=old)
-    expire_lock(91)
+    expire_lock()
 
     CLAIMANTS[who](key)
 
@@ -393,7 +393,7 @@ def test_a_lost_run_does_not_make_the_history_too_long(who: str, length: int) ->
 
 def test_a_key_that_is_given_up_records_the_lost_run() -> None:
     key = claim().key
-    expire_lock(91)
+    expire_lock()
     assert settlement.give_up(key.pk, "code", "reason", using="default")
     assert events() == ["claimed: client", "run lost: lock expired", "stuck: reason"]
 
@@ -421,7 +421,7 @@ def test_the_attempts_of_the_completer_start_again_when_a_deploy_alone_left_the_
 def test_the_plain_claim_refuses_what_a_phased_view_left() -> None:
     claim()
     assert claim_plain().outcome is Outcome.IN_PROGRESS
-    expire_lock(91)
+    expire_lock()
     refused = claim_plain()
     assert (refused.outcome, refused.key.recovery_point) == (Outcome.UNKNOWN_POINT, "started")
     assert claim_plain(request(fingerprint="v1:two")).outcome is Outcome.MISMATCH

@@ -16,7 +16,7 @@ from idempotency._store.late_releases import release_later
 from idempotency.completer import complete_once
 from idempotency.enqueuer import enqueue_once
 from idempotency.inbox import process_once
-from idempotency.management.passes import one_line_of
+from idempotency.management.failures import one_line_of
 from idempotency.models import ForeignCall, IdempotencyKey
 from idempotency.reaper import reap_once
 from idempotency.testing import age

@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -14,16 +13,17 @@ from typing import Any
 
 import psycopg
 import pytest
+from django.core.management import load_command_class
 from django.db import connection, transaction
 
 from benchmarks import proxy, size_cases, views
 from benchmarks.counts import Counts, count, create_table
 from benchmarks.report import RESULTS
 from benchmarks.sizes import BYTES, SIZES
-from idempotency import completer
+from idempotency import _key_completion
 from idempotency.conf import Settings
 from idempotency.jobs import stage_job
-from idempotency.management.passes import Loop
+from idempotency.management.loop import Loop
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.monitoring.heartbeats import LOOPS
 from tests.factories import IdempotencyKeyFactory
@@ -169,8 +169,8 @@ def test_the_pages_of_a_look_are_those_that_were_measured() -> None:
     assert SIZES[0] in measured
 
 
-@pytest.mark.parametrize(("max_age", "connections"), [(0, 2), (None, 3)])
-def test_how_many_connections_a_completer_uses(max_age: int | None, connections: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_age", [0, None])
+def test_a_completer_uses_a_connection_for_each_thread(max_age: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(connection.settings_dict, "CONN_MAX_AGE", max_age)
     together, seen = threading.Barrier(2), []
 
@@ -185,14 +185,16 @@ def test_how_many_connections_a_completer_uses(max_age: int | None, connections:
         connection.ensure_connection()
         together.wait(60)
         # The server ends a session a little later than its client closes the connection.
-        seen.append(eventually(lambda: (count := counted()) == connections and count))
+        seen.append(eventually(lambda: (count := counted()) == 2 and count))
         together.wait(60)
 
-    monkeypatch.setattr(completer, "_complete", look)
+    monkeypatch.setattr(_key_completion, "complete_by_id", look)
     for _ in range(2):
         IdempotencyKeyFactory(created_at=ago(hours=1), last_run_at=ago(hours=1))
-    stop: Any = SimpleNamespace(requested=lambda wait_seconds=0: bool(seen))
-    loop = Loop("complete_keys", partial(completer.complete_once, concurrency=2), interval=1, stop=stop, say=print)
+    stop: Any = SimpleNamespace(requested=lambda wait_seconds=0: bool(seen), request=list)
+    given = {"using": "default", "batch_size": 100, "concurrency": 2, "dry_run": False}
+    run_pass, threads = load_command_class("idempotency", "complete_keys").pass_of_loop(given)
+    loop = Loop("complete_keys", run_pass, interval=1, stop=stop, say=print, using="default", threads=threads)
     with background(loop.run) as run:
         run.result(60)
-    assert seen == [connections] * 2
+    assert seen == [2] * 2

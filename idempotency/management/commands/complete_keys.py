@@ -1,8 +1,12 @@
 """``manage.py complete_keys``: finish abandoned requests."""
 
+from collections.abc import Callable
+from typing import Any
+
 from django.core.management.base import CommandParser
 
-from idempotency.completer import complete_once
+from idempotency._key_completion import AbandonedKeys
+from idempotency.completer import CompletePass, complete_once
 from idempotency.management.passes import PassCommand, add_concurrency_argument
 
 
@@ -10,7 +14,8 @@ class Command(PassCommand):
     help = (
         "Run abandoned requests from their last recovery point, each as its sender. Several instances of this command may run "
         "at once. The command does one pass and exits, or repeats passes with --loop. Exit status: 0 if the pass is done, even "
-        "if keys became stuck, or after SIGTERM; 1 if the database cannot be reached; 2 for wrong usage."
+        "if keys became stuck, or after SIGTERM; 1 if the database cannot be reached; 2 for wrong usage; 3 if a run in a loop "
+        "hangs, after which the command must be started again."
     )
     default_interval = 5.0
     default_batch_size = 100
@@ -22,3 +27,15 @@ class Command(PassCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
         add_concurrency_argument(parser)
+
+    def pass_of_loop(self, given: dict[str, Any]) -> tuple[Callable[..., Any], int]:
+        """Let the threads share the keys of a pass. None waits for the others at its end."""
+        if given["dry_run"]:
+            return super().pass_of_loop(given)
+        keys = AbandonedKeys(given["using"], given["batch_size"])
+
+        def run_pass(stop: Callable[[], bool]) -> CompletePass:
+            keys.begin()
+            return CompletePass(**keys.complete(stop))
+
+        return run_pass, given["concurrency"]

@@ -6,7 +6,8 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 
-from idempotency.management.passes import add_database_argument, exit_1_explained
+from idempotency.management.failures import exit_1_explained
+from idempotency.management.passes import add_database_argument
 from idempotency.monitoring.doctor import Diagnosis, diagnose
 from idempotency.monitoring.heartbeats import LOOPS, SILENT_SECONDS, silent_here
 

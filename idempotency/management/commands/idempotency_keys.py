@@ -17,7 +17,8 @@ from django.http import HttpResponse
 from idempotency import interventions
 from idempotency._states import IdempotencyKeyQuerySet, KeyState, before_now
 from idempotency._text import escaped
-from idempotency.management.passes import add_database_argument, exit_1_explained, whole_number
+from idempotency.management.failures import exit_1_explained
+from idempotency.management.passes import add_database_argument, whole_number
 from idempotency.models import ForeignCall, IdempotencyKey
 
 _STATES = {state.value.replace(" ", "-"): state for state in KeyState}

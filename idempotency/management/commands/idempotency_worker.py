@@ -1,45 +1,48 @@
-"""``manage.py idempotency_worker``: run enqueuer, completer and reaper in one process, for small sites."""
+"""``manage.py idempotency_worker``: run enqueuer, completer and reaper with one command, for small sites."""
 
-import threading
-from collections.abc import Callable
-from functools import partial
+import logging
+import os
+import subprocess  # nosec B404  # for the commands of this app
+import sys
+import time
 from typing import Any
 
+from django.conf import settings
 from django.core.management.base import BaseCommand, CommandParser
+from django.db import connections
+from django.utils.autoreload import get_child_arguments
 
-from idempotency.completer import complete_once
-from idempotency.enqueuer import enqueue_once
 from idempotency.management.commands import complete_keys, enqueue_jobs, reap_keys
-from idempotency.management.passes import (
-    Loop,
-    StopSignal,
-    add_concurrency_argument,
-    add_database_argument,
-    in_words,
-    refuse_second_alias,
-    seconds,
-)
+from idempotency.management.failures import refuse_second_alias
+from idempotency.management.loop import EXIT_HUNG, PARENT_VARIABLE, StopSignal, end_seconds
+from idempotency.management.passes import add_concurrency_argument, add_database_argument, seconds
 from idempotency.monitoring.heartbeats import COMPLETER, ENQUEUER, REAPER
-from idempotency.reaper import reap_once
 
-#: For each loop: the option for its interval, the default of the option, and the function that does one pass.
-_WORK: dict[str, tuple[str, float, Callable[..., Any]]] = {
-    ENQUEUER: ("enqueue_interval", enqueue_jobs.Command.default_interval, enqueue_once),
-    COMPLETER: ("complete_interval", complete_keys.Command.default_interval, complete_once),
-    REAPER: ("reap_interval", reap_keys.Command.default_interval, reap_once),
+logger = logging.getLogger("idempotency")
+
+#: For each loop: the option for its interval, and the default of the option.
+_LOOPS: dict[str, tuple[str, float]] = {
+    ENQUEUER: ("enqueue_interval", enqueue_jobs.Command.default_interval),
+    COMPLETER: ("complete_interval", complete_keys.Command.default_interval),
+    REAPER: ("reap_interval", reap_keys.Command.default_interval),
 }
+#: The pause before a loop is started again.
+_RESTART_SECONDS = 1.0
+#: The time for the end of the loops beyond that for the end of their runs.
+_GRACE_SECONDS = 10.0
+_ASK_SECONDS = 0.2
 
 
 class Command(BaseCommand):
-    """Run the three loops, each in its own thread."""
+    """Run the three loops, each in a process of its own, and start again those that end."""
 
     help = (
-        "Run enqueue_jobs, complete_keys and reap_keys in one process until SIGTERM. If one fails, the others continue. Exit "
-        "status: 0 after SIGTERM, 2 for wrong usage."
+        "Run enqueue_jobs, complete_keys and reap_keys, each in a process of its own, until SIGTERM. A loop that ends is "
+        "started again. Exit status: 0 after SIGTERM; 2 for wrong usage; 3 if a run did not end after SIGTERM."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        for name, (option, default, _) in _WORK.items():
+        for name, (option, default) in _LOOPS.items():
             parser.add_argument(
                 f"--{option.replace('_', '-')}",
                 type=seconds,
@@ -52,27 +55,64 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         refuse_second_alias("idempotency_worker", options["database"])
+        connections.close_all()
+        commands = {name: self._command(name, options) for name in _LOOPS}
+        environment = {**os.environ, **_environment(), PARENT_VARIABLE: str(os.getpid())}
         stop = StopSignal()
-        threads = []
-        for name, (interval, _, run_pass) in _WORK.items():
-            given = {"using": options["database"]}
-            if run_pass is complete_once:
-                given["concurrency"] = options["concurrency"]
-            loop = Loop(
-                name,
-                partial(run_pass, **given),
-                interval=options[interval],
-                stop=stop,
-                say=partial(self._say, name),
-                using=options["database"],
-            )
-            threads.append(threading.Thread(target=loop.run, name=name))
-        with stop.installed():
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
 
-    def _say(self, name: str, counts: Any) -> None:
-        self.stdout.write(f"{name}: {in_words(counts)}")
-        self.stdout.flush()
+        def start(name: str) -> "subprocess.Popen[bytes]":
+            return subprocess.Popen(commands[name], env=environment)  # nosec B603  # the program itself
+
+        with stop.installed():
+            children = {name: start(name) for name in commands}
+            while not stop.requested(_ASK_SECONDS):
+                for name, child in children.items():
+                    if child.poll() is not None:
+                        logger.warning("%s ended with the status %d, and is started again", name, child.returncode)
+                        if stop.requested(_RESTART_SECONDS):
+                            break
+                        children[name] = start(name)
+            if not _have_ended(list(children.values())):
+                raise SystemExit(EXIT_HUNG)
+
+    def _command(self, name: str, options: dict[str, Any]) -> list[str]:
+        """Return the command line of a loop."""
+        given = {"interval": options[_LOOPS[name][0]], "database": options["database"], "verbosity": options["verbosity"]}
+        given |= {option: options[option] for option in ("settings", "pythonpath") if options.get(option)}
+        if name == COMPLETER:
+            given["concurrency"] = options["concurrency"]
+        return [*_program(), name, "--loop", "--skip-checks", *(f"--{option}={value}" for option, value in given.items())]
+
+
+def _is_main_program() -> bool:
+    """Return whether this process was started for this command, and not by code that calls it."""
+    return sys.argv[1:2] == [__name__.rpartition(".")[2]]
+
+
+def _program() -> list[str]:
+    """Return the beginning of the command line of this process, such as ``python manage.py``."""
+    if not _is_main_program():
+        return [sys.executable, "-m", "django"]
+    arguments = get_child_arguments()
+    return arguments[: len(arguments) - len(sys.argv[1:])]
+
+
+def _environment() -> dict[str, str]:
+    if _is_main_program():
+        return {}
+    return {"DJANGO_SETTINGS_MODULE": settings.SETTINGS_MODULE, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def _have_ended(children: "list[subprocess.Popen[bytes]]") -> bool:
+    """Let the children end, and kill those that do not. Return whether all runs have ended."""
+    for child in children:
+        child.terminate()
+    until, ended = time.monotonic() + end_seconds(ENQUEUER) + _GRACE_SECONDS, True
+    for child in children:
+        try:
+            ended = child.wait(max(0, until - time.monotonic())) != EXIT_HUNG and ended
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            ended = False
+    return ended

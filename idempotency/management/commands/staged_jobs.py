@@ -14,7 +14,8 @@ from idempotency._records import HOOKS_FAILED
 from idempotency._text import escaped
 from idempotency.enqueuer import backlog
 from idempotency.interventions import discard_jobs, forget_hook_errors, retry_jobs
-from idempotency.management.passes import add_database_argument, exit_1_explained, whole_number
+from idempotency.management.failures import exit_1_explained
+from idempotency.management.passes import add_database_argument, whole_number
 from idempotency.models import ProcessedMessage, StagedJob
 
 
