@@ -118,17 +118,19 @@ def reap_once(
         counts.update(batch)
         progress(ReapPass(**counts))
         if not batch.keys() & {"settled", "stuck"}:
-            _rest(min(RESTS_FOR_A_BATCH * took, _LONGEST_REST_SECONDS), stop)
+            _rest(min(RESTS_FOR_A_BATCH * took, _LONGEST_REST_SECONDS), stop, alias)
     if not stop():
         # At most some thirty rows a minute: one statement deletes them.
         TrafficCount.objects.using(alias).filter(minute__lt=time.time() // 60 - TRAFFIC_RETENTION_MINUTES).delete()
     return ReapPass(**counts)
 
 
-def _rest(seconds: float, stop: Callable[[], bool]) -> None:
+def _rest(seconds: float, stop: Callable[[], bool], alias: str) -> None:
     rested = time.monotonic() + seconds
     while (left := rested - time.monotonic()) > 0 and not stop():
         time.sleep(min(left, _ASK_SECONDS))
+    if seconds > _ASK_SECONDS and not connections[alias].in_atomic_block:
+        connections[alias].close()  # The server may have ended a session that was idle for long.
 
 
 def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:

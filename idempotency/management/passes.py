@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from django.core.management.base import BaseCommand, CommandParser
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import connections, router
+from django.db.models import Model
 
 from idempotency.management.failures import exit_1_explained, refuse_second_alias
 from idempotency.management.loop import Loop, StopSignal
+from idempotency.models import IdempotencyKey
 
 Number = TypeVar("Number", int, float)
 
@@ -24,6 +26,8 @@ class PassCommand(BaseCommand):
 
     default_interval: ClassVar[float]
     default_batch_size: ClassVar[int] = 1000
+    #: The model whose rows the command reads.
+    model: ClassVar[type[Model]] = IdempotencyKey
     batch_size_help: ClassVar[str] = "Maximum number of rows in one transaction"
 
     #: The function that does one pass. It calls ``stop`` between batches or keys, and returns a dataclass of counts.
@@ -53,8 +57,8 @@ class PassCommand(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         name = type(self).__module__.rpartition(".")[2]
         given = {option: options[option] for option in ("batch_size", "dry_run", *self.own_options)}
-        given["using"] = options["database"]
-        refuse_second_alias(name, options["database"])
+        given["using"] = using = database_of(options, self.model)
+        refuse_second_alias(name, using)
 
         def say(counts: Any) -> None:
             if options["verbosity"]:
@@ -65,10 +69,12 @@ class PassCommand(BaseCommand):
         with stop.installed():
             if options["loop"]:
                 run_pass, threads = self.pass_of_loop(given)
-                kept = {"interval": options["interval"], "using": options["database"], "threads": threads}
-                Loop(name, run_pass, stop=stop, say=say, **kept).run()
+                if options["verbosity"]:
+                    self.stdout.write(f"{name}: database {using!r}, a pass every {options['interval']:g} s")
+                    self.stdout.flush()
+                Loop(name, run_pass, interval=options["interval"], stop=stop, say=say, using=using, threads=threads).run()
                 return
-            with exit_1_explained(name, options["database"]):
+            with exit_1_explained(name, using):
                 say(self.run_pass(stop=stop.requested, **given))
 
     def pass_of_loop(self, given: dict[str, Any]) -> tuple[Callable[..., Any], int]:
@@ -82,12 +88,17 @@ def in_words(counts: Any) -> str:
 
 
 def add_database_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the database. A command reads it with ``database_of``."""
     parser.add_argument(
         "--database",
-        default=DEFAULT_DB_ALIAS,
         choices=tuple(connections),
-        help="The database with the rows (default: %(default)s).",
+        help="The database with the rows (default: the one to which DATABASE_ROUTERS send writes of the model).",
     )
+
+
+def database_of(options: dict[str, Any], model: type[Model] = IdempotencyKey) -> str:
+    """Return the database that the option names, or to which the router writes the rows of ``model``."""
+    return options["database"] or router.db_for_write(model)
 
 
 def add_concurrency_argument(parser: CommandParser) -> None:

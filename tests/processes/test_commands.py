@@ -151,8 +151,35 @@ def test_a_loop_goes_on_working_and_says_nothing_when_idle(loop, broker):
     output, errors = process.communicate(timeout=60)
     counts = re.findall(r"^enqueue_jobs: (\d) handed over, 0 refused, 0 failed$", output, re.MULTILINE)
     assert sum(map(int, counts)) == 2
-    assert len(output.splitlines()) == len(counts) <= 2, "a pass that did nothing says nothing"
+    start_line, *rest = output.splitlines()
+    assert start_line == "enqueue_jobs: database 'default', a pass every 0.1 s"
+    assert len(rest) == len(counts) <= 2, "a pass that did nothing says nothing"
     assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.processes
+def test_a_loop_that_waits_longer_than_a_session_may_be_idle_logs_nothing(broker):
+    with start("enqueue_jobs", "--loop", "--interval", "1", PGOPTIONS="-c idle_session_timeout=500") as process:
+        for _ in range(3):
+            StagedJobFactory()
+            eventually(lambda: not StagedJob.objects.exists())
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.processes
+def test_the_reaper_rests_longer_than_a_session_may_be_idle(broker):
+    """A deletion that waits for a lock is a long batch, after which the reaper rests for as long as possible."""
+    expired_keys(20)
+    with ExitStack() as processes:
+        with held_transaction(lambda: lock_table("tests_entry")):
+            reaper = start("reap_keys", "--batch-size", "10", PGOPTIONS="-c idle_session_timeout=1500")
+            process = processes.enter_context(reaper)
+            eventually(waits_for_a_lock)
+        _, errors = process.communicate(timeout=90)
+    assert (process.returncode, errors) == (0, "")
+    assert not IdempotencyKey.objects.exists()
 
 
 @pytest.mark.processes

@@ -405,6 +405,38 @@ def test_the_commands_work_on_the_shard_they_are_given(broker: Any) -> None:
     assert broker.llen("rq:queue:default") == 1
 
 
+class WritesToShardB:
+    """A router that writes the rows of the app to the second shard, whatever the request."""
+
+    def db_for_write(self, model: type[Model], **hints: Any) -> str | None:
+        return "shard_b" if model._meta.app_label == "idempotency" else None
+
+    db_for_read = db_for_write
+
+
+COMMANDS = ["enqueue_jobs", "complete_keys", "reap_keys", "staged_jobs list", "idempotency_doctor"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_works_where_the_router_writes(command: str, broker: Any, settings: Settings) -> None:
+    in_each_shard(StagedJobFactory)
+    in_each_shard(IdempotencyKeyFactory, request_path="/nowhere")
+    in_both_shards(past_the_retention)
+    before = rows("default")
+    settings.DATABASE_ROUTERS = [WritesToShardB()]
+    done = commands.run_here(*command.split())
+    assert done.returncode == (1 if command == "idempotency_doctor" else 0)
+    match command:
+        case "enqueue_jobs":
+            assert rows("shard_b") == {"IdempotencyKey": 1}
+        case "complete_keys" | "reap_keys":
+            assert IdempotencyKey.objects.using("shard_b").stuck().exists()
+        case "staged_jobs list":
+            assert str(StagedJob.objects.using("shard_b").get().pk) in done.stdout
+    assert rows("default") == before
+    assert not IdempotencyKey.objects.using("default").stuck().exists()
+
+
 @pytest.mark.processes
 def test_the_worker_of_a_shard_works_on_that_shard(broker: Any) -> None:
     in_each_shard(StagedJobFactory)

@@ -2,6 +2,7 @@
 
 from idempotency.enqueuer import enqueue_once
 from idempotency.management.passes import PassCommand
+from idempotency.models import StagedJob
 
 
 class Command(PassCommand):
@@ -12,4 +13,5 @@ class Command(PassCommand):
         "if a batch in a loop does not end after SIGTERM."
     )
     default_interval = 1.0
+    model = StagedJob
     run_pass = staticmethod(enqueue_once)

@@ -7,7 +7,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 
 from idempotency.management.failures import exit_1_explained
-from idempotency.management.passes import add_database_argument
+from idempotency.management.passes import add_database_argument, database_of
 from idempotency.monitoring.doctor import Diagnosis, diagnose
 from idempotency.monitoring.heartbeats import LOOPS, SILENT_SECONDS, silent_here
 
@@ -34,11 +34,12 @@ class Command(BaseCommand):
 
     @no_translations
     def handle(self, *args: Any, **options: Any) -> None:
-        with exit_1_explained("idempotency_doctor", options["database"]):
+        using = database_of(options)
+        with exit_1_explained("idempotency_doctor", using):
             if options["process"]:
-                self._probe(options["process"], options["database"])
+                self._probe(options["process"], using)
                 return
-            diagnosis = diagnose(using=options["database"])
+            diagnosis = diagnose(using=using)
         if options["json"]:
             self.stdout.write(json.dumps(asdict(diagnosis), indent=2))
         else:

@@ -15,7 +15,7 @@ from django.utils.autoreload import get_child_arguments
 from idempotency.management.commands import complete_keys, enqueue_jobs, reap_keys
 from idempotency.management.failures import refuse_second_alias
 from idempotency.management.loop import EXIT_HUNG, PARENT_VARIABLE, StopSignal, end_seconds
-from idempotency.management.passes import add_concurrency_argument, add_database_argument, seconds
+from idempotency.management.passes import add_concurrency_argument, add_database_argument, database_of, seconds
 from idempotency.monitoring.heartbeats import COMPLETER, ENQUEUER, REAPER
 
 logger = logging.getLogger("idempotency")
@@ -54,9 +54,10 @@ class Command(BaseCommand):
         add_database_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        refuse_second_alias("idempotency_worker", options["database"])
+        using = database_of(options)
+        refuse_second_alias("idempotency_worker", using)
         connections.close_all()
-        commands = {name: self._command(name, options) for name in _LOOPS}
+        commands = {name: self._command(name, options | {"database": using}) for name in _LOOPS}
         environment = {**os.environ, **_environment(), PARENT_VARIABLE: str(os.getpid())}
         stop = StopSignal()
 

@@ -15,7 +15,7 @@ from idempotency._text import escaped
 from idempotency.enqueuer import backlog
 from idempotency.interventions import discard_jobs, forget_hook_errors, retry_jobs
 from idempotency.management.failures import exit_1_explained
-from idempotency.management.passes import add_database_argument, whole_number
+from idempotency.management.passes import add_database_argument, database_of, whole_number
 from idempotency.models import ProcessedMessage, StagedJob
 
 
@@ -52,8 +52,9 @@ class Command(BaseCommand):
         stats.add_argument("--json", action="store_true", help="Print a JSON object, for monitoring.")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        with exit_1_explained("staged_jobs", options["database"]):
-            getattr(self, options["action"])(options["database"], options)
+        using = database_of(options, StagedJob)
+        with exit_1_explained("staged_jobs", using):
+            getattr(self, options["action"])(using, options)
 
     def list(self, using: str, options: dict[str, Any]) -> None:
         done = ProcessedMessage.objects.using(using).filter(HOOKS_FAILED).order_by("processed_at")[: options["limit"]]
