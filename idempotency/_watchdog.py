@@ -102,9 +102,10 @@ def _report(run: Run) -> None:
         return  # It has ended meanwhile.
     stack = traceback.extract_stack(frame)
     place = _place_of(stack)
-    logger.error(
-        "%s made no progress for %g s and hangs at %s\n%s", run.name, run.limit_seconds, place, "".join(stack.format())
-    )
+    text, values = "%s made no progress for %g s and hangs at %s", (run.name, run.limit_seconds, place)
+    listing = "Stack of its thread:\n" + "".join(stack.format())
+    # The methods of a logger take the stack of their own thread only.
+    logger.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, text, values, None, sinfo=listing))
     try:
         run.mark(place)
     except Exception:

@@ -18,7 +18,7 @@ class IdempotencyConfig(AppConfig):
         from idempotency import _prompt, signals  # noqa: F401
         from idempotency._request import atomic_requests
         from idempotency._text import escape_arguments
-        from idempotency.checks import jobs, settings, views  # noqa: F401
+        from idempotency.checks import jobs, references, settings, views  # noqa: F401
         from idempotency.monitoring import traffic
 
         logging.getLogger("idempotency").addFilter(escape_arguments)

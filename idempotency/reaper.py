@@ -21,6 +21,7 @@ from django.db.models.functions import Cast, Now, Replace
 
 from idempotency._request.abandonment import settle
 from idempotency._states import held
+from idempotency._store.aliases import fields_elsewhere
 from idempotency._store.database_errors import sqlstate_of
 from idempotency._store.transactions import durable_transaction, refuse_without_autocommit
 from idempotency._text import error_text, summary
@@ -39,6 +40,8 @@ TRAFFIC_RETENTION_MINUTES = 8 * 24 * 60
 RESTS_FOR_A_BATCH = 19
 #: The SQLSTATEs of a missing table and of a missing column.
 _MISSING = ("42P01", "42703")
+#: The message of SQLite for a missing table.
+_NO_TABLE = "no such table"
 #: The SQLSTATEs of ``lock_timeout`` and of ``statement_timeout``. They may concern single keys, for which a trigger is slow, or
 #: every key, while a table is locked.
 _TIME_LIMITS = ("55P03", "57014")
@@ -150,8 +153,8 @@ def _reap_expired(alias: str, least_hours: float | None, batch_size: int) -> Ite
         refusals[_TIME_LIMITS] = 0
         counts = _delete([pk for _, pk in page], least_hours, refusals, alias)
         yield counts
-        if not counts["deleted"] and refusals[_TIME_LIMITS] >= _MOST_WAITS:
-            return  # A table seems to be locked. The other batches would wait too.
+        if refusals[_MISSING] or (not counts["deleted"] and refusals[_TIME_LIMITS] >= _MOST_WAITS):
+            return  # A table seems to be locked, or is in another database. The other batches would fail too.
 
 
 def _settle_overdue(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
@@ -212,7 +215,12 @@ def _delete(pks: list[int], least_hours: float | None, refusals: Counter[object]
                 connections[alias].check_constraints()  # A transaction of a TestCase has no COMMIT that would do it.
             return Counter(deleted=by_model.get(IdempotencyKey._meta.label, 0))
     except (Exception, CancelledError) as error:
-        if committed or not locked or _concerns_all(error):
+        if committed or not locked:
+            raise
+        if _concerns_rows_elsewhere(error, alias):
+            refusals[_MISSING] += 1
+            return Counter(protected=len(pks))
+        if _concerns_all(error):
             raise
         waited = _sqlstate(error) in _TIME_LIMITS
         if len(pks) > 1 and not (waited and refusals[_TIME_LIMITS] >= _MOST_WAITS):
@@ -222,6 +230,18 @@ def _delete(pks: list[int], least_hours: float | None, refusals: Counter[object]
             refusals[_TIME_LIMITS] += waited
             _log_refusal(pks[0], error, refusals)
         return Counter(protected=len(pks))  # With no key left, the error belongs to the caller's transaction.
+
+
+def _concerns_rows_elsewhere(error: BaseException, alias: str) -> bool:
+    """Return whether the deletion failed because a table is missing whose rows the router keeps in another database; log it."""
+    missing = isinstance(error, Error) and (_sqlstate(error) in _MISSING or str(error).startswith(_NO_TABLE))
+    fields = fields_elsewhere(alias) if missing else []
+    if fields:
+        logger.warning(
+            "no key can be deleted from the database %r, because the rows of %s are in another database: %s",
+            *(alias, ", ".join(map(str, fields)), summary(error_text(error))),
+        )
+    return bool(fields)
 
 
 def _log_refusal(pk: int, error: BaseException, refusals: Counter[object]) -> None:

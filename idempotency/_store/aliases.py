@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from django.db import connections, router, transaction
+from django.db.models import ForeignObjectRel
 
 from idempotency.models import IdempotencyKey
 
@@ -62,6 +63,22 @@ def _lock(alias: str, number: int) -> Any:
     with connections[alias].cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_xact_lock(%s), to_regclass(%s)::oid", [number, table])
         return cursor.fetchone()
+
+
+def fields_elsewhere(alias: str) -> list[Any]:
+    """Return the foreign keys of the project to keys in ``alias`` whose rows the router keeps in another database."""
+    routed = router.db_for_write(IdempotencyKey) == alias
+    return [
+        relation.field
+        for relation in IdempotencyKey._meta.get_fields(include_hidden=True)
+        if isinstance(relation, ForeignObjectRel)
+        and relation.related_model._meta.app_label != IdempotencyKey._meta.app_label
+        and (
+            not router.allow_migrate_model(alias, relation.related_model)
+            # Without a request, the router of a shard may name another shard for both models.
+            or (routed and router.db_for_write(relation.related_model) != alias)
+        )
+    ]
 
 
 def _file(alias: str) -> str:

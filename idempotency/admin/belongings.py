@@ -8,12 +8,13 @@ from typing import Any
 
 from django.contrib.admin import AdminSite
 from django.contrib.admin.utils import label_for_field, lookup_field
-from django.db import Error
+from django.db import Error, router
 from django.db.models import ForeignKey
 from django.http import HttpRequest
 from django.utils.html import strip_tags
 from django.utils.translation import gettext, gettext_noop, ngettext
 
+from idempotency._store.aliases import fields_elsewhere
 from idempotency._text import duration, error_text
 from idempotency.admin.reading import admin_url, first_line_of, viewable
 from idempotency.inbox import STAGED_JOBS
@@ -57,14 +58,16 @@ def belongings(key: Any, site: AdminSite, request: HttpRequest, *, using: str) -
 def _of_other_apps(key: IdempotencyKey, site: AdminSite, request: HttpRequest, using: str) -> Iterator[Linked]:
     """Yield the rows of other apps' models with a foreign key to ``key``. This takes one query for each model,
     and one more for the columns if the person may view the rows."""
+    elsewhere = fields_elsewhere(using)
     for model, foreign_key in linked_models():
         if model._meta.auto_created or not (foreign_key.db_index or foreign_key.unique):
             continue  # Without an index, the query would read the whole table.
-        found = model._base_manager.using(using).filter(**{foreign_key.name: key.pk}).order_by()
+        rows_at = router.db_for_read(model) if foreign_key in elsewhere else using
+        found = model._base_manager.using(rows_at).filter(**{foreign_key.name: key.pk}).order_by()
         pks = list(found.values_list("pk", flat=True)[: MAX_LINKED + 1])
         shown = pks[:MAX_LINKED]
         urls = {pk: admin_url(site, request, model, pk) for pk in shown}
-        states = _columns(site._registry[model], request, shown, foreign_key.name, using) if any(urls.values()) else {}
+        states = _columns(site._registry[model], request, shown, foreign_key.name, rows_at) if any(urls.values()) else {}
         rows = [Row(str(pk), url, states.get(pk, "")) for pk, url in urls.items()]
         yield Linked(str(model._meta.verbose_name), rows, more=len(pks) > MAX_LINKED)
 

@@ -11,7 +11,6 @@ from django.conf import settings
 from django.contrib.sessions.backends.signed_cookies import SessionStore as SignedCookies
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.db import OperationalError, connections, router
-from django.db.models import DO_NOTHING, PROTECT, RESTRICT, ForeignObjectRel
 from django.utils.module_loading import import_string
 
 from idempotency import conf, scopes
@@ -148,20 +147,6 @@ def _mixed_levels(alias: str) -> list[CheckMessage]:
         )
         for setting, level in (("PHASE_ISOLATION", limits.PHASE_ISOLATION), ("PLAIN_ISOLATION", limits.PLAIN_ISOLATION))
         if level not in (None, others)
-    ]
-
-
-@register
-def check_references(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """E010: a foreign key that prevents the deletion of a staged job. The enqueuer would hand over such a job in each pass."""
-    return [
-        Error(
-            f"The foreign key {relation.field} prevents the deletion of staged jobs, which are deleted after their hand-over.",
-            hint="Set on_delete=SET_NULL or CASCADE, or store the id of the job in a UUIDField.",
-            id="idempotency.E010",
-        )
-        for relation in StagedJob._meta.get_fields(include_hidden=True)
-        if isinstance(relation, ForeignObjectRel) and relation.on_delete in (PROTECT, RESTRICT, DO_NOTHING)
     ]
 
 

@@ -14,7 +14,7 @@ import pytest
 from django.conf import settings
 from django.contrib import admin
 from django.contrib.auth.models import Group, Permission
-from django.db import connection
+from django.db import connection, connections
 from django.db.models.functions import Now
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
@@ -30,6 +30,8 @@ from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, St
 from rides_demo.models import Ride
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago
+from tests.kit.shards import EntriesInShardB
+from tests.models import Entry
 
 pytestmark = pytest.mark.django_db
 
@@ -260,6 +262,21 @@ def test_what_belongs_to_a_key_has_its_state(staff: Client) -> None:
         (False, "waiting,"),
         (True, "failed"),
     ]
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db(databases=["default", "shard_b"])
+def test_rows_in_another_database_are_shown_too(staff: Client, settings: Settings) -> None:
+    key = IdempotencyKeyFactory(finished=True)
+    with connections["shard_b"].cursor() as cursor:
+        cursor.execute("SET CONSTRAINTS ALL DEFERRED")
+        cursor.execute("ALTER TABLE tests_entry DISABLE TRIGGER ALL")
+    entry = Entry.objects.using("shard_b").create(name="order", idempotency_key_id=key.pk)
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE tests_entry RENAME TO in_another_database")
+    settings.DATABASE_ROUTERS = [EntriesInShardB()]
+    linked = {kind.name: [row.name for row in kind.rows] for kind in page(staff, key).context["linked"]}
+    assert linked == {"entry": [str(entry.pk)]}
 
 
 def test_a_person_who_may_not_see_a_model_sees_no_state_of_its_rows() -> None:

@@ -8,6 +8,7 @@ from django.db import connection, connections
 
 from tests.kit.examples import file_of
 from tests.kit.threads import elsewhere
+from tests.models import Entry
 
 #: The app of the tests replaces the app of the shop.
 GUIDE: dict[str, Any] = {"__name__": "shop.sharding"}
@@ -22,6 +23,18 @@ def routed(settings: Any, **idempotency: Any) -> None:
     settings.DATABASE_ROUTERS = [GUIDE["TenantRouter"]()]
     settings.MIDDLEWARE = [f"{__name__}.tenant_middleware", *settings.MIDDLEWARE]
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": prepare_request} | idempotency
+
+
+class EntriesInShardB:
+    """A router that keeps the entries of the tests in another database than the keys."""
+
+    def db_for_write(self, model: Any, **hints: Any) -> str | None:
+        return "shard_b" if model is Entry else None
+
+    db_for_read = db_for_write
+
+    def allow_migrate(self, alias: str, app_label: str, **hints: Any) -> bool | None:
+        return alias == "shard_b" if app_label == "tests" else None
 
 
 @contextmanager

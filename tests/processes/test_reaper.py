@@ -25,6 +25,7 @@ from idempotency.signals import key_stuck
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory
 from tests.kit.ageing import ago, expired_key, expired_keys
 from tests.kit.database import held_transaction
+from tests.kit.shards import EntriesInShardB
 from tests.kit.threads import at_once
 from tests.models import Entry
 
@@ -260,6 +261,25 @@ def test_a_missing_column_of_another_table_ends_the_pass():
         cursor.execute("ALTER TABLE tests_entry RENAME idempotency_key_id TO renamed_by_a_deploy")
     with pytest.raises(ProgrammingError, match="idempotency_key_id"):
         reap_once()
+
+
+@pytest.fixture
+def entries_in_shard_b(settings):
+    """Let the database of the keys have no table of entries."""
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE tests_entry RENAME TO in_another_database")
+    settings.DATABASE_ROUTERS = [EntriesInShardB()]
+
+
+@pytest.mark.django_db(databases=["default", "shard_b"])
+@pytest.mark.postgres
+def test_rows_in_another_database_keep_the_keys_and_the_pass_goes_on(entries_in_shard_b, caplog):
+    expired_keys(3)
+    ProcessedMessage.objects.create(source="s", message_id="1", processed_at=ago(days=31))
+    assert reap_once(batch_size=2) == ReapPass(protected=2, messages=1)
+    assert IdempotencyKey.objects.count() == 3
+    (told,) = _warnings(caplog)
+    assert "tests.Entry.idempotency_key" in told
 
 
 def test_an_error_that_is_not_of_a_key_ends_the_pass(monkeypatch):

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from django.contrib.auth import get_user_model
@@ -26,6 +27,7 @@ from idempotency.models import IdempotencyKey, ProcessedMessage
 from tests.frameworks.kinds import KINDS, Job
 from tests.kit.commands import run
 from tests.kit.database import default_isolation
+from tests.kit.shards import EntriesInShardB
 
 RIGHT = {"*": "idempotency.contrib.rq.RQBackend", "mail": "tests.kit.jobs.PickyBackend"}
 
@@ -122,7 +124,7 @@ def test_a_database_without_the_promises_is_an_error(settings, monkeypatch):
     dummy = connections.configure_settings({"default": {}, "elsewhere": {}})["elsewhere"]
     monkeypatch.setitem(connections.settings, "elsewhere", dummy)
     settings.DATABASE_ROUTERS = ["tests.request.test_checks.KeysElsewhere"]
-    assert set(found(settings)) == {"idempotency.E002", "idempotency.E009", "idempotency.W011"}
+    assert set(found(settings)) == {"idempotency.E002", "idempotency.E009", "idempotency.W011", "idempotency.W020"}
 
 
 class MessagesElsewhere:
@@ -133,6 +135,12 @@ class MessagesElsewhere:
 def test_a_router_that_parts_what_commits_together_is_an_error(settings):
     settings.DATABASE_ROUTERS = ["tests.request.test_checks.MessagesElsewhere"]
     assert found(settings) == ["idempotency.E009"]
+
+
+@pytest.mark.parametrize("method", ["db_for_write", "allow_migrate"])
+def test_a_foreign_key_from_another_database_is_a_warning(settings, method):
+    settings.DATABASE_ROUTERS = [SimpleNamespace(**{method: getattr(EntriesInShardB(), method)})]
+    assert found(settings) == ["idempotency.W020"]
 
 
 @pytest.mark.processes
@@ -340,7 +348,14 @@ def test_every_check_is_documented():
     root = Path(__file__).parents[2]
     documented = re.findall(r"^\| `(idempotency\.[EWI]\d{3})` \|", (root / "docs" / "reference.md").read_text(), re.M)
     assert documented == sorted(set(documented))
-    modules = ("checks/jobs.py", "checks/settings.py", "checks/views.py", "contrib/ninja.py", "_store/engine.py")
+    modules = (
+        "checks/jobs.py",
+        "checks/references.py",
+        "checks/settings.py",
+        "checks/views.py",
+        "contrib/ninja.py",
+        "_store/engine.py",
+    )
     code = "".join((root / "idempotency" / name).read_text() for name in modules)
     assert set(documented) == set(re.findall(r'(?:id=|CHECK_ID = )"(idempotency\.[EWI]\d{3})"', code))
 

@@ -18,7 +18,7 @@ from idempotency import interventions
 from idempotency._states import IdempotencyKeyQuerySet, KeyState, before_now
 from idempotency._text import escaped
 from idempotency.management.failures import exit_1_explained
-from idempotency.management.passes import add_database_argument, whole_number
+from idempotency.management.passes import add_database_argument, database_of, whole_number
 from idempotency.models import ForeignCall, IdempotencyKey
 
 _STATES = {state.value.replace(" ", "-"): state for state in KeyState}
@@ -75,9 +75,10 @@ class Command(BaseCommand):
                 )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        with exit_1_explained("idempotency_keys", options["database"]):
+        options["database"] = using = database_of(options)
+        with exit_1_explained("idempotency_keys", using):
             run = {"list": self._list, "show": self._show}.get(options["action"], self._intervene)
-            run(IdempotencyKeyQuerySet(IdempotencyKey, using=options["database"]), options)
+            run(IdempotencyKeyQuerySet(IdempotencyKey, using=using), options)
 
     def _list(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> None:
         found = list(_filtered(keys, options)[: options["limit"]])
