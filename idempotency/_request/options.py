@@ -87,7 +87,12 @@ class Options:
                 f"{FINISHED!r}."
             )
         if not self.required:
-            raise ValueError("A phased view requires a key for each request: remove required=False or recovery_points.")
+            raise ValueError(
+                "A phased view requires a key for each request, because the completer may finish a request that its client "
+                "sends again. Remove required=False. For clients without keys, pass applies=, a function that returns False "
+                "for their requests, which then run unprotected. Or pass key_from=, a function that returns a new key for "
+                "each of their requests; a request that is sent again then takes effect again."
+            )
 
     def _refuse_kept(self) -> None:
         refuse_keep(self.keep)
