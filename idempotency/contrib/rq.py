@@ -5,6 +5,7 @@ Run the workers with ``rqworker --with-scheduler``, because the scheduler runs t
 
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 from uuid import UUID
@@ -17,7 +18,7 @@ from redis import exceptions as redis_errors
 from redis.backoff import NoBackoff
 from redis.retry import Retry as RedisRetry
 from redis.sentinel import SentinelConnectionPool
-from rq import Queue, Retry
+from rq import Queue, Retry, get_current_job
 
 from idempotency._async import in_own_context
 from idempotency._hidden import Hidden
@@ -44,10 +45,10 @@ _TAKES_NOTHING = (
 #: The beginnings of messages whose errors have no class: the disk is full, or too few replicas are connected.
 _WORDS = ("MISCONF", "NOREPLICAS")
 
-#: The retry of a delivery if another delivery of the same job is still running: immediate and practically unlimited.
-_COME_BACK = Retry(max=1_000_000)
-#: The retry of a job while the database is unavailable: after waits that grow to five minutes.
-_AFTER_OUTAGE = Retry(max=1_000_000, interval=[1, 2, 5, 10, 30, 60, 120, 300])
+#: Practically unlimited.
+_MANY = 1_000_000
+#: The longest wait of a job while the database is unavailable.
+_LONGEST_WAIT_SECONDS = 300
 
 
 class RQBackend:
@@ -144,10 +145,20 @@ def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = 
     except _AskedToComeBack as asked:
         return asked.args[0]
     except MessageInProgress:
-        return _COME_BACK
+        return _uncounted(longest_wait=0)
     except Error as error:
         if not is_outage(error, using):
             raise
         logger.warning("the database is unavailable for the job %s (%s), which is retried: %s", job_id, job_name, error)
-        return _AFTER_OUTAGE
+        return _uncounted(longest_wait=_LONGEST_WAIT_SECONDS)
     return result
+
+
+def _uncounted(*, longest_wait: int) -> Retry:
+    """Return a retry that does not count against those for which the job itself asks by returning a Retry. The wait grows with
+    the age of the job."""
+    age, job = 0.0, get_current_job()
+    if job is not None:
+        job.number_of_retries = (job.number_of_retries or 0) - 1  # RQ adds one.
+        age = (datetime.now(UTC) - job.created_at).total_seconds()
+    return Retry(max=_MANY, interval=min(max(1, int(age / 2)), longest_wait))

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,14 +122,15 @@ def test_a_run_whose_connection_is_lost_is_no_try(run: Callable[[Callable[[], No
 
 
 @pytest.mark.processes
-def test_a_job_of_rq_outlives_an_outage_of_the_database(broker: Any) -> None:
-    """The staged row is gone, and RQ keeps the job only while it has tries left."""
-    job = StagedJobFactory(job_name="tests.kit.jobs.record", job_args=[UserFactory().pk])
+def test_a_job_of_rq_outlives_an_outage_of_the_database(broker: Any, tmp_path: Path) -> None:
+    """The staged row is gone, and RQ keeps the job only while it has tries left. The job also asks for a second run itself."""
+    arguments = [UserFactory().pk, str(tmp_path / "mark")]
+    job = StagedJobFactory(job_name="tests.kit.jobs.record_after_a_retry", job_args=arguments)
     enqueue_once()
     queue = Rq(broker)
     with queue.working(), writable_at_the_end():
         allow_connections(False)
-        eventually(lambda: (Job.fetch(str(job.pk), broker).number_of_retries or 0) >= 2, 60)
+        eventually(lambda: len(Job.fetch(str(job.pk), broker).results()) >= 3, 60)
         assert Job.fetch(str(job.pk), broker).retries_left == RQBackend.retry.max
         allow_connections(True)
         connection.close()

@@ -10,6 +10,7 @@ from uuid import UUID
 
 from asgiref.sync import sync_to_async
 from django.db import connection, transaction
+from rq import Retry
 
 from idempotency.backends import BrokerUnavailable, HandOverResult
 from idempotency.contrib.rq import RQBackend
@@ -34,6 +35,15 @@ def record_and_fail(user: int) -> None:
     """Insert a row, then raise, so that the transaction does not commit."""
     record(user)
     raise RuntimeError("on purpose")
+
+
+def record_after_a_retry(user: int, mark: str) -> Retry | None:
+    """Insert a row. In the first run, in which the file ``mark`` does not exist yet, ask RQ for one further run instead."""
+    record(user)
+    if Path(mark).exists():
+        return None
+    Path(mark).touch()
+    return Retry(max=1)
 
 
 def record_after_a_failure(user: int, mark: str) -> None:
