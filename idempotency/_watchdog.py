@@ -106,14 +106,15 @@ def _report(run: Run) -> None:
     listing = "Stack of its thread:\n" + "".join(stack.format())
     # The methods of a logger take the stack of their own thread only.
     logger.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, text, values, None, sinfo=listing))
+    marked = threading.Event()
+    threading.Thread(target=_cancel, args=[run, marked], name="idempotency-cancel", daemon=True).start()
     try:
         run.mark(place)
     except Exception:
         logger.exception("%s hangs, and could not be marked", run.name)
     finally:
+        marked.set()
         connections.close_all()
-    for connection in run.connections:
-        _cancel(connection)
 
 
 def _place_of(stack: traceback.StackSummary) -> str:
@@ -122,11 +123,13 @@ def _place_of(stack: traceback.StackSummary) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}"
 
 
-def _cancel(connection: BaseDatabaseWrapper) -> None:
-    """Ask the server to cancel the query of a connection."""
-    own: Any = connection.connection
-    if connection.vendor == "postgresql" and own is not None and not own.closed:
-        try:
-            own.cancel_safe(timeout=CANCEL_SECONDS)
-        except psycopg.Error as error:
-            logger.info("a query on %r could not be cancelled: %s", connection.alias, error)
+def _cancel(run: Run, marked: threading.Event) -> None:
+    """Ask the server to cancel the queries of a run, once it is marked. A query of its own may lock the row of the mark."""
+    marked.wait(1)
+    for connection in run.connections:
+        own: Any = connection.connection
+        if connection.vendor == "postgresql" and own is not None and not own.closed:
+            try:
+                own.cancel_safe(timeout=CANCEL_SECONDS)
+            except psycopg.Error as error:
+                logger.info("a query on %r could not be cancelled: %s", connection.alias, error)

@@ -2,7 +2,7 @@
 
 import threading
 
-from django.db import connection
+from django.db import connection, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.urls import path
 
@@ -29,6 +29,10 @@ def behave(word: str) -> None:
         case "query":
             with connection.cursor() as cursor:
                 cursor.execute("SELECT pg_sleep(%s)", [NEVER_SECONDS])
+        case "locked":  # The transaction has locked the row of the key itself.
+            with transaction.atomic():
+                list(IdempotencyKey.objects.select_for_update())
+                behave("query")
 
 
 def undo(key: IdempotencyKey) -> HttpResponseBase:

@@ -106,10 +106,11 @@ def test_no_other_completer_claims_the_key_before_it_is_marked(start: Any) -> No
 
 
 @pytest.mark.processes
-def test_a_query_that_hangs_is_cancelled_and_the_process_stays(start: Any) -> None:
+@pytest.mark.parametrize("query", ["query", "locked"])
+def test_a_query_that_hangs_is_cancelled_and_the_process_stays(query: str, start: Any) -> None:
     process = start(*COMPLETER)
-    leave("query")
-    eventually(lambda: "hung" in events("query"))
+    leave(query)
+    eventually(lambda: "hung" in events(query))
     leave("good")
     eventually(lambda: is_finished("good"))
     process.terminate()
