@@ -32,14 +32,18 @@ def another_entry(request: HttpRequest) -> HttpResponseBase:
 
 
 def views() -> dict[str, Callable[..., HttpResponseBase]]:
-    """Return the views by name: one of each kind."""
+    """Return the views by name: one of each kind, and one that keeps its writes without its response."""
+    from idempotency.http import not_stored
     from tests.kit.views import plain, two_phases
 
     def both(request: HttpRequest) -> HttpResponseBase:
         one_entry(request)
         return another_entry(request)
 
-    return {"plain": plain(both), "phased": two_phases(one_entry, another_entry)}
+    def kept(request: HttpRequest) -> HttpResponseBase:
+        return not_stored(both(request), keep_writes=True)
+
+    return {"plain": plain(both), "phased": two_phases(one_entry, another_entry), "kept": plain(kept)}
 
 
 def _die_at(number: int) -> None:

@@ -76,5 +76,28 @@ def test_13_kill_at_any_point_leaves_work_and_completion_both_or_neither(
     assert killed >= 12
 
 
+def test_13_kill_at_any_point_leaves_the_kept_writes_or_nothing(
+    serve: Callable[..., None], sender: Sender, dying_process: "subprocess.Popen[str]"
+) -> None:
+    """The response is not stored, so a retry runs and writes again."""
+    serve(**dying.views())
+    session = sender.client.cookies[settings.SESSION_COOKIE_NAME].value
+    killed, end, left = 0, "killed", set[int]()
+    while end == "killed":
+        key = f"killed-at-{killed + 1}"
+        dying_process.stdin.write(f"{session} /kept/ {key} {killed + 1}\n")
+        dying_process.stdin.flush()
+        end = dying_process.stdout.readline().strip()
+        killed += end == "killed"
+        entries = Entry.objects.filter(name__endswith=f" {key}")
+        left.add(before := entries.count())
+        response = eventually(lambda: (response := _retry(sender, "kept", key)).status_code != 409 and response)  # noqa: B023
+        assert (response.status_code, "Idempotent-Replayed" in response) == (201, False)
+        assert entries.count() == before + 2
+        assert not IdempotencyKey.objects.filter(idempotency_key=key).exclude(scope__startswith="expired:").exists()
+    assert (end, left) == ("answered 2xx", {0, 2})
+    assert killed >= 12
+
+
 def _retry(sender: Sender, kind: str, key: str) -> Any:
     return sender.send(f"/{kind}/", key=key)
