@@ -269,6 +269,22 @@ def test_statements_that_no_wrapper_sees_are_seen(way: str, serve: Serve, sender
     assert (entries(), IdempotencyKey.objects.count()) == ((0, 0), 0)
 
 
+def test_a_view_reads_from_a_database_that_takes_no_writes(serve: Serve, sender: Sender) -> None:
+    """For example a replica whose settings are a copy of those of the primary."""
+
+    def work(request: HttpRequest) -> JsonResponse:
+        assert not Entry.objects.using("shard_b").exists()
+        return JsonResponse({"id": Entry.objects.create(name="made").pk}, status=201)
+
+    serve(view=idempotent(work))
+    connections["shard_b"].cursor().execute("SET default_transaction_read_only = on")
+    try:
+        assert sender.send().status_code == 201
+    finally:
+        connections["shard_b"].close()
+    assert sender.send()["Idempotent-Replayed"] == "true"
+
+
 @pytest.mark.parametrize("left", [True, False])
 def test_a_wrapper_that_the_view_leaves_stays(left: bool, serve: Serve, sender: Sender) -> None:
     other = connections["shard_b"]
