@@ -37,7 +37,7 @@ def share_tables(one: str, other: str) -> bool:
         return False
     # The identifier of the system would not do: a standby and a restored copy have that of their origin, and some roles may
     # not read it. A lock of a transaction is visible in its own database only, behind a pooler too.
-    number = random.getrandbits(63)
+    number = random.getrandbits(63)  # nosec B311  # the number of a lock; no secret
     with _transaction(one):
         _, table = _lock(one, number)
         with _transaction(other):
