@@ -1,9 +1,9 @@
 """The fingerprint of a request, which distinguishes a retry from a different request.
 
-JSON is compared by value: the order of members, white space, and ``1.0`` against ``1`` do not matter. The order of an array
-and null against absent do matter. A multipart body is compared by its fields and files, because each attempt has a new
-boundary. All other bodies are compared by bytes. So is JSON with a duplicate member or a number that no double holds, because
-its value would lose information. The kind of comparison is part of the fingerprint.
+JSON is compared by value: the order of members and white space do not matter. The order of an array, null against absent,
+and the notation of a number (``1.0`` against ``1``) do matter. A multipart body is compared by its fields and files, because
+each attempt has a new boundary. All other bodies are compared by bytes. So is JSON with a duplicate member, which has no
+single value. The kind of comparison is part of the fingerprint.
 
 A fingerprint begins with the way in which it was made: its version, ``h`` if it includes the host, and ``k`` with the id of
 its secret. A request is compared in the way of the stored fingerprint, so changed settings or secrets do not reject
@@ -14,8 +14,8 @@ import hashlib
 import hmac
 import json
 import re
+import secrets
 from collections.abc import Callable
-from decimal import Decimal
 from io import BytesIO
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -37,9 +37,6 @@ from idempotency._store.advisory_locks import way_of
 #: The version of new fingerprints. A change of the computation needs a new number.
 VERSION = 1
 _WAY = re.compile(rf"v{VERSION}(?P<host>h?)(?:k(?P<secret>[0-9a-f]+))?")
-#: Integers up to this length are compared by value in any notation; longer ones must be written out.
-_SHORT_DIGITS = 22
-_DOUBLE_DIGITS = 310
 #: A field of Django's forms that differs on each page.
 _CSRF_FIELD = "csrfmiddlewaretoken"
 _CSRF_PAIR = re.compile(rb"(?:^|&)csrfmiddlewaretoken=[^&]*")
@@ -51,7 +48,7 @@ Parsed = TypeVar("Parsed")
 
 
 class _NotByValue(ValueError):
-    """This JSON text cannot be compared by value without losing information."""
+    """This JSON text has no single value."""
 
 
 def fingerprint(request: HttpRequest, body: Hidden[bytes | None], *, keyed: bool = False, by_host: bool = False) -> str:
@@ -163,7 +160,7 @@ def _content_of_body(content_type: str, body: bytes) -> tuple[bytes, bytes]:
     if content_type == "application/json" or content_type.endswith("+json"):
         try:
             return b"json", _canonical_json(body)
-        except (ValueError, ArithmeticError, RecursionError):
+        except (ValueError, RecursionError):
             pass
     if content_type == "application/x-www-form-urlencoded":
         body = _CSRF_PAIR.sub(b"", body)
@@ -171,38 +168,11 @@ def _content_of_body(content_type: str, body: bytes) -> tuple[bytes, bytes]:
 
 
 def _canonical_json(body: bytes) -> bytes:
-    value = json.loads(
-        body, parse_int=_integer, parse_float=_number, parse_constant=_refuse_constant, object_pairs_hook=_object
-    )
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _integer(text: str) -> int | float:
-    return int(text) if len(text) <= _SHORT_DIGITS else _number(text)
-
-
-def _number(text: str) -> int | float:
-    """Return the number without expanding its text: ``1e309`` must not become 310 digits."""
-    exact = Decimal(text)
-    if not exact:
-        return 0
-    digits = exact.adjusted() + 1
-    integral = digits <= _DOUBLE_DIGITS and exact == exact.to_integral_value()
-    if integral and digits <= _SHORT_DIGITS:
-        return int(exact)
-    try:
-        return _double(text, exact)
-    except _NotByValue:
-        if not integral or digits > len(text):
-            raise
-    return int(exact)
-
-
-def _double(text: str, exact: Decimal) -> float:
-    number = float(text)
-    if Decimal(repr(number)) != exact:
-        raise _NotByValue
-    return number
+    # Each float becomes a string: the mark, which no client knows, and its text. An integer has no second notation.
+    mark = secrets.token_urlsafe(8)
+    value = json.loads(body, parse_float=mark.__add__, parse_constant=_refuse_constant, object_pairs_hook=_object)
+    # In this text, other strings contain no NUL.
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).replace(f'"{mark}', "\0").encode()
 
 
 def _refuse_constant(name: str) -> None:
@@ -210,6 +180,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if not pairs:
+        return {}
     members = dict(pairs)
     if len(members) != len(pairs):
         raise _NotByValue

@@ -8,7 +8,6 @@ import base64
 import json
 from dataclasses import dataclass
 from decimal import Decimal
-from fractions import Fraction
 from random import Random
 from typing import Any
 
@@ -17,20 +16,29 @@ from hypothesis import strategies as st
 #: How a body is written, from a number that hypothesis can draw again: to draw each blank would take most of the time.
 CHANCES = st.integers(0, 2**32 - 1).map(Random)
 
-# ---- JSON: None, bool, str, Decimal, list (an array), tuple of pairs (an object)
+# ---- JSON: None, bool, str, Number, list (an array), tuple of pairs (an object)
 
-#: Short enough for a double, and in its range.
-_HELD = st.builds(
-    lambda digits, exponent: Decimal(digits).scaleb(exponent), st.integers(-(10**15) + 1, 10**15 - 1), st.integers(-40, 40)
+
+@dataclass(frozen=True)
+class Number:
+    """A number, as its client writes it each time."""
+
+    text: str
+
+
+_DECIMALS = (
+    st.builds(
+        lambda digits, exponent: Decimal(digits).scaleb(exponent),
+        st.integers(-(10**15) + 1, 10**15 - 1),
+        st.integers(-40, 40),
+    )
+    | st.integers(-(10**40), 10**40).map(Decimal)
+    | st.sampled_from([Decimal(0), Decimal("-0"), Decimal(1), Decimal("0.1"), Decimal(2**53 + 1), Decimal("1e400")])
 )
-#: Integers are exact at any length.
-_LONG_INTEGERS = st.integers(-(10**40), 10**40).map(Decimal)
-#: Eighteen digits behind the point, the last of them no zero: no double holds that.
-_NOT_HELD = st.builds(lambda digits: (Decimal(digits * 10 + 1)).scaleb(-18), st.integers(10**17, 10**18))
 TEXTS = st.text(max_size=8) | st.sampled_from(
-    ["", "a", "A", "1", "null", "é", "e\u0301", "\ud800", "\U0001f600", "\x00", '"', "\\"]
+    ["", "a", "A", "1", "1.0", "null", "é", "e\u0301", "\ud800", "\U0001f600", "\x00", "\x001.0", '"', "\\"]
 )
-NUMBERS = _HELD | _LONG_INTEGERS | st.sampled_from([Decimal(0), Decimal("-0"), Decimal(1), Decimal("0.1"), Decimal(2**53 + 1)])
+NUMBERS = st.builds(lambda value, chance: Number(_number(value, chance)), _DECIMALS, CHANCES)
 
 
 def _objects(values: st.SearchStrategy[Any], *, doubles: bool) -> st.SearchStrategy[Any]:
@@ -38,17 +46,17 @@ def _objects(values: st.SearchStrategy[Any], *, doubles: bool) -> st.SearchStrat
     return st.lists(st.tuples(TEXTS, values), max_size=4, unique_by=unique).map(tuple)
 
 
-def _values(numbers: st.SearchStrategy[Decimal], *, doubles: bool) -> st.SearchStrategy[Any]:
+def _values(*, doubles: bool) -> st.SearchStrategy[Any]:
     return st.recursive(
-        st.none() | st.booleans() | numbers | TEXTS,
+        st.none() | st.booleans() | NUMBERS | TEXTS,
         lambda values: st.lists(values, max_size=4) | _objects(values, doubles=doubles),
         max_leaves=8,
     )
 
 
-VALUES = _values(NUMBERS, doubles=False)
-#: Values that JSON can write, and that no reader holds: compared by their bytes.
-ODD_VALUES = _values(NUMBERS | _NOT_HELD, doubles=True)
+VALUES = _values(doubles=False)
+#: Values that JSON can write, and that have no single meaning: compared by their bytes.
+ODD_VALUES = _values(doubles=True)
 
 
 def meaning(value: Any) -> Any:
@@ -60,10 +68,8 @@ def meaning(value: Any) -> Any:
     if isinstance(value, list):
         items = [meaning(item) for item in value]
         return None if None in items else ("array", tuple(items))
-    if isinstance(value, Decimal):
-        numerator, denominator = value.as_integer_ratio()
-        held = denominator == 1 or len(value.normalize().as_tuple().digits) <= 15
-        return ("number", Fraction(numerator, denominator)) if held else None
+    if isinstance(value, Number):
+        return ("number", "0" if value.text == "-0" else value.text)
     return (type(value).__name__, value)
 
 
@@ -78,8 +84,8 @@ def write(value: Any, chance: Random) -> str:
         )
     if isinstance(value, list):
         return _joined("[]", [write(item, chance) for item in value], chance)
-    if isinstance(value, Decimal):
-        return _number(value, chance)
+    if isinstance(value, Number):
+        return value.text
     return _text(value, chance) if isinstance(value, str) else json.dumps(value)
 
 
