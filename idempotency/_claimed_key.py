@@ -11,6 +11,7 @@ from django.db import models
 from django.http import HttpResponseBase
 
 from idempotency._async import either_context
+from idempotency._hidden import Hidden
 from idempotency.exceptions import DownstreamKeyExpired
 
 _NOT_PHASED = (
@@ -87,9 +88,9 @@ class ClaimedKey(models.Model):
         """
         if self.begin_call is None:
             raise RuntimeError(_NOT_PHASED)
-        self.derive(name, valid_seconds)  # Raises before the call is recorded.
+        downstream_key = Hidden(self.derive(name, valid_seconds))
         self.begin_call(name)
-        yield self.derive(name)  # No local variable has it during the call.
+        yield downstream_key.value
 
     def phases(self) -> Iterator[str]:
         """Yield the recovery point to continue from, until the key is finished."""
