@@ -163,8 +163,9 @@ def _refuse_cut_body(request: HttpRequest) -> None:
     stream, was_read = vars(request)[_STREAM]
     cut = False  # The stream of a middleware that decodes the body, or of ASGI, in which Django refuses a truncated body.
     if isinstance(stream, LimitedStream):
-        # If there is more to read, an upload handler has stopped the upload.
-        cut = request._read_started and _has_rest(stream) and not stream.read(1)  # type: ignore[attr-defined]
+        cut = request._read_started and _has_rest(stream)  # type: ignore[attr-defined]
+        if cut and not hasattr(request, "_body"):
+            cut = not stream.read(1)  # If there is more to read, an upload handler has stopped the upload.
     elif was_read and isinstance(stream, BytesIO):  # Django keeps the body as it came there.
         arrived = max(stream.getbuffer().nbytes, len(request.body))
         cut = arrived < content_length(request) and not _has_end(request)
