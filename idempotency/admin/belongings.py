@@ -58,12 +58,12 @@ def belongings(key: Any, site: AdminSite, request: HttpRequest, *, using: str) -
 def _of_other_apps(key: IdempotencyKey, site: AdminSite, request: HttpRequest, using: str) -> Iterator[Linked]:
     """Yield the rows of other apps' models with a foreign key to ``key``. This takes one query for each model,
     and one more for the columns if the person may view the rows."""
-    elsewhere = fields_elsewhere(using)
-    for model, foreign_key in linked_models():
+    for model, foreign_key, rows_at in linked_models(using):
         if model._meta.auto_created or not (foreign_key.db_index or foreign_key.unique):
             continue  # Without an index, the query would read the whole table.
-        rows_at = router.db_for_read(model) if foreign_key in elsewhere else using
-        found = model._base_manager.using(rows_at).filter(**{foreign_key.name: key.pk}).order_by()
+        visible = viewable(site, request, model) if model in site._registry else None
+        every = model._base_manager.all() if visible is None else visible
+        found = every.using(rows_at).filter(**{foreign_key.name: key.pk}).order_by()
         pks = list(found.values_list("pk", flat=True)[: MAX_LINKED + 1])
         shown = pks[:MAX_LINKED]
         urls = {pk: admin_url(site, request, model, pk) for pk in shown}
@@ -72,12 +72,15 @@ def _of_other_apps(key: IdempotencyKey, site: AdminSite, request: HttpRequest, u
         yield Linked(str(model._meta.verbose_name), rows, more=len(pks) > MAX_LINKED)
 
 
-def linked_models() -> Iterator[tuple[Any, Any]]:
-    """Yield each model of other apps with a foreign key to ``IdempotencyKey``, and the field."""
+def linked_models(using: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield each model of other apps with a foreign key to ``IdempotencyKey``, the field, and the database of the rows that
+    belong to the keys in the database ``using``."""
+    elsewhere = fields_elsewhere(using)
     for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
         model: Any = relation.related_model
         if (relation.one_to_many or relation.one_to_one) and not relation.concrete and model not in (StagedJob, ForeignCall):
-            yield model, relation.field  # type: ignore[union-attr]
+            field = relation.field  # type: ignore[union-attr]
+            yield model, field, router.db_for_read(model) if field in elsewhere else using
 
 
 def _columns(row_admin: Any, request: HttpRequest, pks: Collection[Any], link: str, using: str) -> dict[Any, str]:

@@ -71,12 +71,12 @@ def _users(term: str, site: AdminSite, request: HttpRequest) -> list[Any]:
 
 def _by_linked_rows(term: str, site: AdminSite, request: HttpRequest, using: str) -> Iterator[int]:
     """Yield the ids of the keys of linked rows. The linked model's admin searches those rows that the person may view."""
-    for model, foreign_key in linked_models():
+    for model, foreign_key, rows_at in linked_models(using):
         name = foreign_key.name
         row_admin = site._registry.get(model)
         if row_admin is None or not row_admin.has_view_permission(request) or not row_admin.get_search_fields(request):
             continue
         with suppress(FieldError, ValueError):
-            rows = newest(row_admin.get_queryset(request).using(using).exclude(**{name: None}), NEWEST, by="pk")
+            rows = newest(row_admin.get_queryset(request).using(rows_at).exclude(**{name: None}), NEWEST, by="pk")
             rows, _ = row_admin.get_search_results(request, rows, term)
             yield from rows.order_by().values_list(name, flat=True)[:MAX_FOUND]

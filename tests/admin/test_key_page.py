@@ -29,6 +29,7 @@ from idempotency.inbox import STAGED_JOBS
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from rides_demo.models import Ride
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
+from tests.kit.admin import listed
 from tests.kit.ageing import ago
 from tests.kit.shards import EntriesInShardB
 from tests.models import Entry
@@ -266,7 +267,9 @@ def test_what_belongs_to_a_key_has_its_state(staff: Client) -> None:
 
 @pytest.mark.postgres
 @pytest.mark.django_db(databases=["default", "shard_b"])
-def test_rows_in_another_database_are_shown_too(staff: Client, settings: Settings) -> None:
+def test_rows_in_another_database_are_shown_and_searched_too(
+    staff: Client, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = IdempotencyKeyFactory(finished=True)
     with connections["shard_b"].cursor() as cursor:
         cursor.execute("SET CONSTRAINTS ALL DEFERRED")
@@ -277,6 +280,9 @@ def test_rows_in_another_database_are_shown_too(staff: Client, settings: Setting
     settings.DATABASE_ROUTERS = [EntriesInShardB()]
     linked = {kind.name: [row.name for row in kind.rows] for kind in page(staff, key).context["linked"]}
     assert linked == {"entry": [str(entry.pk)]}
+    searched = type("Entries", (admin.ModelAdmin,), {"search_fields": ("name",)})
+    monkeypatch.setitem(admin.site._registry, Entry, searched(Entry, admin.site))
+    assert listed(staff, {"q": "order"}) == [key.pk]
 
 
 def test_a_person_who_may_not_see_a_model_sees_no_state_of_its_rows() -> None:

@@ -111,16 +111,18 @@ def test_an_answer_is_not_filled_in_from_a_key_that_the_person_may_not_see(serve
     assert (asked.status_code, asked.context["template"]) == (200, None)
 
 
-def test_jobs_and_calls_that_the_person_may_not_see_are_not_on_the_page_of_the_key(serve: Serve) -> None:
+def test_rows_jobs_and_calls_that_the_person_may_not_see_are_not_on_the_page_of_the_key(serve: Serve) -> None:
     pages = {StagedJob: showing(StagedJobAdmin, queue="ours"), ForeignCall: showing(ForeignCallAdmin, name="ours")}
-    serve({IdempotencyKey: IdempotencyKeyAdmin, **pages})
+    serve({IdempotencyKey: IdempotencyKeyAdmin, **pages, Ride: showing(RideAdmin, stripe_charge_id="ours")})
     key = stuck()
+    ride = RideFactory(idempotency_key=key, stripe_charge_id="theirs")
     for whose in ("ours", "theirs"):
         StagedJobFactory(idempotency_key=key, queue=whose, failed_at=timezone.now(), last_error=f"refused for {whose}")
         ForeignCall.objects.create(key=key, name=whose, token=uuid4())
     shown = person().get(f"{KEYS}{key.pk}/change/").text
     assert "refused for ours" in shown
     assert "theirs" not in shown
+    assert f"/ride/{ride.pk}/" not in shown
 
 
 def test_a_search_by_a_linked_row_reads_the_rows_that_the_person_may_see(serve: Serve) -> None:
