@@ -61,16 +61,16 @@ def body_to_store(request: HttpRequest, *, framework: bool) -> tuple[Hidden[byte
 
 def _parse_once(request: HttpRequest, *, framework: bool) -> None:
     """Parse the fields and files, and let the view read the body as if nobody had read it."""
-    attributes, kept = vars(request), None
-    if not framework and "_body" not in attributes and _may_be_read(request):
-        kept = attributes["_stream"] = RereadableStream(request)
+    kept = None
+    if not framework and not hasattr(request, "_body") and _may_be_read(request):
+        kept = vars(request)["_stream"] = RereadableStream(request)
     # The parsers of the view use the upload handlers again, and these may count.
     handlers: Any = ImmutableList(map(copy, request.upload_handlers), warning=_HANDLERS)
     parse(request)
-    attributes["_upload_handlers"] = handlers
+    request._upload_handlers = handlers  # type: ignore[attr-defined]
     if kept is not None and not _has_rest(kept.source):  # A handler may have stopped the upload.
         kept.rewind()
-        attributes["_read_started"] = False
+        request._read_started = False  # type: ignore[attr-defined]
 
 
 class RereadableStream:

@@ -17,6 +17,7 @@ from django.utils.datastructures import MultiValueDict
 from django.utils.functional import SimpleLazyObject, cached_property
 
 from idempotency import conf
+from idempotency._hidden import Hidden
 from idempotency._request.bodies import RereadableStream
 from idempotency._request.view_call import Call
 from idempotency._store.database_errors import retryable_failure
@@ -159,19 +160,19 @@ class RequestState:
                 ", ".join(self._by_reference),
             )
             return False
-        attributes = self._attributes
+        attributes = Hidden(self._attributes)  # The body is among them, and code of the user model runs here.
         if self._handlers:
             vars(self.request)["_upload_handlers"] = [copy(handler) for handler in self._handlers]
-        if "_body" in attributes:
-            vars(self.request)["_stream"] = BytesIO(attributes["_body"])
-        elif isinstance(stream := attributes.get("_stream"), RereadableStream):
+        if "_body" in attributes.value:
+            vars(self.request)["_stream"] = BytesIO(attributes.value["_body"])
+        elif isinstance(stream := attributes.value.get("_stream"), RereadableStream):
             stream.rewind()
-        for _, uploads in attributes["_files"].lists() if "_files" in attributes else ():
+        for _, uploads in attributes.value["_files"].lists() if "_files" in attributes.value else ():
             for upload in uploads:
                 if upload.closed:
                     return False
                 upload.seek(0)
-        loaded = (_loaded(attributes.get(name)) for name in _USERS)
+        loaded = (_loaded(attributes.value.get(name)) for name in _USERS)
         users = {id(user): user for user in loaded if issubclass(type(user), models.Model)}
         for user in users.values():
             _fetch_anew(user)

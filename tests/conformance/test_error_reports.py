@@ -9,6 +9,7 @@ import httpx
 import pytest
 import requests
 from asgiref.sync import async_to_sync
+from django.contrib.auth import get_user_model
 from django.core.files.uploadedfile import InMemoryUploadedFile, SimpleUploadedFile
 from django.core.files.uploadhandler import MemoryFileUploadHandler
 from django.db import DatabaseError, connection
@@ -367,3 +368,21 @@ def test_60_log_lines(kind: Kind, serve: Serve, planted: Planted, sender: Sender
     statuses += [sender.send(key=f"{key}-view", body={}).status_code, sender.send(key=key * 9).status_code]
     assert statuses == [200, 500, 409, 200, 500, 409, 422, 400]
     planted.refuse_logged([record for record in caplog.records if record.name == "idempotency"])
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("kind", [plain, phased])
+def test_60_error_while_a_request_is_restored(kind: Kind, serve: Serve, planted: Planted, ask: Any) -> None:
+    def work(request: HttpRequest) -> HttpResponse:
+        planted.of_key(request.idempotency_key)
+        assert request.user.pk
+        post_init.connect(fail, sender=get_user_model())
+        with connection.cursor() as cursor:
+            cursor.execute("DO $$ BEGIN RAISE 'out of luck' USING ERRCODE = '40001'; END $$")
+        return HttpResponse()
+
+    serve(view=kind(work))
+    try:
+        planted.refuse_shown(ask(), at_least=10)
+    finally:
+        post_init.disconnect(fail, sender=get_user_model())
