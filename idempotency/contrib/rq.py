@@ -5,7 +5,6 @@ Run the workers with ``rqworker --with-scheduler``, because the scheduler runs t
 
 import logging
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 from uuid import UUID
@@ -47,8 +46,10 @@ _WORDS = ("MISCONF", "NOREPLICAS")
 
 #: Practically unlimited.
 _MANY = 1_000_000
-#: The longest wait of a job while the database is unavailable.
-_LONGEST_WAIT_SECONDS = 300
+#: The waits of a job between its runs while the database is unavailable, in seconds.
+_OUTAGE_WAITS = (1, 2, 5, 10, 30, 60, 120, 300)
+#: The name of the number of runs without a database, in the data of a job of RQ.
+_OUTAGES = "idempotency_outages"
 
 
 class RQBackend:
@@ -145,20 +146,21 @@ def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = 
     except _AskedToComeBack as asked:
         return asked.args[0]
     except MessageInProgress:
-        return _uncounted(longest_wait=0)
+        return _uncounted(waits=False)
     except Error as error:
         if not is_outage(error, using):
             raise
         logger.warning("the database is unavailable for the job %s (%s), which is retried: %s", job_id, job_name, error)
-        return _uncounted(longest_wait=_LONGEST_WAIT_SECONDS)
+        return _uncounted(waits=True)
     return result
 
 
-def _uncounted(*, longest_wait: int) -> Retry:
-    """Return a retry that does not count against those for which the job itself asks by returning a Retry. The wait grows with
-    the age of the job."""
-    age, job = 0.0, get_current_job()
+def _uncounted(*, waits: bool) -> Retry:
+    """Return a retry that does not count against those for which the job itself asks by returning a Retry. With ``waits`` it
+    comes after the next one of _OUTAGE_WAITS, otherwise at once."""
+    job, before = get_current_job(), 0
     if job is not None:
-        job.number_of_retries = (job.number_of_retries or 0) - 1  # RQ adds one.
-        age = (datetime.now(UTC) - job.created_at).total_seconds()
-    return Retry(max=_MANY, interval=min(max(1, int(age / 2)), longest_wait))
+        job.number_of_retries = (job.number_of_retries or 0) - 1  # RQ adds one, and saves the job.
+        before = job.meta.get(_OUTAGES, 0)
+        job.meta[_OUTAGES] = before + waits
+    return Retry(max=_MANY, interval=_OUTAGE_WAITS[min(before, len(_OUTAGE_WAITS) - 1)] if waits else 0)
