@@ -96,7 +96,7 @@ def run(
     """
     connection.validate_thread_sharing()
     connection.validate_no_broken_transaction()
-    with debug_transaction(connection, "; ".join([*before, text, *after])), connection.wrap_database_errors:
+    with debug_transaction(connection, in_log([*before, text, *after])), connection.wrap_database_errors:
         return _run(connection.connection, text, parameters, before, after)
 
 
@@ -129,6 +129,11 @@ def _run(
     transformer.set_pgresult(result)
     row = transformer.load_row(0, tuple) if result.ntuples else None
     return Result(row, result.command_tuples or 0, shown(results[: len(before)]))
+
+
+def in_log(statements: Sequence[str]) -> str:
+    """Return the text of a message for Django's query log, without the statements that only read a setting."""
+    return "; ".join(text for text in statements if not text.startswith("SHOW "))
 
 
 def shown(results: Sequence[PGresult]) -> tuple[str, ...]:

@@ -255,16 +255,16 @@ def durable_transaction(
 def _send_beginning(connection: BaseDatabaseWrapper, statements: list[str]) -> tuple[str, ...]:
     """Send the statements in one message; return the values of SHOW. The lock timeout of Citus is a message of its own."""
     if engine.is_citus(connection) and LOCK in statements[-1]:
-        shown = _send(connection, "; ".join(statements[:-1]))
-        _send(connection, statements[-1])
+        shown = _send(connection, statements[:-1])
+        _send(connection, statements[-1:])
         return shown
-    return _send(connection, "; ".join(statements))
+    return _send(connection, statements)
 
 
-def _send(connection: BaseDatabaseWrapper, text: str) -> tuple[str, ...]:
+def _send(connection: BaseDatabaseWrapper, statements: list[str]) -> tuple[str, ...]:
     own: psycopg.Connection[Any] = connection.connection
-    with debug_transaction(connection, text), connection.wrap_database_errors, own.lock:
-        own.pgconn.send_query(text.encode())
+    with debug_transaction(connection, round_trips.in_log(statements)), connection.wrap_database_errors, own.lock:
+        own.pgconn.send_query("; ".join(statements).encode())
         results = own.wait(generators.execute(own.pgconn))
         result = results[-1]
         if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
