@@ -11,6 +11,7 @@ from pytest_django import Settings
 
 from idempotency.exceptions import KeyStuck
 from tests.kit.serving import Sender, View, another_client
+from tests.kit.threads import elsewhere
 from tests.kit.views import Counted, both_kinds, create, phased, two_phases
 
 Kind = Callable[..., View]
@@ -57,7 +58,7 @@ def in_use(serve: Serve, sender: Sender, kind: Kind) -> HttpResponse:
     """Provoke ``key_in_use``: the run itself sends its duplicate."""
     answers = []
     twin = another_client(sender)
-    serve(view=two_phases(lambda request: None, create, call=lambda: answers.append(twin.send())))
+    serve(view=two_phases(lambda request: None, create, call=lambda: answers.append(elsewhere(twin.send))))
     sender.send()
     return answers[0]
 

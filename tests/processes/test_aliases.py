@@ -11,7 +11,7 @@ from pytest_django import Settings
 
 from idempotency._store.aliases import share_tables
 from idempotency.decorators import idempotent
-from idempotency.management.commands.idempotency_worker import _WORK
+from idempotency.management.commands.idempotency_worker import _LOOPS
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring.doctor import diagnose
 from rides_demo.processes.ports import free_port
@@ -19,7 +19,7 @@ from tests.kit.commands import run_here
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
 
-LOOPS = [*_WORK, "idempotency_worker"]
+LOOPS = [*_LOOPS, "idempotency_worker"]
 
 
 @pytest.fixture

@@ -673,7 +673,7 @@ def verbs(queries: Iterable[dict[str, str]]) -> list[str]:
     texts = [query["sql"] for query in sent(queries)]
     if POSTGRESQL:  # On SQLite a text contains the values, which may contain the separator.
         texts = [text.removeprefix("WITH here AS (") for message in texts for text in message.split("; ")]
-    return [text.split()[0] for text in texts if not text.startswith("SET ")]
+    return [text.split()[0] for text in texts if not text.startswith(("SET ", "SHOW "))]
 
 
 @both_kinds
