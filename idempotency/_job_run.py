@@ -40,7 +40,9 @@ def is_outage(error: BaseException, using: str | None) -> bool:
     """Return whether the database was unavailable, so that the run of the job does not count as a try."""
     if not isinstance(error, Error) or isinstance(error, InterfaceError) or (sqlstate_of(error) or "").startswith(_LIMITS):
         return False
-    return connection_lost(error, using or router.db_for_write(ProcessedMessage))
+    alias = using or router.db_for_write(ProcessedMessage)
+    # A job that closes its own connection would do so in each run.
+    return not connections[alias].closed_in_transaction and connection_lost(error, alias)
 
 
 def _guard_hooks(name: str, job_id: str, alias: str) -> None:
