@@ -140,7 +140,8 @@ def _checked(queue: str, jobs: Sequence[StagedJob], returned: Any) -> Results:
     ids = [job.pk for job in jobs]
     if not isinstance(returned, Mapping) or not returned.keys() <= set(ids):
         # No second hand-over: the backend may have sent them.
-        wrong = TypeError(f"hand_over() of the backend of {queue!r} must return a dict by job ids, not {returned!r:.100}")
+        kind = type(returned).__name__
+        wrong = TypeError(f"hand_over() of the backend of {queue!r} must return a dict by ids of these jobs, not this {kind}")
         return dict.fromkeys(ids, wrong)
     results: Results = {pk: returned.get(pk) for pk in ids}
     if _all(NotOffered, results):

@@ -59,7 +59,9 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
     widths = (columns.get_field("source").max_length or 0, columns.get_field("message_id").max_length or 0)
     for name, value, width in zip(("source", "message_id"), (source, message_id), widths, strict=True):
         if not isinstance(value, str) or not 0 < len(value) <= width or "\0" in value:
-            raise ValueError(f"The {name} of a message must be a string of 1 to {width} characters without NUL, not {value!r}.")
+            raise ValueError(
+                f"The {name} of a message must be a string of 1 to {width} characters without NUL, not {_described(value)}."
+            )
     alias = using or router.db_for_write(ProcessedMessage)
     refuse_without_autocommit(alias)
     own = not connections[alias].in_atomic_block
@@ -80,6 +82,11 @@ def process_once(source: str, message_id: str, *, using: str | None = None) -> I
         yield first
         if first:
             _refuse_broken_transaction(connections[alias], marker)
+
+
+def _described(value: object) -> str:
+    """Describe an invalid value without quoting it: it may be the message itself."""
+    return f"one of {len(value)} characters" if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def took_effect(source: str, message_ids: Collection[str], *, using: str | None = None) -> set[str]:

@@ -75,7 +75,7 @@ def _applies(call: Call, options: Options) -> bool:
         return True
     answer = options.applies(call.seen_request)
     if not isinstance(answer, bool):
-        raise TypeError(f"The function applies of the view {call.name} must return True or False, not {answer!r}.")
+        raise TypeError(f"The function applies of the view {call.name} must return True or False, not {type(answer).__name__}.")
     return answer
 
 

@@ -54,7 +54,8 @@ def replay(key: IdempotencyKey, call: Call, options: Options) -> HttpResponseBas
         if refusal is not None:
             if not isinstance(refusal, HttpResponseBase):
                 raise TypeError(
-                    f"The function replay_check must return None or a response that refuses the replay, not {refusal!r}."
+                    f"The function replay_check must return None or a response that refuses the replay, not "
+                    f"{type(refusal).__name__}."
                 )
             return not_stored(call.rendered(refusal))
     response = _replayed(key)

@@ -1,6 +1,7 @@
 """Number 60: no frame of this app shows a secret, a key, a seed, a token, a body or arguments while foreign code runs."""
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import uuid4
@@ -12,7 +13,7 @@ from asgiref.sync import async_to_sync
 from django.contrib.auth import get_user_model
 from django.core.files.uploadedfile import InMemoryUploadedFile, SimpleUploadedFile
 from django.core.files.uploadhandler import MemoryFileUploadHandler
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, connection, transaction
 from django.db.models.signals import post_init
 from django.http import HttpRequest, HttpResponse
 from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
@@ -386,3 +387,43 @@ def test_60_error_while_a_request_is_restored(kind: Kind, serve: Serve, planted:
         planted.refuse_shown(ask(), at_least=10)
     finally:
         post_init.disconnect(fail, sender=get_user_model())
+
+
+@pytest.mark.parametrize("option", ["applies", "replay_check"])
+def test_60_error_of_a_function_that_returns_a_part_of_the_body(option: str, serve: Serve, planted: Planted, ask: Any) -> None:
+    serve(view=plain(lambda request: HttpResponse(), **{option: lambda request, key=None: planted["body"]}))
+    if option == "replay_check":
+        with pytest.raises(pytest.fail.Exception):
+            ask()
+    told = "".join(traceback.format_exception(ask(error=TypeError)))
+    assert planted["body"] not in told
+
+
+def test_60_error_of_the_result_of_a_call(serve: Serve, planted: Planted, ask: Any) -> None:
+    def work(key: IdempotencyKey) -> None:
+        derive(planted, key)
+        with foreign_call(key, "sms") as call:
+            call.record({"bad": "\0", "good": planted["answer"]})
+
+    serve(view=over_key(work))
+    planted.refuse_shown(ask(error=TypeError), at_least=10)
+
+
+def test_60_error_of_a_part_of_a_run(serve: Serve, planted: Planted, ask: Any) -> None:
+    inner = plain(fail)
+
+    def outer(request: HttpRequest) -> HttpResponse:
+        planted.of_key(request.idempotency_key)
+        return inner(request)
+
+    serve(view=plain(outer))
+    planted.refuse_shown(ask(), at_least=10)
+
+
+def test_60_error_in_an_outer_transaction(serve: Serve, planted: Planted, ask: Any) -> None:
+    def work(request: HttpRequest) -> HttpResponse:
+        planted.of_key(request.idempotency_key)
+        raise OutOfLuck
+
+    serve(view=transaction.atomic(plain(work)))
+    planted.refuse_shown(ask(), at_least=10)

@@ -103,7 +103,7 @@ def test_a_value_that_is_no_bool_is_an_error(value: Any, serve: Serve, sender: S
     """``request.POST.get("action")`` alone would protect each request that has an action."""
     serve(view=plain(work := Counted(), applies=lambda request: value))
     sender.client.raise_request_exception = True
-    with pytest.raises(TypeError, match=f"applies.* of the view .*Counted.* must return True or False, not {value!r}"):
+    with pytest.raises(TypeError, match=f"applies.*Counted.* {type(value).__name__}"):
         sender.send()
     assert work.runs == 0
 
