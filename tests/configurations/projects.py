@@ -91,7 +91,7 @@ def reads_from_a_replica(project: Project) -> None:
 
 def pool(project: Project) -> None:
     """Use the pool of Django."""
-    project.option(pool={"min_size": 1, "max_size": 6, "timeout": 10})
+    project.option(pool={"min_size": 1, "max_size": 6, "timeout": 60})
 
 
 def repeatable_read(project: Project) -> None:
