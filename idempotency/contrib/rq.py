@@ -4,6 +4,7 @@ Run the workers with ``rqworker --with-scheduler``, because the scheduler runs t
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -46,8 +47,10 @@ _WORDS = ("MISCONF", "NOREPLICAS")
 
 #: Practically unlimited.
 _MANY = 1_000_000
-#: The waits of a job between its runs while the database is unavailable, in seconds.
-_OUTAGE_WAITS = (1, 2, 5, 10, 30, 60, 120, 300)
+#: The longest wait of a job between two runs while the database is unavailable.
+_LONGEST_WAIT_SECONDS = 300
+#: The pause of a worker after such a run, if the retries of the job have no waits.
+_PAUSE_SECONDS = 1
 #: The name of the number of runs without a database, in the data of a job of RQ.
 _OUTAGES = "idempotency_outages"
 
@@ -146,21 +149,26 @@ def run_once(job_name: str, job_args: JobArgs, job_id: str, using: str | None = 
     except _AskedToComeBack as asked:
         return asked.args[0]
     except MessageInProgress:
-        return _uncounted(waits=False)
+        return _uncounted(outage=False)
     except Error as error:
         if not is_outage(error, using):
             raise
         logger.warning("the database is unavailable for the job %s (%s), which is retried: %s", job_id, job_name, error)
-        return _uncounted(waits=True)
+        return _uncounted(outage=True)
     return result
 
 
-def _uncounted(*, waits: bool) -> Retry:
-    """Return a retry that does not count against those for which the job itself asks by returning a Retry. With ``waits`` it
-    comes after the next one of _OUTAGE_WAITS, otherwise at once."""
-    job, before = get_current_job(), 0
+def _uncounted(*, outage: bool) -> Retry:
+    """Return a retry that does not count against those for which the job itself asks by returning a Retry. It is immediate.
+    After an outage it has the waits of the job's own retries. Without such waits, RQ may have no scheduler for them, so the
+    worker pauses."""
+    job, wait = get_current_job(), 0
     if job is not None:
         job.number_of_retries = (job.number_of_retries or 0) - 1  # RQ adds one, and saves the job.
-        before = job.meta.get(_OUTAGES, 0)
-        job.meta[_OUTAGES] = before + waits
-    return Retry(max=_MANY, interval=_OUTAGE_WAITS[min(before, len(_OUTAGE_WAITS) - 1)] if waits else 0)
+    if outage:
+        if job is not None and job.retry_intervals:
+            before = job.meta[_OUTAGES] = job.meta.get(_OUTAGES, -1) + 1
+            wait = min(job.retry_intervals[min(before, len(job.retry_intervals) - 1)], _LONGEST_WAIT_SECONDS)
+        if not wait:
+            time.sleep(_PAUSE_SECONDS)
+    return Retry(max=_MANY, interval=wait)
