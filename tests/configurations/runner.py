@@ -3,11 +3,11 @@
 import os
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 from django.core.management import call_command
+from django.db import connections
 from django.test.runner import DiscoverRunner
 
 #: The packages of the migrations, in a folder that ends with the process.
@@ -25,7 +25,9 @@ class Runner(DiscoverRunner):
                 package.mkdir()
                 (package / "__init__.py").touch()
             sys.path.insert(0, folder)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # There is no database yet, so its history cannot be compared.
-                call_command("makemigrations", *MIGRATIONS, verbosity=0)
+            call_command("makemigrations", *MIGRATIONS, verbosity=0)
+            for connection in connections.all():
+                connection.close()
+                if hasattr(connection, "close_pool"):  # It would keep the name of the database.
+                    connection.close_pool()
             return super().setup_databases(**kwargs)

@@ -10,7 +10,7 @@ _database = {
     "ENGINE": "django.db.backends.postgresql",
     "HOST": _server,
     "USER": "postgres",
-    "NAME": f"none_{os.getpid()}",
+    "NAME": "postgres",
     "OPTIONS": {},
     "TEST": {"NAME": f"test_{os.getpid()}"},
 }
