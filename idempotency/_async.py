@@ -47,7 +47,8 @@ class EitherContext(Generic[Given]):
 
     async def __aenter__(self) -> Given:
         try:
-            return await in_thread(self._enter_for, asyncio.current_task())
+            # The repr() of an asyncio task shows its result.
+            return (await in_thread(self._enter_for, asyncio.current_task())).value
         except asyncio.CancelledError:
             if self._entered:  # The thread opened the block after the cancellation; close it.
                 await self.__aexit__(NeverEntered, NeverEntered(), None)
@@ -58,7 +59,7 @@ class EitherContext(Generic[Given]):
     ) -> bool | None:
         return await in_thread(self._exit, kind, error, traceback)
 
-    def _enter_for(self, task: Any) -> Given:
+    def _enter_for(self, task: Any) -> _hidden.Hidden[Given]:
         open_blocks = vars(_tasks).setdefault("open", [])
         if self._holds_transaction and open_blocks and open_blocks[-1] is not task:
             raise RuntimeError(
@@ -66,7 +67,7 @@ class EitherContext(Generic[Given]):
                 "committed or rolled back together. Give each task its own thread: "
                 "async with asgiref.sync.ThreadSensitiveContext()."
             )
-        given = self.__enter__()
+        given = _hidden.Hidden(self.__enter__())
         self._entered = True
         if self._holds_transaction:
             open_blocks.append(task)

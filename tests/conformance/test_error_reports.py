@@ -19,6 +19,7 @@ from django.http import HttpRequest, HttpResponse
 from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 
 from idempotency.client import Retries, make_async_client, make_client, make_session
+from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import ForeignCall, IdempotencyKey
 from idempotency.phases import atomic_phase, foreign_call
@@ -426,4 +427,21 @@ def test_60_error_in_an_outer_transaction(serve: Serve, planted: Planted, ask: A
         raise OutOfLuck
 
     serve(view=transaction.atomic(plain(work)))
+    planted.refuse_shown(ask(), at_least=10)
+
+
+@pytest.mark.parametrize("open_block", [lambda key: key.call("charge"), lambda key: foreign_call(key, "sms"), atomic_phase])
+def test_60_error_in_a_block_of_an_async_view(
+    open_block: Callable[[IdempotencyKey], Any], serve: Serve, planted: Planted, ask: Any
+) -> None:
+    @idempotent(recovery_points=[], store_body=False)
+    async def view(request: HttpRequest) -> HttpResponse:
+        key = request.idempotency_key
+        derive(planted, key)
+        async for _ in key.aphases():
+            async with open_block(key):
+                raise OutOfLuck
+        raise AssertionError
+
+    serve(view=view)
     planted.refuse_shown(ask(), at_least=10)
