@@ -162,16 +162,16 @@ class MadeCall:
         Dates, decimals and UUIDs become strings in this run too.
         Raises TypeError if the result is not JSON. Its ``repr()`` is recorded instead, because the call was made.
         """
-        self.recorded = True
         try:
             self.result = json.loads(json.dumps(result, cls=DjangoJSONEncoder))
             refuse_unstorable_json(self.result)
         except Exception as error:  # its methods may raise anything
-            self.result = _described(result)
+            self.result, self.recorded = _described(result), True
             del result  # Reports of errors show local variables.
             raise TypeError(
                 f"The result of a foreign call cannot be kept as JSON: {error}. Record what a retry needs."
             ) from None
+        self.recorded = True
 
     def retryable(self) -> None:
         """Declare that the call took no effect: the intent is deleted at the end of the block, and a retry calls again.
