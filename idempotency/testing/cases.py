@@ -46,6 +46,11 @@ def assert_survives(
     foreign call. With ``races``, two attempts are also interleaved at each pair of boundaries: once with a valid lock, and
     once with an expired lock and a first attempt that resumes late.
 
+    A call of another system inside a transaction is a failure too. A call is a ``connect()`` or
+    ``send()`` of a Python socket. Databases, caches and brokers of the settings may be called there,
+    and each address ``"host:port"`` in ``ignore``. The kit does not see calls of C libraries,
+    subprocesses and other threads, and calls over unix sockets.
+
     The kit compares the changed rows of all installed apps (or the result of ``state()`` instead), staged jobs, effects in
     other systems, and the answer. ``ignore`` names models ("shop.Visit") or columns ("shop.Order.token") that are not compared.
     ``effects``: the list that your own fake of another system fills, or a function that returns the effects in that system.
@@ -86,7 +91,7 @@ def courses(
 
 def _courses(proof: Proof, *, races: bool) -> Iterator[Course]:
     progress = Progress(*proof.expected(races=races))
-    for title, find in chain(proof.crashes(), proof.races() if races else ()):
+    for title, find in chain(proof.calls_in_transactions(), proof.crashes(), proof.races() if races else ()):
         yield Course(title, find)
         progress.one_done()
 

@@ -30,6 +30,10 @@ UNSAFE_CALL = (
     "`with foreign_call(key, NAME) as call:`, which never makes it twice. Both need a phased view: "
     "@idempotent(recovery_points=[...])."
 )
+CALL_IN_TRANSACTION = (
+    f"Make the call between two phases. {UNSAFE_CALL} If the call changes nothing in that system, "
+    'exclude its address with ignore=["HOST:PORT"].'
+)
 RANDOM_KEY = (
     "Pass the key of request.idempotency_key.call(NAME): it is the same in each run of this request, and different for "
     "every other request."
@@ -86,6 +90,18 @@ def explained(
         or (f"The answer depends on the run that gives it; it is stored at {_storing(undisturbed)}.", OTHER_ANSWER)
     )
     return Failure(course, cause, cure, tuple(differences))
+
+
+def call_in_transaction(course: str, line: str) -> Failure:
+    """Return the failure of a call inside a transaction.
+
+    It is a failure even if each crash ends well, because the kit does not know all effects of the call.
+    """
+    cause = (
+        f"{line} calls another system inside a transaction. If the process dies before COMMIT, "
+        "the rollback leaves no trace of the call, and a retry makes the call again."
+    )
+    return Failure(course, cause, CALL_IN_TRANSACTION, ())
 
 
 def not_completed(course: str, last_error: str) -> Failure:

@@ -6,8 +6,6 @@ database. A simulated crash does not clear the memory of the process: module glo
 """
 
 import re
-import socket
-import ssl
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -20,6 +18,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from idempotency.models import IdempotencyKey
 from idempotency.signals import phase_committed
 from idempotency.testing.places import KEYS, Place, What, When, shortened, users_line
+from idempotency.testing.services import Address
 
 _GAP = r"(?:\s|/\*(?:(?!\*/).)*\*/|--[^\n]*\n)+"
 _NAME = r'"(?:[^"]|"")+"|`[^`]+`|\w+'
@@ -40,6 +39,8 @@ class Run:
     def __init__(self, at: Callable[["Run", Place], None] = lambda run, place: None) -> None:
         self._at = at
         self.places: list[Place] = []
+        #: The address and the user's line of each call of another system inside a transaction.
+        self.calls_in_transactions: set[tuple[Address, str]] = set()
         self.dead = False
         #: The results of ``key.derive()``.
         self.derived: set[str] = set()
@@ -49,6 +50,8 @@ class Run:
         self.no_ops: list[int] = []
         #: The connections that were cut; for each, the connection of the driver, and the id of the server process.
         self.cut: list[tuple[BaseDatabaseWrapper, Any, int | None]] = []
+        #: The connections of the thread that sends the request.
+        self.connections: list[BaseDatabaseWrapper] = []
         self._recovery_point = "started"
         self._awaiting = False
 
@@ -76,6 +79,15 @@ class Run:
             self.no_ops.append(len(self.places))
         self._recovery_point = key.recovery_point
 
+    def calls(self, address: Address) -> None:
+        """Record a call of another system if a transaction is open.
+
+        An async view runs in another thread than its statements, so the connections are those of
+        the thread that sends the request.
+        """
+        if any(connection.connection is not None and _in_transaction(connection) for connection in self.connections):
+            self.calls_in_transactions.add((address, users_line()))
+
     def sends(self, data: Any) -> None:
         """Record that data is sent to another system."""
         if not self._awaiting:
@@ -92,6 +104,11 @@ class Run:
 _active: ContextVar[Run | None] = ContextVar("run under observation", default=None)
 
 
+def active_run() -> Run | None:
+    """Return the run that is observed here, if there is one."""
+    return _active.get()
+
+
 def reach(when: When, what: What, detail: str) -> None:
     """Record that the observed run, if there is one, has reached a place."""
     if (run := _active.get()) is not None:
@@ -101,11 +118,11 @@ def reach(when: When, what: What, detail: str) -> None:
 @contextmanager
 def observed(run: Run) -> Iterator[None]:
     """Observe the block as one run of a request. Afterwards the connections work again, however the block ended."""
-    wrapped = [connections[alias] for alias in connections]
+    run.connections = [connections[alias] for alias in connections]
     token = _active.set(run)
     phase_committed.connect(run.noticed_phase, weak=False)
     with ExitStack() as stack:
-        for connection in wrapped:
+        for connection in run.connections:
             stack.enter_context(_wrapped(connection, run))
         try:
             yield
@@ -114,53 +131,6 @@ def observed(run: Run) -> Iterator[None]:
             _active.reset(token)
             stack.close()
             _revive(run)
-
-
-@contextmanager
-def foreign_calls_noticed() -> Iterator[None]:
-    """Record the data that observed runs send over Python's sockets, and the keys that they derive. psycopg does not use
-    Python's sockets."""
-
-    def noticing_send(kind: type[socket.socket], name: str) -> Callable[..., Any]:
-        original = getattr(kind, name)
-
-        def send(self: socket.socket, data: Any, *args: Any) -> Any:
-            run = _active.get()
-            if run is not None and self.family in (socket.AF_INET, socket.AF_INET6):
-                run.sends(data)
-            return original(self, data, *args)
-
-        return send
-
-    def noticing_receive(kind: type[socket.socket], name: str) -> Callable[..., Any]:
-        original = getattr(kind, name)
-
-        def receive(self: socket.socket, *args: Any, **kwargs: Any) -> Any:
-            received = original(self, *args, **kwargs)
-            run = _active.get()
-            if run is not None and self.family in (socket.AF_INET, socket.AF_INET6):
-                run.receives()
-            return received
-
-        return receive
-
-    derive = IdempotencyKey.derive
-
-    def noticing_derive(self: IdempotencyKey, name: str, valid_seconds: int | None = None) -> str:
-        derived = derive(self, name, valid_seconds)
-        if (run := _active.get()) is not None:
-            run.derived.add(derived)
-            run.reach("after", "foreign call", f"key.derive({name!r}), which prepares one")
-        return derived
-
-    with ExitStack() as stack:
-        for kind in (ssl.SSLSocket, socket.socket):  # TLS sockets have their own methods
-            for name in ("send", "sendall"):
-                stack.enter_context(patch.object(kind, name, noticing_send(kind, name)))
-            for name in ("recv", "recv_into"):
-                stack.enter_context(patch.object(kind, name, noticing_receive(kind, name)))
-        stack.enter_context(patch.object(IdempotencyKey, "derive", noticing_derive))
-        yield
 
 
 def _open_connections() -> list[BaseDatabaseWrapper]:

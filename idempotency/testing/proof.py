@@ -11,12 +11,14 @@ from django.db import connections
 from idempotency import conf
 from idempotency.exceptions import CallInDoubt
 from idempotency.testing.attempts import Attempt, Threads, may_be_held
+from idempotency.testing.calls import foreign_calls_noticed
 from idempotency.testing.comparing import GONE, Answer, Difference, Leaves, compare, random_paths
 from idempotency.testing.downstream import refusals
-from idempotency.testing.failures import Failure, explained, not_completed
-from idempotency.testing.observing import Died, Run, foreign_calls_noticed, observed
+from idempotency.testing.failures import Failure, call_in_transaction, explained, not_completed
+from idempotency.testing.observing import Died, Run, observed
 from idempotency.testing.places import Place, shortened
 from idempotency.testing.report import CannotProve, Report
+from idempotency.testing.services import permitted_addresses
 from idempotency.testing.snapshots import Snapshot
 from idempotency.testing.stage import COME_BACK, Send, Stage, T
 
@@ -43,7 +45,7 @@ class Proof(Stage):
                 )
         self._snapshot = Snapshot()
         self._stack.callback(self._snapshot.close)
-        self._stack.enter_context(foreign_calls_noticed())
+        self._stack.enter_context(foreign_calls_noticed(permitted_addresses(self._ignore)))
         self._threads = Threads()
         self._stack.callback(self._threads.close)
         #: Whether two attempts can write at the same time.
@@ -74,6 +76,12 @@ class Proof(Stage):
             for how, by_completer in (("the client retries", False), ("the completer takes over", True)):
                 title = f"The process dies {place}\n   and {how}."
                 yield title, partial(self._crash, place, title, by_completer)
+
+    def calls_in_transactions(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
+        """Yield each call of another system inside a transaction, as a title and a check."""
+        for (host, port), line in sorted(self._undisturbed.calls_in_transactions):
+            title = f"The request calls {host}:{port} inside a transaction\n     at {line}."
+            yield title, partial(call_in_transaction, title, line)
 
     def races(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
         """Yield each interleaving of two attempts with one key. If the lock has expired, the first attempt resumes late."""
