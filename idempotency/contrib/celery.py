@@ -5,7 +5,6 @@ routes and retries. The backend refuses tasks without the base class.
 """
 
 import logging
-import sys
 import threading
 from asyncio import CancelledError
 from collections.abc import Awaitable
@@ -36,20 +35,16 @@ logger = logging.getLogger("idempotency")
 
 #: The header with the database of the job's inbox row, in a project with several databases.
 SHARD_HEADER = "idempotency_shard"
-
+#: The header with the number of runs of a task without a database.
+_OUTAGES_HEADER = "idempotency_outages"
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
-
 #: The time limits of calls to the broker. A failed call is not retried at once, but by the next pass.
 _BOUNDS = {
     "redis": {"max_retries": 0, "socket_connect_timeout": 5, "socket_timeout": BROKER_TIMEOUT_SECONDS},
     # With confirm_publish, RabbitMQ confirms the message before the staged row is deleted.
-    "amqp": {
-        "max_retries": 0,
-        "confirm_publish": True,
-        "read_timeout": BROKER_TIMEOUT_SECONDS,
-        "write_timeout": BROKER_TIMEOUT_SECONDS,
-    },
+    "amqp": {"max_retries": 0, "confirm_publish": True}
+    | dict.fromkeys(("read_timeout", "write_timeout"), BROKER_TIMEOUT_SECONDS),
 }
 
 
@@ -135,8 +130,9 @@ class OnceTask(Task):  # type: ignore[misc]
             if isinstance(reason, CancelledError):
                 # After the last try, a CancelledError would end the worker, and the message would return to the broker.
                 reason = RuntimeError(error_text(reason))
-            tries = sys.maxsize if reason and is_outage(reason, request.value.get(SHARD_HEADER)) else None
-            raise self.retry(exc=reason, countdown=min(2**request.value.retries, 3600), max_retries=tries) from error
+            if reason and is_outage(reason, request.value.get(SHARD_HEADER)):
+                raise self._uncounted_retry(request, reason) from error
+            raise self.retry(exc=reason, countdown=min(2**request.value.retries, 3600)) from error
         if not first and (request.value.callbacks or request.value.chain or request.value.chord):
             request.value.errbacks = None  # They may undo work that took effect.
             raise RuntimeError(
@@ -154,6 +150,14 @@ class OnceTask(Task):  # type: ignore[misc]
             return given.passed_to(super().retry)
         except Reject as error:
             raise Reject(error.reason, requeue=True) from error
+
+    def _uncounted_retry(self, request: Hidden[Any], reason: BaseException) -> Any:
+        """Retry without counting a try; the wait doubles with each run that has met the outage."""
+        outages, most = request.value.get(_OUTAGES_HEADER) or 0, self.max_retries
+        tries = request.value.retries if most is None else min(request.value.retries, most)
+        request.value.retries = tries - 1  # Celery adds one.
+        headers = request.value.as_execution_options()["headers"] | {_OUTAGES_HEADER: outages + 1}
+        return self.retry(exc=reason, countdown=min(2**outages, 3600), headers=headers)
 
     async def _finish(self, awaitable: Awaitable[Any], request: Hidden[Any]) -> Any:
         """Await the result of run() with the request on Celery's stack: the thread of the event loop has a separate stack."""
@@ -279,9 +283,7 @@ class CeleryBackend(OneByOne):
         return self._kept.producer
 
     def _drop_producer(self) -> None:
-        connection = self._kept.producer.connection
-        del self._kept.producer
-        _close(connection)
+        _close(vars(self._kept).pop("producer").connection)
 
 
 def _was_cut(error: BaseException | None) -> bool:
@@ -294,6 +296,5 @@ def _close(connection: Any) -> None:
         connection.close()
 
 
-def _unavailable(connection: Any, error: Exception) -> BrokerUnavailable:
-    address = connection.as_uri()  # The password is masked.
-    return BrokerUnavailable(f"Celery's broker {address} takes no jobs at the moment: {error}")
+def _unavailable(connection: Any, error: Exception) -> BrokerUnavailable:  # as_uri() masks the password.
+    return BrokerUnavailable(f"Celery's broker {connection.as_uri()} takes no jobs at the moment: {error}")

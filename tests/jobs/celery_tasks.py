@@ -9,7 +9,7 @@ from typing import Any
 from asgiref.sync import sync_to_async
 from celery import Celery
 from django.conf import settings
-from django.db import transaction
+from django.db import connection, transaction
 
 from idempotency.contrib.celery import OnceTask
 from tests.kit.celery_app import broker_url
@@ -97,6 +97,32 @@ def slow(user: int, mark: str) -> None:
     record(user)
     if first_time(mark):
         threading.Event().wait()
+
+
+def lose_database() -> None:
+    """End the session of this process."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+
+@app.task(base=OnceTask, max_retries=1)
+def unlucky(user: int, mark: str) -> None:
+    """Lose the database the first time, and raise the second time."""
+    record(user)
+    if first_time(mark):
+        lose_database()
+    if first_time(f"{mark} 2"):
+        raise RuntimeError("on purpose")
+
+
+@app.task(base=OnceTask, autoretry_for=[RuntimeError], default_retry_delay=0, max_retries=1)
+def hopeless(user: int, mark: str) -> None:
+    """Lose the database the first time, and raise each other time."""
+    with Path(f"{mark} runs").open("a") as runs:
+        runs.write("x")
+    if first_time(mark):
+        lose_database()
+    raise RuntimeError("on purpose")
 
 
 app.task(slow.run, base=OnceTask, name="slow_by_nature", time_limit=1)

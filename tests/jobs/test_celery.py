@@ -3,6 +3,7 @@
 import gc
 from asyncio import CancelledError
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from idempotency.contrib.celery import CeleryBackend, OnceTask
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
 from tests.factories import StagedJobFactory, UserFactory
-from tests.jobs.celery_tasks import app, asynchronous, book, charge, does_nothing, refund, slow, tree, whole
+from tests.jobs.celery_tasks import app, asynchronous, book, charge, does_nothing, hopeless, refund, slow, tree, unlucky, whole
 from tests.kit.brokers import Celery
 from tests.kit.waiting import eventually
 
@@ -153,6 +154,20 @@ def test_a_task_that_runs_into_its_time_limit_is_run_again(worker, user, mark, l
     result = task.apply_async([user, mark], link_error=refund.s(user=user), **options)
     assert worker.finish(result) == ["ran"], "and nothing was refunded"
     assert result.successful()
+
+
+def test_a_run_without_a_database_leaves_a_task_all_of_its_tries(worker, user, mark):
+    result = unlucky.delay(user, mark)
+    assert worker.finish(result) == ["ran"]
+    assert result.successful()
+
+
+def test_a_run_without_a_database_gives_no_further_tries(worker, user, mark):
+    """Celery keeps the number of retries of one call for later ones of ``autoretry_for``."""
+    result = hopeless.delay(user, mark)
+    assert worker.finish(result) == []
+    assert result.failed()
+    assert Path(f"{mark} runs").read_text() == "xxx"
 
 
 def test_no_task_is_taken_that_is_lost_with_its_process(settings, monkeypatch):
