@@ -13,12 +13,15 @@ from idempotency.decorators import idempotent
 
 _UNSAFE = ("post", "put", "patch", "delete")
 
+#: The handlers that ``as_view()`` has protected, each with its class and the handler without protection.
+_protected: dict[Any, tuple[type, Any]] = {}
+
 
 class IdempotentMixin:
     """Protect each unsafe handler of a view or view set, ``@action`` methods included: the first base of your base class.
 
     ``as_view()``, which a router calls too, decorates the handlers that are not protected yet. A handler that has its own
-    ``@idempotent`` keeps it.
+    ``@idempotent`` keeps it. The attributes of a subclass also hold for the handlers that it inherits.
     Raises TypeError or ValueError for invalid options, as ``@idempotent`` does.
     """
 
@@ -32,9 +35,15 @@ class IdempotentMixin:
         """Protect the handlers of the unsafe methods, and return the view."""
         for method in _UNSAFE:
             name = method if actions is None else actions.get(method, "")
-            handler = getattr(cls, name, None) if name not in cls.not_idempotent else None
-            if handler is not None and not hasattr(handler, "idempotency"):
-                setattr(cls, name, idempotent(**cls.idempotent_options)(handler))
+            if (inherited := getattr(cls, name, None)) is None:
+                continue
+            owner, handler = _protected.get(inherited, (cls, inherited))
+            if owner is cls:
+                handler = inherited
+            if name not in cls.not_idempotent and not hasattr(handler, "idempotency"):
+                _protected[made := idempotent(**cls.idempotent_options)(handler)] = cls, handler
+                handler = made
+            setattr(cls, name, handler)  # An unprotected one too: a parent may be protected later.
         more = {} if actions is None else {"actions": actions}
         return super().as_view(**more, **initkwargs)  # type: ignore[misc]
 

@@ -511,6 +511,32 @@ def test_a_base_class_protects_each_unsafe_handler(client: APIClient, settings: 
     assert twice("delete", "/entries/import_all/", "5").status_code == 204
 
 
+@pytest.mark.parametrize("first", ["the parent", "the child"])
+def test_a_class_has_its_own_options_and_exceptions_also_for_handlers_that_it_inherits(
+    client: APIClient, settings: Settings, first: str
+) -> None:
+    class Parent(IdempotentMixin, viewsets.ModelViewSet):
+        queryset = Entry.objects.all()
+        serializer_class = EntrySerializer
+
+    class Child(Parent):
+        idempotent_options: ClassVar[dict[str, Any]] = {"required": False, "wait_seconds": 3}
+        not_idempotent = ("destroy",)
+
+    class Grandchild(Child):
+        idempotent_options: ClassVar[dict[str, Any]] = {}
+        not_idempotent = ()
+
+    order = [Parent, Child, Grandchild] if first == "the parent" else [Child, Parent, Grandchild]
+    urlpatterns = [path(f"{view.__name__}/<int:pk>/", view.as_view({"post": "create", "delete": "destroy"})) for view in order]
+    settings.ROOT_URLCONF = urls = type("Urls", (), {"urlpatterns": urlpatterns})
+    found = {policy.path.split("/")[1]: (policy.required, policy.wait_seconds) for policy in policies(urls)}
+    assert found == {"Parent": (True, 0), "Child": (False, 3), "Grandchild": (True, 0)}
+    entry = Entry.objects.create(name="one")
+    statuses = [client.delete(f"/{view}/{entry.pk}/").status_code for view in ("Parent", "Child", "Grandchild")]
+    assert statuses == [400, 204, 400]
+
+
 def test_a_handler_keeps_its_own_options(client: APIClient, settings: Settings) -> None:
     class Own(IdempotentMixin, generics.CreateAPIView):
         queryset = Entry.objects.all()
