@@ -23,13 +23,15 @@ _PARAMETER = re.compile(r"%\((\w+)\)s")
 #: The methods of Django's connections that make cursors.
 _MAKERS = ("cursor", "_cursor", "_prepare_cursor", "create_cursor", "make_cursor", "make_debug_cursor")
 _CURSORS: tuple[Any, ...] = (Cursor, ServerBindingCursor)
+#: The package whose functions only note a statement, and pass it to the function that they replace.
+_OBSERVER = "sentry_sdk."
 
 
 def is_instrumented(connection: BaseDatabaseWrapper) -> bool:
     """Return whether code of the project or of a package takes part in the statements of a connection: a wrapper of
     ``execute_wrapper()``, or another class or method of connections or cursors. It must get the statements of this app like
-    those of the ORM."""
-    execute: Any = CursorWrapper.execute
+    those of the ORM. The SDK of Sentry only notes statements, which needs none of them."""
+    execute = _without_observer(CursorWrapper.execute)
     if connection.execute_wrappers or type(execute) is not FunctionType or execute.__globals__ is not vars(utils):
         return True
     if connection.vendor != "postgresql":
@@ -41,6 +43,15 @@ def is_instrumented(connection: BaseDatabaseWrapper) -> bool:
     if own is None:
         return False
     return type(own) is not psycopg.Connection or own.cursor_factory not in _CURSORS
+
+
+def _without_observer(execute: Any) -> Any:
+    """Return the function that the SDK of Sentry has replaced, also if another package has replaced it before. An older SDK
+    does not name that function."""
+    while type(execute) is FunctionType and str(execute.__globals__.get("__name__")).startswith(_OBSERVER):
+        if (execute := getattr(execute, "__wrapped__", None)) is None:
+            return None
+    return execute
 
 
 @cache

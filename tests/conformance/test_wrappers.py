@@ -294,7 +294,7 @@ def by_class_of_connection(patched: pytest.MonkeyPatch) -> None:
 
 
 def by_class_of_cursors(patched: pytest.MonkeyPatch) -> None:
-    """Patch Django's class, as the SDK of Sentry and django-cachalot do."""
+    """Patch the class of Django, as django-cachalot does."""
     original = CursorWrapper.execute
 
     def execute(self: CursorWrapper, sql: Any, params: Any = None) -> Any:

@@ -1,12 +1,17 @@
 """The machine-independent costs of a protected request: statements, commits and WAL."""
 
 from collections.abc import Iterator
-from typing import cast
+from functools import wraps
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 from django.db import connection
+from django.db.backends import utils
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import CursorWrapper
 from pytest_django import Settings
+from sentry_sdk.integrations.django import install_sql_hook
 
 from benchmarks import views
 from benchmarks.counts import Counts, count, create_table
@@ -56,6 +61,47 @@ def test_plain_view_adds_two_statements_and_no_commit() -> None:
     assert len(counts.besides_the_work) == 2
     assert len(counts.statements) == 3  # BEGIN with the claim, the work, the finish with COMMIT
     assert counts.commits == 1
+
+
+@pytest.fixture
+def _sentry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the SDK of Sentry patch Django for a test."""
+    for owner, names in (
+        (CursorWrapper, ("execute", "executemany")),
+        (BaseDatabaseWrapper, ("connect", "_commit", "_rollback")),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+    install_sql_hook()
+
+
+@pytest.mark.usefixtures("_sentry")
+@pytest.mark.parametrize("view", [views.plain, views.ride], ids=["plain", "ride"])
+def test_sentry_adds_no_statement(view: views.View, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_sentry() -> Counts:
+        with monkeypatch.context() as patched:
+            patched.setattr(CursorWrapper, "execute", CursorWrapper.execute.__wrapped__)  # type: ignore[attr-defined]
+            return first(view)
+
+    assert CursorWrapper.execute.__globals__ is not vars(utils)
+    assert len(first(view).statements) == len(without_sentry().statements)
+
+
+@pytest.mark.usefixtures("_sentry")
+def test_a_package_beside_sentry_gets_each_statement(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, seen = len(first(views.plain).statements), []
+    with_sentry = CursorWrapper.execute
+
+    @wraps(with_sentry)
+    def outside(self: CursorWrapper, sql: Any, params: Any = None) -> Any:
+        seen.append(sql)
+        return with_sentry(self, sql, params)
+
+    monkeypatch.setattr(CursorWrapper, "execute", outside)
+    assert len(first(views.plain).statements) == alone + 2
+    assert len([text for text in seen if "idempotency_idempotencykey" in text]) == 2
+    install_sql_hook()  # now outside of the other package
+    assert len(first(views.plain).statements) == alone + 2
 
 
 def test_ride_is_four_commits() -> None:
