@@ -80,12 +80,9 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     - ``retention_hours``: how many hours a key is kept after it is finished or refused, if more than RETENTION_HOURS.
     - ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS. It runs once, outside any
       transaction, and its response finishes the key.
-    - ``replay_check(request, key)``: called before each replay to a client, outside any transaction. A response or an
-      exception refuses the replay and does not change the key; None permits it. Each further parameter gets the view
-      argument of the same name.
 
-    Only ``on_abandon`` and ``replay_check`` may be ``async def``. Apply the decorator inside authentication decorators, so
-    that replays stay authenticated. A decorated view is excluded from ATOMIC_REQUESTS.
+    Only ``on_abandon`` may be ``async def``. Apply the decorator inside decorators that check authentication and permissions,
+    which then run before each replay too. A decorated view is excluded from ATOMIC_REQUESTS.
     Raises TypeError or ValueError for invalid options.
     In an outer transaction, for example of a middleware, a plain view is a savepoint and commits with the outer one.
     Raises RuntimeError at the request of a phased view if a transaction is already open.

@@ -67,8 +67,6 @@ class Policy:
     store_body: bool
     #: The names of the session values and attributes that are stored for the completer.
     keep: tuple[str, ...]
-    #: The dotted path of the function that may refuse a replay; empty if there is none.
-    replay_check: str
     #: The dotted paths of what runs before the decorator, the outermost first: decorators outside it, methods of the class.
     runs_before: tuple[str, ...]
 
@@ -139,7 +137,6 @@ def policy_of(view: Protected) -> Policy:
         using=_dotted(options.using),
         store_body=options.store_body,
         keep=tuple(options.keep),
-        replay_check=_dotted(options.replay_check),
         runs_before=runs_before(view.callback, *view.methods),
     )
 

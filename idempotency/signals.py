@@ -17,7 +17,7 @@ from django.dispatch import Signal
 class RequestOutcome(StrEnum):
     """The outcome of a protected request of a client."""
 
-    #: The view, ``validate`` or ``replay_check`` returned a response below 500, or raised an exception that the framework
+    #: The view or ``validate`` returned a response below 500, or raised an exception that the framework
     #: turns into one, such as ``Http404``.
     RAN = "ran"
     #: The stored response was sent.

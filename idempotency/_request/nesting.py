@@ -23,7 +23,7 @@ from idempotency.models import IdempotencyKey
 #: The attribute of a request with the run of its view. Copies of the request have it too, in each thread.
 _RUN = "_idempotency_run"
 #: The options that a part of a run cannot have for itself, because they concern the key.
-_OF_KEY = ("store_body", "validate", "retention_hours", "replay_check")
+_OF_KEY = ("store_body", "validate", "retention_hours")
 
 _running: ContextVar["Run | None"] = ContextVar("idempotency_run", default=None)
 

@@ -15,8 +15,6 @@ from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 
 OnAbandon = Callable[[IdempotencyKey], HttpResponseBase | Awaitable[HttpResponseBase]]
-#: Called with the request and the key, and with arguments of the view for parameters of the same name.
-ReplayCheck = Callable[..., HttpResponseBase | Awaitable[HttpResponseBase | None] | None]
 
 _FUNCTIONS = {
     "applies": "a function of the request",
@@ -24,9 +22,7 @@ _FUNCTIONS = {
     "scope": "a function of the request, such as idempotency.scopes.user",
     "using": "a database alias or a function of the request",
     "on_abandon": "a function of the key",
-    "replay_check": "a function of the request and the key",
 }
-_MAY_BE_ASYNC = ("on_abandon", "replay_check")
 #: Ten years.
 _MAX_RETENTION_HOURS = 87_600
 
@@ -49,7 +45,6 @@ class Options:
     keep: Sequence[str] = ()
     retention_hours: int | None = None
     on_abandon: OnAbandon | None = None
-    replay_check: ReplayCheck | None = None
 
     def __post_init__(self) -> None:
         for name in ("recovery_points", "keep"):
@@ -66,7 +61,7 @@ class Options:
         for name, expected in _FUNCTIONS.items():
             value = getattr(self, name)
             right = value is None or callable(value) or (name == "using" and isinstance(value, str))
-            if not right or (iscoroutinefunction(value) and name not in _MAY_BE_ASYNC):
+            if not right or (iscoroutinefunction(value) and name != "on_abandon"):
                 raise ValueError(f"The option {name} must be {expected}, not {value!r}.")
         if not isinstance(self.wait_seconds, int | float) or self.wait_seconds < 0:
             raise ValueError(f"The option wait_seconds must be a number, 0 or more, not {self.wait_seconds!r}.")

@@ -49,7 +49,7 @@ def run_phased(call: Call, options: Options, captured: ClaimedRequest, *, using:
     while (claim := claims.claim_phased(captured, points, using=using)).outcome is Outcome.IN_PROGRESS and patience.waited():
         pass
     if claim.outcome is not Outcome.CLAIMED:
-        return replays.answer_without_running(claim, call, options, using=using)
+        return replays.answer_without_running(claim, call, using=using)
     if claim.key.attempts > 1:
         logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point, extra=events.about(claim.key))
     events.emit(signals.key_claimed, claim.key, call.request)
@@ -71,7 +71,7 @@ def run_claimed(call: Call, options: Options, key: IdempotencyKey, *, completion
             other = None  # A failover that lost this key has given its id to another.
         if completion is not None:
             completion.note(other)
-        return replays.answer_of_other_run(other, call, options, sender)
+        return replays.answer_of_other_run(other, call, sender)
     except KeyStuck as stuck:
         if run.finished:
             raise  # The response is stored, and retries get it.

@@ -56,7 +56,7 @@ def run_plain(call: Call, options: Options, captured: ClaimedRequest, *, using: 
         # The writes of a view that raised are rolled back, as under ATOMIC_REQUESTS; its response is stored.
         claim, response = run.attempt(lambda: answer)
     if response is None:
-        return replays.answer_without_running(claim, call, options, using=using)
+        return replays.answer_without_running(claim, call, using=using)
     if responses.is_stored(response):
         events.emit_committed(signals.key_claimed, claim.key, call.request)
         events.emit_committed(signals.key_finished, claim.key, call.request)

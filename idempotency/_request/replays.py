@@ -5,26 +5,23 @@ import logging
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 
 from idempotency import conf, signals
-from idempotency._async import awaited
 from idempotency._request import problems
-from idempotency._request.options import Options
 from idempotency._request.problems import Problem
 from idempotency._request.responses import stored_response
 from idempotency._request.view_call import Call
 from idempotency._store import events, replication, settlement
 from idempotency._store.claims import Claim, Outcome
 from idempotency.exceptions import StuckCode
-from idempotency.http import not_stored
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
 
-def answer_without_running(claim: Claim, call: Call, options: Options, *, using: str) -> HttpResponseBase:
+def answer_without_running(claim: Claim, call: Call, *, using: str) -> HttpResponseBase:
     """Return the stored response for a key that could not be claimed, or raise Problem."""
     key = claim.key
     if claim.outcome is Outcome.FINISHED:
-        return replay(key, call, options)
+        return replay(key, call)
     problem = _conflict(claim)
     events.emit(signals.key_conflict, key, call.request, code=problem.code)
     if claim.outcome is Outcome.UNKNOWN_POINT:
@@ -33,31 +30,20 @@ def answer_without_running(claim: Claim, call: Call, options: Options, *, using:
     raise problem
 
 
-def answer_of_other_run(
-    key: IdempotencyKey | None, call: Call, options: Options, sender: HttpRequest | None
-) -> HttpResponseBase:
+def answer_of_other_run(key: IdempotencyKey | None, call: Call, sender: HttpRequest | None) -> HttpResponseBase:
     """Return the response of the run that has taken over the key. Raises Problem if it has stored none. If ``sender`` is
     None, the caller is the completer, and no replay is announced."""
     if key is not None and key.finished_at is not None:
-        return replay(key, call, options) if sender is not None else _replayed(key)
+        return replay(key, call) if sender is not None else _replayed(key)
     stuck_code = key.stuck_code if key is not None else ""
     problem = problems.key_stuck(stuck_code) if stuck_code else problems.key_in_use()
     events.emit(signals.key_conflict, key, sender, code=problem.code)
     raise problem
 
 
-def replay(key: IdempotencyKey, call: Call, options: Options) -> HttpResponseBase:
-    """Return the stored response, or the refusal of ``replay_check``, which does not change the key. Raises NotReplicated."""
+def replay(key: IdempotencyKey, call: Call) -> HttpResponseBase:
+    """Return the stored response. Raises NotReplicated."""
     replication.confirm(str(key._state.db))
-    if (check := options.replay_check) is not None:
-        refusal = awaited(check(call.seen_request, key, **call.named_by(check)))
-        if refusal is not None:
-            if not isinstance(refusal, HttpResponseBase):
-                raise TypeError(
-                    f"The function replay_check must return None or a response that refuses the replay, not "
-                    f"{type(refusal).__name__}."
-                )
-            return not_stored(call.rendered(refusal))
     response = _replayed(key)
     events.emit(signals.key_replayed, key, call.request)
     return response

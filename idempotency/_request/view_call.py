@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from inspect import Parameter, signature
 from typing import Any
 
 from django.contrib.auth.mixins import AccessMixin
@@ -83,13 +82,6 @@ class Call:
             yield
         finally:
             current_key.reset(token)
-
-    def named_by(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the view that are parameters of ``function``."""
-        parameters = signature(function).parameters.values()
-        names = {parameter.name for parameter in parameters}
-        every = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
-        return {name: value for name, value in self.kwargs.items() if every or name in names}
 
     def answer_to(self, error: Exception) -> HttpResponseBase | None:
         """Return the response of the view's framework to an exception, or None if the exception must be raised. Django REST

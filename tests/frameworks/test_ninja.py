@@ -101,6 +101,26 @@ def add_entries(api: NinjaAPI, *decorators: Any) -> None:
         return Status(201, Entry.objects.create(name=data.name))
 
 
+def test_permission_outside_the_decorator_is_asked_before_a_replay(serve: Serve, client: Client) -> None:
+    def of_open_account(operation: Any) -> Any:
+        @wraps(operation)
+        def checked(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+            if not Account.objects.filter(balance__gt=0).exists():
+                return api.create_response(request, {"detail": "closed"}, status=403)
+            return operation(request, *args, **kwargs)
+
+        return checked
+
+    add_entries(api := new_api(urls_namespace="permission"), idempotent, of_open_account)
+    serve(api)
+    Account.objects.create(name="purse", balance=1)
+    assert [post(client, {"name": "one"}).status_code for _ in range(2)] == [201, 201]
+    Account.objects.update(balance=0)
+    refused = post(client, {"name": "one"})
+    assert (refused.status_code, refused.json()) == (403, {"detail": "closed"})
+    assert Entry.objects.count() == 1
+
+
 def test_operation_with_schemas_runs_once(serve: Serve, client: Client) -> None:
     api = new_api()
     add_entries(api)

@@ -204,6 +204,33 @@ def test_permission_is_asked_before_a_replay(serve: Serve, client: APIClient) ->
     assert [post(client, {"name": "one"}).status_code for _ in range(2)] == [201, 403]
 
 
+def test_object_permission_in_initial_is_asked_before_a_replay(serve: Serve, client: APIClient) -> None:
+    class OfOpenAccount(BasePermission):
+        def has_object_permission(self, request: Any, view: Any, account: Any) -> bool:
+            return account.balance > 0
+
+    class Pay(APIView):
+        permission_classes = [OfOpenAccount]
+
+        def initial(self, request: Any, *args: Any, **kwargs: Any) -> None:
+            super().initial(request, *args, **kwargs)
+            self.check_object_permissions(request, Account.objects.get())
+
+        @idempotent
+        def post(self, request: Any) -> Response:
+            return Response({"secret": Entry.objects.create(name="one").pk}, status=201)
+
+    account = Account.objects.create(name="purse", balance=1)
+    serve(Pay.as_view())
+    assert [post(client, {}).status_code for _ in range(2)] == [201, 201]
+    Account.objects.update(balance=0)
+    refused = post(client, {})
+    assert (refused.status_code, b"secret" in refused.content) == (403, False)
+    account.save()
+    assert post(client, {})["Idempotent-Replayed"] == "true"
+    assert Entry.objects.count() == 1
+
+
 def test_throttled_request_leaves_no_record(serve: Serve, client: APIClient) -> None:
     class Never(BaseThrottle):
         def allow_request(self, request: Any, view: Any) -> bool:

@@ -1,5 +1,7 @@
 """Code that runs before the decorator: outer decorators and methods of a class; and the check of ``dispatch()``."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -19,10 +21,13 @@ from django.views.generic import CreateView
 from pytest_django import Settings
 from rest_framework.views import APIView
 
+from idempotency import signals
 from idempotency.decorators import idempotent
+from idempotency.models import IdempotencyKey
 from idempotency.policy import policies
 from tests.kit.commands import run
 from tests.kit.serving import Sender
+from tests.kit.views import Counted, both_kinds
 from tests.models import Entry
 
 HERE = "tests.request.test_outside"
@@ -130,6 +135,36 @@ def test_what_the_warning_is_about_sends_the_retry_elsewhere(settings: Settings,
     assert [sender.send("/0/").status_code for _ in range(2)] == [201, 302]
     Entry.objects.all().delete()
     assert [sender.send("/1/", key="key-2").status_code for _ in range(2)] == [201, 201]
+
+
+@both_kinds
+def test_a_permission_outside_the_decorator_is_asked_before_each_replay(
+    kind: Callable[..., Any], settings: Settings, sender: Sender
+) -> None:
+    granted, replayed = [True, True, False, True], []
+
+    def permitted(view: Any) -> Any:
+        @wraps(view)
+        def checked(request: HttpRequest) -> HttpResponseBase:
+            return view(request) if granted.pop(0) else HttpResponse(status=403)
+
+        return checked
+
+    def note(**kwargs: Any) -> None:
+        replayed.append(kwargs["key"].pk)
+
+    served(settings, permitted(kind(work := Counted())))
+    signals.key_replayed.connect(note)
+    try:
+        assert [sender.send("/0/").status_code for _ in range(2)] == [201, 201]
+        stored = IdempotencyKey.objects.values().get()
+        refused = sender.send("/0/")
+        assert (refused.status_code, "Idempotent-Replayed" in refused) == (403, False)
+        assert (IdempotencyKey.objects.values().get(), len(replayed)) == (stored, 1)
+        assert sender.send("/0/")["Idempotent-Replayed"] == "true"
+    finally:
+        signals.key_replayed.disconnect(note)
+    assert (work.runs, len(replayed), Entry.objects.count()) == (1, 2, 1)
 
 
 @pytest.mark.parametrize(

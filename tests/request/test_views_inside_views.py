@@ -409,7 +409,6 @@ DIFFERENCES: dict[str, Any] = {
     "store_body": False,
     "validate": validate,
     "retention_hours": 1000,
-    "replay_check": lambda request, key: None,
     "using": "shard_b",
 }
 
