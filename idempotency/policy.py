@@ -14,7 +14,7 @@ from django.urls import get_resolver
 from idempotency import conf
 from idempotency._request.lookup import METHODS, class_of, every_view, options_of
 from idempotency._request.options import Options
-from idempotency._request.outside import runs_before, wrapped
+from idempotency._request.outside import wrapped
 from idempotency._request.view_call import View
 
 #: The methods whose options are read. GET is included to find protected views with safe methods only.
@@ -67,8 +67,6 @@ class Policy:
     store_body: bool
     #: The names of the session values and attributes that are stored for the completer.
     keep: tuple[str, ...]
-    #: The dotted paths of what runs before the decorator, the outermost first: decorators outside it, methods of the class.
-    runs_before: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +135,6 @@ def policy_of(view: Protected) -> Policy:
         using=_dotted(options.using),
         store_body=options.store_body,
         keep=tuple(options.keep),
-        runs_before=runs_before(view.callback, *view.methods),
     )
 
 

@@ -1,4 +1,4 @@
-"""Code that runs before the decorator: outer decorators and methods of a class; and the check of ``dispatch()``."""
+"""Code that runs before the decorator: a permission, and ``dispatch()`` of a class with its check."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,15 +8,12 @@ import pytest
 from django.contrib.auth.decorators import login_required
 from django.contrib.auth.mixins import LoginRequiredMixin
 from django.core.checks import run_checks
-from django.db import transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.shortcuts import redirect
 from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.decorators.cache import never_cache
-from django.views.decorators.csrf import csrf_exempt
-from django.views.decorators.http import require_POST
 from django.views.generic import CreateView
 from pytest_django import Settings
 from rest_framework.views import APIView
@@ -24,8 +21,6 @@ from rest_framework.views import APIView
 from idempotency import signals
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from idempotency.policy import policies
-from tests.kit.commands import run
 from tests.kit.serving import Sender
 from tests.kit.views import Counted, both_kinds
 from tests.models import Entry
@@ -63,6 +58,11 @@ class OnMethod(Basket):
     @idempotent
     def post(self, request: HttpRequest) -> HttpResponseBase:
         return super().post(request)
+
+
+@method_decorator([never_cache, login_required, idempotent], name="post")
+class InAList(Basket):
+    """A handler with several decorators."""
 
 
 @method_decorator(idempotent, name="dispatch")
@@ -115,7 +115,13 @@ def warnings() -> list[str]:
 
 @pytest.mark.parametrize(
     ("view", "named"),
-    [(ByName, "Basket"), (OnMethod, "Basket"), (AboveWhole, "AboveWhole"), (InRest, "InRest")],
+    [
+        (ByName, "Basket"),
+        (OnMethod, "Basket"),
+        (InAList, "Basket"),
+        (AboveWhole, "AboveWhole"),
+        (InRest, "InRest"),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_dispatch_of_the_project_above_the_decorator_is_a_warning(view: Any, named: str, settings: Settings) -> None:
@@ -165,56 +171,3 @@ def test_a_permission_outside_the_decorator_is_asked_before_each_replay(
     finally:
         signals.key_replayed.disconnect(note)
     assert (work.runs, len(replayed), Entry.objects.count()) == (1, 2, 1)
-
-
-@pytest.mark.parametrize(
-    ("view", "before"),
-    [
-        (idempotent(answer), []),
-        (require_POST(login_required(idempotent(answer))), ["django.views.decorators.http.require_http_methods", LOGIN]),
-        (transaction.atomic("other")(idempotent(never_cache(answer))), ["contextlib.ContextDecorator.__call__"]),
-        (login_required(ByName.as_view()), [LOGIN, f"{HERE}.Basket.dispatch"]),
-        (Whole.as_view(), []),
-        (login_required(Whole.as_view()), [LOGIN]),
-        (AboveWhole.as_view(), [f"{HERE}.AboveWhole.dispatch"]),
-        (csrf_exempt(idempotent(Basket.as_view())), ["django.views.decorators.csrf.csrf_exempt"]),
-        (
-            SetUp.as_view(),
-            [
-                f"{HERE}.SetUp.setup",
-                "django.contrib.auth.decorators.login_required",
-                "django.contrib.auth.mixins.LoginRequiredMixin.dispatch",
-            ],
-        ),
-        (
-            InRest.as_view(),
-            [
-                "django.views.decorators.csrf.csrf_exempt",
-                f"{HERE}.InRest.dispatch",
-                "rest_framework.views.APIView.dispatch",
-            ],
-        ),
-        (
-            method_decorator([never_cache, login_required, idempotent], name="post")(
-                type("Listed", (Whole.__base__,), {"__module__": HERE})
-            ).as_view(),
-            [
-                f"{HERE}.Basket.dispatch",
-                "django.views.decorators.cache.never_cache",
-                "django.contrib.auth.decorators.login_required",
-            ],
-        ),
-    ],
-)
-def test_what_runs_before_is_in_the_policy_the_outermost_first(view: Any, before: list[str]) -> None:
-    [policy] = policies(type("Urls", (), {"urlpatterns": [path("", view)]}))
-    assert list(policy.runs_before) == before
-
-
-urlpatterns = [path("", ByName.as_view())]
-
-
-@pytest.mark.processes
-def test_the_command_shows_it() -> None:
-    done = run("describe_idempotency", "--urlconf", HERE)
-    assert f"{HERE}.Basket.dispatch" in done.stdout, done.stderr
