@@ -9,7 +9,6 @@ error of the module.
 import logging
 from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from django.db import Error, connections, transaction
@@ -42,7 +41,7 @@ logger = logging.getLogger("idempotency")
 _built: dict[str, Backend] = {}
 
 
-def backend_of(queue: str, *, using: str | None = None) -> Backend | None:
+def backend_of(queue: str, *, using: str) -> Backend | None:
     """Return the backend of a queue, or None if ``IDEMPOTENCY["ENQUEUERS"]`` names none. It is built once.
 
     ``using`` is the database of an open transaction. It gets a savepoint, because a query of the module or of the class may
@@ -52,7 +51,7 @@ def backend_of(queue: str, *, using: str | None = None) -> Backend | None:
     if path is None:
         return None
     if path not in _built:
-        with nullcontext() if using is None else transaction.atomic(using=using):
+        with transaction.atomic(using=using):
             named = import_string(path)
             _built[path] = named() if isinstance(named, type) else CallableBackend(named)
     return _built[path]

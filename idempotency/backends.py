@@ -104,9 +104,6 @@ class Backend(Protocol):
     A class with ``runs_functions = True`` declares that its workers call ``call_job``. Then ``stage_job`` and the enqueuer
     refuse functions outside JOB_MODULES.
 
-    A class may have a method ``refuse_name(name)``, which raises for a name that the backend would refuse. With this method,
-    ``manage.py check`` reports such names in the code.
-
     A class with ``uses_database = False`` declares that its hand-over writes to no Django database. If the transaction of the
     enqueuer is lost after the hand-over, the results are then kept. Otherwise the jobs are handed over again.
     """

@@ -196,7 +196,7 @@ class CeleryBackend(OneByOne):
         """
         # The module of an unknown task is imported. A query of it may fail.
         with nullcontext() if job.job_name in self.app.tasks else transaction.atomic(using=job._state.db):
-            self.refuse_name(job.job_name)
+            self._refuse_name(job.job_name)
         kept = hasattr(self._kept, "producer")
         producer = self._producer()
         by_name = isinstance(job.job_args, dict)
@@ -232,7 +232,7 @@ class CeleryBackend(OneByOne):
             self._producer()
             raise
 
-    def refuse_name(self, name: str) -> None:
+    def _refuse_name(self, name: str) -> None:
         """Raise JobNotAllowed for an unknown task, or TypeError for a task that could be lost or take effect twice."""
         if name not in self.app.tasks:
             self._register(name.rpartition(".")[0], name)
@@ -252,7 +252,7 @@ class CeleryBackend(OneByOne):
         try:
             with suppress(ImportError, SystemExit):  # The workers report them. Another module may have this task.
                 if not self._imported:
-                    self._imported = True  # before the import, which runs the system checks, and they call this method
+                    self._imported = True
                     self.app.loader.import_default_modules()
         except Error as error:
             self._imported = False

@@ -153,7 +153,7 @@ def test_a_default_module_of_celery_that_exits_does_not_hide_the_task_of_another
     settings.IDEMPOTENCY = {"JOB_MODULES": ["tasks_of_a_shop"]}
     monkeypatch.setattr(celery_app.loader, "import_default_modules", exit_on_import)
     try:
-        CeleryBackend().refuse_name("tasks_of_a_shop.receipt")
+        CeleryBackend()._refuse_name("tasks_of_a_shop.receipt")
     finally:
         celery_app.tasks.pop("tasks_of_a_shop.receipt", None)
 
@@ -171,7 +171,7 @@ def test_the_default_modules_of_celery_are_imported_again_after_an_error_of_the_
     backend = CeleryBackend()
     for count, error in ((1, "table_of_tomorrow"), (2, "No Celery task"), (2, "No Celery task")):
         with pytest.raises(JobNotAllowed, match=error):
-            backend.refuse_name("charge")
+            backend._refuse_name("charge")
         assert len(calls) == count
 
 
