@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import models
-from django.db.models import Case, DurationField, ExpressionWrapper, F, IntegerField, Q, Value, When
+from django.db.models import Case, F, Q, Value, When
 from django.db.models.functions import Coalesce, Greatest, Now
 from django.db.models.lookups import LessThanOrEqual
 from django.utils.translation import gettext_lazy as _
@@ -16,7 +16,7 @@ from idempotency import conf
 from idempotency.exceptions import StuckCode
 
 if TYPE_CHECKING:
-    from idempotency.models import IdempotencyKey
+    from idempotency.models import IdempotencyKey  # noqa: F401 - the base class below names it in a string
 
 
 #: The longest wait between two runs of one key. With it, 25 attempts span three days: a long weekend.
@@ -50,20 +50,6 @@ NOT_GIVEN_UP = Q(stuck_at__isnull=True) | Q(stuck_code=StuckCode.UNKNOWN_RECOVER
 def before_now(seconds: int) -> Any:
     """Return the time of the database, ``seconds`` before now."""
     return Now() - timedelta(seconds=seconds)
-
-
-def retention_of(key: "IdempotencyKey") -> timedelta:
-    """Return the time for which a finished or refused key is kept: that of its view, but at least RETENTION_HOURS."""
-    return timedelta(hours=max(conf.get().RETENTION_HOURS, key.retention_hours or 0))
-
-
-def _seconds(number: Any) -> Any:
-    # psycopg sends a timedelta of days as days, whose length depends on the time zone of the connection.
-    return ExpressionWrapper(number * Value(timedelta(seconds=1)), output_field=DurationField())
-
-
-def _least_seconds(least_hours: float | None) -> int:
-    return round(3600 * (conf.get().RETENTION_HOURS if least_hours is None else least_hours))
 
 
 def held() -> Q:
@@ -157,24 +143,10 @@ class IdempotencyKeyQuerySet(models.QuerySet["IdempotencyKey"]):
         """Keys that the completer takes: those in the state abandoned, and due ones that are stuck because of a deploy."""
         return self.unlocked().filter(NOT_GIVEN_UP, _due())
 
-    def expired(self, least_hours: float | None = None, *, late_seconds: int = 0) -> "IdempotencyKeyQuerySet":
-        """Keys past their retention, counted from ``finished_at`` or ``refused_at``.
-
-        The argument ``least_hours`` replaces RETENTION_HOURS; a longer retention of the view still counts. With
-        ``late_seconds``, only keys whose retention has been over for that long.
-
-        A request that finds an expired finished key handles it as a new key.
-        """
-        integer = IntegerField()  # SQLite multiplies a duration by no other kind of integer.
-        own, least = Coalesce("retention_hours", 0, output_field=integer) * 3600, _least_seconds(least_hours)
-        cutoff = Now() - _seconds(Greatest(own, least, output_field=integer) + late_seconds)
-        refused = Q(finished_at__isnull=True, refused_at__lt=cutoff)
-        return self.perhaps_expired(least_hours, late_seconds=late_seconds).filter(Q(finished_at__lt=cutoff) | refused)
-
-    def perhaps_expired(self, least_hours: float | None = None, *, late_seconds: int = 0) -> "IdempotencyKeyQuerySet":
-        """Keys that are old enough to be expired. This condition has an index: a key is created before it is finished or
-        refused."""
-        return self.filter(created_at__lt=Now() - _seconds(Value(_least_seconds(least_hours) + late_seconds)))
+    def expired(self, *, late_seconds: int = 0) -> "IdempotencyKeyQuerySet":
+        """Keys whose retention has been over for ``late_seconds``. A request that finds an expired key handles it as a new
+        key."""
+        return self.filter(expires_at__lt=before_now(late_seconds))
 
     def overdue(self) -> "IdempotencyKeyQuerySet":
         """Unfinished keys past the retention that are not marked as stuck.

@@ -79,8 +79,16 @@ class IdempotencyKey(ClaimedKey):
     request_fingerprint = models.CharField(_("request fingerprint"), max_length=80)
     request_headers = models.JSONField(_("request headers"), default=dict, blank=True)
     request_body = models.BinaryField(_("request body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
+    traceparent = models.CharField(
+        _("traceparent"), max_length=55, null=True, blank=True, help_text=_("The W3C trace context of the request.")
+    )
     seed = models.BinaryField(_("seed"), default=random_seed)
-    retention_hours = models.PositiveIntegerField(_("retention in hours"), null=True, blank=True)
+    retention_hours = models.PositiveIntegerField(
+        _("retention in hours"),
+        null=True,
+        blank=True,
+        help_text=_("The time for which the key is kept after it is finished or refused. Null: forever."),
+    )
 
     acknowledged_at = models.DateTimeField(
         _("acknowledged at"),
@@ -135,6 +143,12 @@ class IdempotencyKey(ClaimedKey):
     stuck_reason = models.TextField(_("stuck reason"), blank=True, default="", help_text=_("The reason in words."))
     last_error = models.TextField(_("last error"), blank=True, default="")
     finished_at = models.DateTimeField(_("finished at"), null=True, blank=True)
+    expires_at = models.DateTimeField(
+        _("expires at"),
+        null=True,
+        blank=True,
+        help_text=_("End of the retention. Null: the key is neither finished nor refused, or is kept forever."),
+    )
     response_code = models.PositiveSmallIntegerField(_("response code"), null=True, blank=True)
     response_headers = models.JSONField(_("response headers"), null=True, blank=True)
     response_body = models.BinaryField(_("response body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
@@ -166,6 +180,10 @@ class IdempotencyKey(ClaimedKey):
                 name="idempotency_key_finished_point",
             ),
             models.CheckConstraint(
+                condition=Q(expires_at__isnull=True) | Q(finished_at__isnull=False) | Q(refused_at__isnull=False),
+                name="idempotency_key_expires_when_over",
+            ),
+            models.CheckConstraint(
                 condition=Q(response_code__isnull=True, response_headers__isnull=True, response_body__isnull=True)
                 | Q(response_code__range=(100, 599), finished_at__isnull=False),
                 name="idempotency_key_response_when_finished",
@@ -183,6 +201,7 @@ class IdempotencyKey(ClaimedKey):
             # Neither an UPDATE of a phase nor that of a plain view touches an indexed column: they stay HOT.
             models.Index(fields=["created_at"], name="idempotency_key_created"),
             models.Index(fields=["created_at"], name="idempotency_key_unfinished", condition=UNFINISHED),
+            models.Index(fields=["expires_at"], name="idempotency_key_expires", condition=Q(expires_at__isnull=False)),
         ]
 
     def __str__(self) -> str:
@@ -241,6 +260,9 @@ class StagedJob(models.Model):
         _("failed at"), null=True, blank=True, help_text=_("Time at which the job failed for good. It needs manual review.")
     )
     last_error = models.TextField(_("last error"), blank=True, default="")
+    traceparent = models.CharField(
+        _("traceparent"), max_length=55, null=True, blank=True, help_text=_("The W3C trace context in which it was staged.")
+    )
     # Django's SET_NULL keeps this reference valid, without a constraint in the database. Under SERIALIZABLE the check of a
     # constraint would cause conflicts between phases of different keys that stage a job and finish.
     idempotency_key = models.ForeignKey(

@@ -257,7 +257,7 @@ def _write_outcome(key: IdempotencyKey, row: ForeignCall, call: MadeCall, *, usi
     with durable_transaction(None, using=using):
         # By the seed, not by the claim: that of a retry is often lost together with its intent.
         own = IdempotencyKey.objects.using(using).filter(pk=row.key_id, seed=bytes(key.seed))
-        if not own.update(begun=True, refused_at=None):
+        if not own.update(begun=True, refused_at=None, expires_at=None):
             raise LockLost
         calls = ForeignCall.objects.using(using)
         if not calls.filter(key_id=row.key_id, name=row.name).exists():

@@ -123,7 +123,7 @@ def policy_of(view: Protected) -> Policy:
         required=options.required,
         applies=_dotted(options.applies),
         recovery_points=options.every_point(),
-        retention_hours=max(limits.RETENTION_HOURS, options.retention_hours or 0),
+        retention_hours=options.hours_kept(),
         wait_seconds=options.wait_seconds,
         lock_timeout_seconds=limits.LOCK_TIMEOUT_SECONDS,
         stored_statuses=("2xx", "3xx", "4xx", *(("5xx",) if limits.STORE_5XX else ())),

@@ -72,7 +72,6 @@ class ReapPass:
 def reap_once(
     *,
     batch_size: int = 1000,
-    older_than_hours: float | None = None,
     dry_run: bool = False,
     using: str | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -91,8 +90,6 @@ def reap_once(
     hand-back. If no run holds an overdue key, ``on_abandon`` of its view settles the key. If the view has no ``on_abandon``, or
     if it fails, the key becomes stuck.
 
-    - ``older_than_hours``: replaces RETENTION_HOURS for finished and refused keys. A longer ``retention_hours`` of the view
-      still counts. A retry whose key was deleted runs again.
     - ``dry_run``: only count.
     - ``stop``: called before each batch and during the pauses; True ends the pass.
     - ``progress``: called with the counts after each batch.
@@ -103,13 +100,13 @@ def reap_once(
     refuse_without_autocommit(alias)
     keys = IdempotencyKey.objects.using(alias)
     if dry_run:
-        deleted = keys.expired(older_than_hours).exclude(held()).count()
+        deleted = keys.expired().exclude(held()).count()
         return ReapPass(deleted=deleted, stuck=keys.overdue().count(), messages=_old_messages(alias).count())
     counts: Counter[str] = Counter()
     # First the keys that clients wait for.
     batches = chain(
         _settle_overdue(alias, batch_size),
-        _reap_expired(alias, older_than_hours, batch_size),
+        _reap_expired(alias, batch_size),
         _reap_messages(alias, batch_size),
         _delete_done_jobs(alias, batch_size),
     )
@@ -144,14 +141,13 @@ def _old_messages(alias: str) -> QuerySet[ProcessedMessage]:
     return old.exclude(Q(source=STAGED_JOBS) & Exists(job.filter(digits=digits(OuterRef("message_id")))))
 
 
-def _reap_expired(alias: str, least_hours: float | None, batch_size: int) -> Iterator[dict[str, int]]:
-    # Keys that their views keep for longer are read, and left; a page of them is as short as any other.
-    last, keys = None, IdempotencyKey.objects.using(alias).perhaps_expired(least_hours)
+def _reap_expired(alias: str, batch_size: int) -> Iterator[dict[str, int]]:
+    last, keys = None, IdempotencyKey.objects.using(alias).expired()
     refusals: Counter[object] = Counter()
-    while page := _page(keys, last, batch_size):
+    while page := _page(keys, last, batch_size, by="expires_at"):
         last = page[-1]
         refusals[_TIME_LIMITS] = 0
-        counts = _delete([pk for _, pk in page], least_hours, refusals, alias)
+        counts = _delete([pk for _, pk in page], refusals, alias)
         yield counts
         if refusals[_MISSING] or (not counts["deleted"] and refusals[_TIME_LIMITS] >= _MOST_WAITS):
             return  # A table seems to be locked, or is in another database. The other batches would fail too.
@@ -198,7 +194,7 @@ def _page(rows: QuerySet[Any], last: tuple[datetime, Any] | None, size: int, by:
     return list(rows.order_by(by, "pk").values_list(by, "pk")[:size])
 
 
-def _delete(pks: list[int], least_hours: float | None, refusals: Counter[object], alias: str) -> Counter[str]:
+def _delete(pks: list[int], refusals: Counter[object], alias: str) -> Counter[str]:
     """Delete those of these keys that are expired, in one transaction, and count them. If some cannot be deleted, halve the
     list until these are found, and keep them. A trigger or a signal receiver of the project may refuse with any error."""
     keys, locked = IdempotencyKey.objects.using(alias), False
@@ -207,7 +203,7 @@ def _delete(pks: list[int], least_hours: float | None, refusals: Counter[object]
         with durable_transaction(None, using=alias):
             transaction.on_commit(partial(committed.append, True), using=alias)  # before the hooks of receivers
             # An expired key normally has no lock. If it has one, its request is running, even if its times are old.
-            expired = keys.expired(least_hours).exclude(held()).select_for_update(skip_locked=True)
+            expired = keys.expired().exclude(held()).select_for_update(skip_locked=True)
             pks, locked = list(expired.filter(pk__in=pks).values_list("pk", flat=True)), True
             # Load no other column, because bodies may be large.
             _, by_model = keys.filter(pk__in=pks).only("pk").delete()
@@ -225,7 +221,7 @@ def _delete(pks: list[int], least_hours: float | None, refusals: Counter[object]
         waited = _sqlstate(error) in _TIME_LIMITS
         if len(pks) > 1 and not (waited and refusals[_TIME_LIMITS] >= _MOST_WAITS):
             half = len(pks) // 2
-            return _delete(pks[:half], least_hours, refusals, alias) + _delete(pks[half:], least_hours, refusals, alias)
+            return _delete(pks[:half], refusals, alias) + _delete(pks[half:], refusals, alias)
         if pks:
             refusals[_TIME_LIMITS] += waited
             _log_refusal(pks[0], error, refusals)

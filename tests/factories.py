@@ -1,5 +1,7 @@
 """Rows for tests."""
 
+from datetime import timedelta
+
 import factory
 from django.utils import timezone
 from factory.django import DjangoModelFactory
@@ -36,11 +38,13 @@ class IdempotencyKeyFactory(DjangoModelFactory):
     request_body = b"{}"
     request_content_type = "application/json"
     request_fingerprint = factory.Sequence(lambda n: f"v1:{n:064x}")
+    retention_hours = 72
 
     class Params:
         finished = factory.Trait(
             recovery_point="finished",
             finished_at=factory.LazyFunction(timezone.now),
+            expires_at=factory.LazyAttribute(lambda key: key.finished_at + timedelta(hours=key.retention_hours)),
             response_code=201,
             response_headers={"Content-Type": "application/json"},
             response_body=b"{}",

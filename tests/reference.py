@@ -52,7 +52,7 @@ NOTES = {
         "The user who sent the request; null without a signed-in user. The database has no constraint for this column."
     ),
     "IdempotencyKey.created_at": "Time of the first claim.",
-    "IdempotencyKey.finished_at": "Time at which the response was stored; the retention counts from here.",
+    "IdempotencyKey.finished_at": "Time at which the response was stored.",
     "IdempotencyKey.stuck_at": "Time at which the key was marked as stuck.",
     "IdempotencyKey.completer_attempts": (
         "Number of runs by the completer since the key was created, handed back, or marked as stuck with "
@@ -60,9 +60,6 @@ NOTES = {
     ),
     "IdempotencyKey.request_headers": (
         "The headers that a second run needs, and the values of `keep=`. No credentials and no cookies."
-    ),
-    "IdempotencyKey.retention_hours": (
-        "The `retention_hours` of the view. If it is null or less than RETENTION_HOURS, RETENTION_HOURS applies."
     ),
     "IdempotencyKey.request_fingerprint": "Its version and a hash of method, path, query and body.",
     "IdempotencyKey.seed": "Random bytes, from which `derive()` makes keys for other systems.",

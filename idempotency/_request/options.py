@@ -103,5 +103,9 @@ class Options:
             return self.using(request)
         return self.using or router.db_for_write(IdempotencyKey)
 
+    def hours_kept(self) -> int:
+        """Return the hours for which a finished or refused key is kept."""
+        return max(conf.get().RETENTION_HOURS, self.retention_hours or 0)
+
     def level(self) -> Isolation | None:
         return conf.get().PLAIN_ISOLATION if self.isolation == "from settings" else self.isolation

@@ -126,7 +126,7 @@ def capture(
             request, body, keyed=is_cut or not options.store_body, by_host=conf.get().FINGERPRINT_HOST
         ),
         made_alike=partial(made_alike, request=request, body=body),
-        retention_hours=options.retention_hours,
+        retention_hours=options.hours_kept(),
         unstorable=unstorable,
     )
 

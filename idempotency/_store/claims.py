@@ -55,8 +55,8 @@ class ClaimedRequest:
     request_fingerprint: str
     #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
     made_alike: Callable[[str], str | None]
-    #: None: that of the setting.
-    retention_hours: int | None = None
+    #: The time for which a finished or refused key is kept; None: forever.
+    retention_hours: int | None
     #: Why the request cannot be stored: raised by a claim that would store it.
     unstorable: Exception | None = None
 

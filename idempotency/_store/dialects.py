@@ -24,6 +24,7 @@ class Dialect:
     now: str
     ago: str  # {} is a number of seconds
     later: str  # {} is a parameter, a number of seconds
+    later_by: str  # {0} is a column or a parameter, a whole number; {1} is its unit
     seconds_between: str  # {0} is the earlier time, {1} the later one
     event: str
     event_of_insert: str  # the event that an INSERT could not insert, because the row exists
@@ -56,6 +57,8 @@ POSTGRESQL = Dialect(
     now="statement_timestamp()",
     ago="(statement_timestamp() - interval '{} seconds')",
     later="(statement_timestamp() + {}::double precision * interval '1 second')",
+    # Sums of times with a time zone are stable functions.
+    later_by=("timezone('UTC', timezone('UTC', statement_timestamp()) + CAST({0} AS integer) * interval '1 {1}')"),
     seconds_between="extract(epoch FROM {1} - {0})::double precision",
     event="jsonb_build_object('at', statement_timestamp(), 'event', %(event)s::text, 'detail', %(detail)s::text)",
     event_of_insert="excluded.history",
@@ -75,6 +78,7 @@ SQLITE = Dialect(
     now="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')",
     ago="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '-{} seconds')",
     later="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '+' || {} || ' seconds')",
+    later_by="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '+' || {0} || ' {1}s')",
     seconds_between="((julianday({1}) - julianday({0})) * 86400.0)",
     event=f"json_object('at', {_SQLITE_TIME}'now'), 'event', %(event)s, 'detail', %(detail)s)",
     event_of_insert="json_extract(excluded.history, '$[0]')",

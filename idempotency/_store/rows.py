@@ -33,7 +33,7 @@ _statements = cache(statements.Statements)
 
 def statements_for(using: str) -> statements.Statements:
     limits = conf.get()
-    return _statements(vendor(using), limits.LOCK_TIMEOUT_SECONDS, limits.abandoned_after_seconds, limits.RETENTION_HOURS)
+    return _statements(vendor(using), limits.LOCK_TIMEOUT_SECONDS, limits.abandoned_after_seconds)
 
 
 def execute(text: str, parameters: Parameters, using: str) -> int:

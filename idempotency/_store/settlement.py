@@ -112,8 +112,9 @@ def answer(decision: Decision, response: StoredResponse, *, calls: str | None) -
     text = statements_for(decision.using)
     return _change(
         decision,
-        f"recovery_point = '{FINISHED}', finished_at = {text.now}, locked_at = NULL, refused_at = NULL, "
-        f"{CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
+        f"recovery_point = '{FINISHED}', finished_at = {text.now}, expires_at = {text.expiry}, "
+        f"locked_at = NULL, refused_at = NULL, {CLEAR_STUCK}, "
+        "response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
         text.unlocked + (f" AND {_calls(decision.using)} = %(calls)s" if calls is not None else ""),
         event=HistoryEvent.ANSWERED,
         detail=f"status {response.code}, {decision.signed}",

@@ -1,5 +1,6 @@
 """The SQL statements on keys, for PostgreSQL and for SQLite. Durations are seconds; times are those of the database.
 
+Only ``expires_at`` decides whether a key is expired: NULL until the key is finished or refused.
 Only names of columns and numbers of the settings are formatted into a text; values of a request are parameters.
 """
 # ruff: noqa: S608 - see above
@@ -44,9 +45,10 @@ def parts(values: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, tuple[Any, .
 #: The first is for claims of clients, the second for the completer.
 _OPEN_TO_RETRIES = f"(k.stuck_at IS NULL OR k.stuck_code IN {tuple(map(str, OPEN_TO_RETRIES))!r})"
 _NOT_GIVEN_UP = f"(k.stuck_at IS NULL OR k.stuck_code = '{StuckCode.UNKNOWN_RECOVERY_POINT}')"
-_NEXT_ATTEMPT = "attempts = k.attempts + 1, refused_at = NULL"
+_NOT_REFUSED = "refused_at = NULL, expires_at = NULL"
+_NEXT_ATTEMPT = f"attempts = k.attempts + 1, {_NOT_REFUSED}"
 #: A refusal ends too: an asyncio task of the view may begin a phase or call after the view was refused.
-_BEGUN = "begun = true, refused_at = NULL"
+_BEGUN = f"begun = true, {_NOT_REFUSED}"
 CLEAR_STUCK = "stuck_at = NULL, stuck_code = '', stuck_reason = ''"
 _OF_CLIENT = "k.scope = %(scope)s AND k.idempotency_key = %(idempotency_key)s"
 #: A run may not know that its last COMMIT succeeded. Its next statement must not overwrite that commit.
@@ -69,7 +71,7 @@ _FENCE = "k.id = %(id)s AND k.claim_token = %(token)s"
 class Statements:
     """The statements for one database vendor and one pair of time limits."""
 
-    def __init__(self, vendor: str, lock_timeout_seconds: int, abandoned_after_seconds: float, retention_hours: int) -> None:
+    def __init__(self, vendor: str, lock_timeout_seconds: int, abandoned_after_seconds: float) -> None:
         self.dialect = dialect = POSTGRESQL if vendor == "postgresql" else SQLITE
         self.lock_timeout_seconds = lock_timeout_seconds
         self.now = dialect.now
@@ -78,9 +80,8 @@ class Statements:
         self.history = dialect.append.format(event=dialect.event)
         #: The new history of an unlocked key. An expired lock is that of a lost run, as each end of a run clears it.
         self.history_of_unlocked = self._after_lock(dialect.event)
-        hours = f"CASE WHEN k.retention_hours > {retention_hours} THEN k.retention_hours ELSE {retention_hours} END"
-        self.past_retention = f"{dialect.seconds_between.format('k.finished_at', self.now)} > 3600.0 * {hours}"
-        self.expired = f"COALESCE({self.past_retention}, false)"
+        self.expired = f"k.expires_at < {self.now}"
+        self.expiry = dialect.later_by.format("k.retention_hours", "hour")
 
     def _after_lock(self, event: str) -> str:
         return self.dialect.append_after_lock.format(lock_timeout=self.lock_timeout_seconds, event=event)
@@ -103,7 +104,7 @@ class Statements:
     @property
     def _met(self) -> str:
         left = f"{self.lock_timeout_seconds} - {self.dialect.seconds_between.format('k.locked_at', self.now)}"
-        return f"{self._columns(MET, 'k.')}, {self.expired} AS expired, COALESCE({left}, 0) AS lock_seconds"
+        return f"{self._columns(MET, 'k.')}, COALESCE({self.expired}, false) AS expired, COALESCE({left}, 0) AS lock_seconds"
 
     @cached_property
     def read(self) -> str:
@@ -123,6 +124,7 @@ class Statements:
             "last_run_at": self.now,
             # A plain view finishes in this transaction. Setting it now lets its UPDATE be heap-only (HOT).
             "finished_at": self.now if finished else "NULL",
+            "expires_at": self.dialect.later_by.format("%(retention_hours)s", "hour") if finished else "NULL",
             "recovery_point": f"'{FINISHED if finished else STARTED}'",
             "locked_at": "NULL" if finished else self.now,
             "attempts": "1",
@@ -133,6 +135,8 @@ class Statements:
             "last_error": "''",
             "history": self.dialect.first_event.format(event=self.dialect.event),
         } | {name: f"%({name})s" for name in ("claim_token", "seed", *REQUEST)}
+        # A parameter of two expressions must have one type in both.
+        values["retention_hours"] = "CAST(%(retention_hours)s AS integer)"
         return f"INSERT INTO {TABLE} AS k ({', '.join(values)}) SELECT {', '.join(values.values())} {source} "
 
     @cached_property
@@ -209,7 +213,7 @@ class Statements:
         foreign key of the project may refer to it."""
         return (
             f"UPDATE {TABLE} AS k SET scope = '{RETIRED_SCOPE}' || CAST(k.id AS text) "  # nosec B608  # see the docstring
-            f"WHERE k.id = %(id)s AND k.scope = %(scope)s AND {self.past_retention}"
+            f"WHERE k.id = %(id)s AND k.scope = %(scope)s AND {self.expired}"
         )
 
     @cached_property
@@ -246,16 +250,16 @@ class Statements:
 
     @cached_property
     def finish(self) -> str:
-        return self._finish(f"finished_at = {self.now}, ")
+        return self._finish(f"finished_at = {self.now}, expires_at = {self.expiry}, ")
 
     @cached_property
     def finish_plain(self) -> str:
-        """Finish the key of a plain view, which its claim inserted with ``finished_at``."""
+        """Finish the key of a plain view, which its claim inserted with ``finished_at`` and ``expires_at``."""
         return self._finish("")
 
-    def _finish(self, finished_at: str) -> str:
+    def _finish(self, times: str) -> str:
         return (
-            f"UPDATE {TABLE} AS k SET recovery_point = '{FINISHED}', {finished_at}"  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET recovery_point = '{FINISHED}', {times}"  # nosec B608  # see the docstring
             f"locked_at = NULL, {CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, "
             f"response_body = %(body)s, history = {self.history} WHERE {_FENCE} AND {_REACHED}"
         )
@@ -275,8 +279,8 @@ class Statements:
     def refuse(self) -> str:
         """Unlock a key if nothing was begun. From now on only a retry of its client runs it."""
         return (
-            f"UPDATE {TABLE} AS k SET locked_at = NULL, refused_at = {self.now}, {CLEAR_STUCK}, last_error = %(error)s, "  # nosec B608  # see the docstring
-            f"history = {self.history} WHERE {_FENCE} AND {_REACHED} AND {_UNTOUCHED}"
+            f"UPDATE {TABLE} AS k SET locked_at = NULL, refused_at = {self.now}, expires_at = {self.expiry}, "  # nosec B608  # see the docstring
+            f"{CLEAR_STUCK}, last_error = %(error)s, history = {self.history} WHERE {_FENCE} AND {_REACHED} AND {_UNTOUCHED}"
         )
 
     def _mark_stuck(self, condition: str, history: str) -> str:

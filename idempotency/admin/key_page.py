@@ -12,7 +12,7 @@ from django.utils.translation import npgettext
 from idempotency import conf
 from idempotency._request.lookup import has_on_abandon, options_for
 from idempotency._request.stored_request import urlconf_of
-from idempotency._states import KeyState, retention_of
+from idempotency._states import KeyState
 from idempotency._store.history import HistoryEvent
 from idempotency._text import duration
 from idempotency.admin.history import history_of, is_whole
@@ -197,16 +197,17 @@ def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
 def next_step(key: Any, *, has_view: bool) -> str:
     """Return a text about the next step: its time, and the process or client that takes it."""
     limits, now = conf.get(), key.read_at
-    kept, locked = retention_of(key), timedelta(seconds=limits.LOCK_TIMEOUT_SECONDS)
+    locked = timedelta(seconds=limits.LOCK_TIMEOUT_SECONDS)
     match key.state:
         case KeyState.FINISHED:
-            expires = (key.finished_at or now) + kept
-            if expires <= now:
+            if key.expires_at is None:
+                return _("Nothing: each retry of its client gets the stored response. The key is kept forever.")
+            if key.expires_at <= now:
                 return _(
                     "The retention is over. The reaper deletes the key, and a further request with this key runs as a new one."
                 )
             text = _("Nothing: each retry of its client gets the stored response, until %(time)s.")
-            return text % {"time": _moment(expires, now)}
+            return text % {"time": _moment(key.expires_at, now)}
         case KeyState.IN_FLIGHT:
             text = _(
                 "A run holds the key. If that run crashes or hangs, its lock expires at %(time)s. Then a retry of the client, "
@@ -214,8 +215,10 @@ def next_step(key: Any, *, has_view: bool) -> str:
             )
             return text % {"time": _moment(key.locked_at + locked, now)}
         case KeyState.REFUSED:
+            if key.expires_at is None:
+                return _("Nothing was begun. Only a retry of the client runs the request. The key is kept forever.")
             text = _("Nothing was begun. Only a retry of the client runs the request. The reaper deletes the key at %(time)s.")
-            return text % {"time": _moment((key.refused_at or now) + kept, now)}
+            return text % {"time": _moment(key.expires_at, now)}
         case KeyState.STUCK | KeyState.ACKNOWLEDGED if key.stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
             text = _(
                 "When the running code declares the recovery point, a retry of the client continues, or the completer at "

@@ -39,8 +39,9 @@ class Migration(migrations.Migration):
                 ('request_fingerprint', models.CharField(max_length=80, verbose_name='request fingerprint')),
                 ('request_headers', models.JSONField(blank=True, default=dict, verbose_name='request headers')),
                 ('request_body', models.BinaryField(blank=True, help_text='Null: the body was not stored.', null=True, verbose_name='request body')),
+                ('traceparent', models.CharField(blank=True, help_text='The W3C trace context of the request.', max_length=55, null=True, verbose_name='traceparent')),
                 ('seed', models.BinaryField(default=idempotency.models.random_seed, verbose_name='seed')),
-                ('retention_hours', models.PositiveIntegerField(blank=True, null=True, verbose_name='retention in hours')),
+                ('retention_hours', models.PositiveIntegerField(blank=True, help_text='The time for which the key is kept after it is finished or refused. Null: forever.', null=True, verbose_name='retention in hours')),
                 ('acknowledged_at', models.DateTimeField(blank=True, help_text='Time at which a person acknowledged the stuck key. If the key becomes stuck again, this has no effect any more.', null=True, verbose_name='acknowledged at')),
                 ('handed_back_at', models.DateTimeField(blank=True, help_text='Time at which a person handed the key back to the completer. The retention counts from here.', null=True, verbose_name='handed back at')),
                 ('next_run_at', models.DateTimeField(blank=True, help_text='The completer does not run the key before this time.', null=True, verbose_name='next run at')),
@@ -57,6 +58,7 @@ class Migration(migrations.Migration):
                 ('stuck_reason', models.TextField(blank=True, default='', help_text='The reason in words.', verbose_name='stuck reason')),
                 ('last_error', models.TextField(blank=True, default='', verbose_name='last error')),
                 ('finished_at', models.DateTimeField(blank=True, null=True, verbose_name='finished at')),
+                ('expires_at', models.DateTimeField(blank=True, help_text='End of the retention. Null: the key is neither finished nor refused, or is kept forever.', null=True, verbose_name='expires at')),
                 ('response_code', models.PositiveSmallIntegerField(blank=True, null=True, verbose_name='response code')),
                 ('response_headers', models.JSONField(blank=True, null=True, verbose_name='response headers')),
                 ('response_body', models.BinaryField(blank=True, help_text='Null: the body was not stored.', null=True, verbose_name='response body')),
@@ -130,6 +132,7 @@ class Migration(migrations.Migration):
                 ('refusals', models.PositiveIntegerField(default=0, help_text='Number of refusals since the last hand-over.', verbose_name='refusals')),
                 ('failed_at', models.DateTimeField(blank=True, help_text='Time at which the job failed for good. It needs manual review.', null=True, verbose_name='failed at')),
                 ('last_error', models.TextField(blank=True, default='', verbose_name='last error')),
+                ('traceparent', models.CharField(blank=True, help_text='The W3C trace context in which it was staged.', max_length=55, null=True, verbose_name='traceparent')),
                 ('idempotency_key', models.ForeignKey(blank=True, db_constraint=False, null=True, on_delete=django.db.models.deletion.SET_NULL, related_name='staged_jobs', to='idempotency.idempotencykey', verbose_name='idempotency key')),
             ],
             options={
@@ -146,6 +149,10 @@ class Migration(migrations.Migration):
             model_name='idempotencykey',
             index=models.Index(condition=models.Q(('finished_at__isnull', True), ('refused_at__isnull', True)), fields=['created_at'], name='idempotency_key_unfinished'),
         ),
+        migrations.AddIndex(
+            model_name='idempotencykey',
+            index=models.Index(condition=models.Q(('expires_at__isnull', False)), fields=['expires_at'], name='idempotency_key_expires'),
+        ),
         migrations.AddConstraint(
             model_name='idempotencykey',
             constraint=models.UniqueConstraint(fields=('scope', 'idempotency_key'), name='idempotency_key_unique'),
@@ -157,6 +164,10 @@ class Migration(migrations.Migration):
         migrations.AddConstraint(
             model_name='idempotencykey',
             constraint=models.CheckConstraint(condition=models.Q(models.Q(('finished_at__isnull', False), ('recovery_point', 'finished')), models.Q(('finished_at__isnull', True), models.Q(('recovery_point', 'finished'), _negated=True)), _connector='OR'), name='idempotency_key_finished_point'),
+        ),
+        migrations.AddConstraint(
+            model_name='idempotencykey',
+            constraint=models.CheckConstraint(condition=models.Q(('expires_at__isnull', True), ('finished_at__isnull', False), ('refused_at__isnull', False), _connector='OR'), name='idempotency_key_expires_when_over'),
         ),
         migrations.AddConstraint(
             model_name='idempotencykey',

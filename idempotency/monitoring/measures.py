@@ -123,11 +123,8 @@ def unfinished_keys(every: Any, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
 
 
 def keys_to_reap(using: str, late_seconds: int) -> int:
-    """Return the number of keys that should have been deleted ``late_seconds`` ago. Of the keys that are old enough, only the
-    COUNT_LIMIT youngest are read: the reaper deletes older keys first, except keys that their views keep for longer."""
-    keys = IdempotencyKey.objects.using(using)
-    last = keys.perhaps_expired(late_seconds=late_seconds).order_by("-created_at").values("pk")[:COUNT_LIMIT]
-    return keys.expired(late_seconds=late_seconds).filter(pk__in=last).count()
+    """Return the number of keys that should have been deleted ``late_seconds`` ago."""
+    return IdempotencyKey.objects.using(using).expired(late_seconds=late_seconds)[:COUNT_LIMIT].count()
 
 
 def staged_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> StagedJobs:

@@ -260,7 +260,8 @@ class Contract(TransactionTestCase):
     def test_reaper_deletes(self) -> None:
         """The reaper deletes finished keys after their retention, and the key may be used again."""
         self.assertEqual(self.send("/plain/").status_code, 201)
-        self.later(created_at=timedelta(days=4), finished_at=timedelta(days=4), last_run_at=timedelta(days=4))
+        days = timedelta(days=4)
+        self.later(created_at=days, finished_at=days, last_run_at=days, expires_at=days)
         self.assertEqual(reap_once().deleted, 1)
         self.assertFalse(IdempotencyKey.objects.exists())
         self.assertEqual(self.send("/plain/", name=f"tea {uuid.uuid4()}").status_code, 201)

@@ -19,7 +19,9 @@ def ago(**span: float) -> datetime:
 
 
 def make_older(seconds: float, *fields: str) -> None:
-    """Move ``fields`` of each key ``seconds`` into the past."""
+    """Move ``fields`` of each key ``seconds`` into the past. The end of the retention moves with the end of the key."""
+    if {"finished_at", "refused_at"} & {*fields}:
+        fields += ("expires_at",)
     if not is_citus(connection):
         IdempotencyKey.objects.update(**{field: F(field) - timedelta(seconds=seconds) for field in fields})
         return
@@ -45,7 +47,7 @@ def past_the_retention(*, using: str = "default") -> None:
     """Make each key 74 hours old, and its last run and its end 73 hours; the retention is 72 hours."""
     keys, end = IdempotencyKey.objects.using(using), Now() - timedelta(hours=73)
     keys.update(created_at=Now() - timedelta(hours=74), last_run_at=end)
-    keys.finished().update(finished_at=end)
+    keys.finished().update(finished_at=end, expires_at=Now() - timedelta(hours=1))
 
 
 def _expired() -> dict[str, datetime]:

@@ -24,6 +24,7 @@ def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:o
         remote_addr="127.0.0.1",
         request_fingerprint=fingerprint,
         made_alike=lambda stored: None,
+        retention_hours=72,
     )
 
 

@@ -70,7 +70,7 @@ class Backend:
     ) -> bool:
         def run(key: IdempotencyKey) -> None:
             fence.finish(key, fence.StoredResponse(response_status, response_headers, response_body), using=ALIAS)
-            _date_back("finished_at", key, conf.get().RETENTION_HOURS * 3600 - expires_after_seconds)
+            _date_back("expires_at", key, conf.get().RETENTION_HOURS * 3600 - expires_after_seconds)
 
         return await self._fenced(effective_key, claim_token, run)
 
@@ -143,6 +143,7 @@ def _request(effective_key: str, fingerprint: str) -> ClaimedRequest:
         remote_addr="",
         request_fingerprint=fingerprint,
         made_alike=lambda stored: fingerprint,
+        retention_hours=conf.get().RETENTION_HOURS,
     )
 
 

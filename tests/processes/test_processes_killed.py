@@ -104,7 +104,7 @@ def test_processes_killed_at_random_lose_nothing_and_repeat_nothing(queue, broke
     keys = IdempotencyKey.objects
     abandon(KEYS)
     expired_keys(EXPIRED)
-    expired = keys.filter(finished_at__lt=ago(hours=72))
+    expired = keys.expired()
     unfinished = keys.unfinished().filter(stuck_at=None)
 
     def left():

@@ -18,7 +18,7 @@ from idempotency.exceptions import LockLost
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from tests.factories import IdempotencyKeyFactory
-from tests.kit.ageing import expire_lock, past_the_retention
+from tests.kit.ageing import expire_lock, make_older, past_the_retention
 from tests.kit.claims import claim, claim_as_completer, claim_plain, finish, request
 from tests.kit.database import default_isolation, statements
 from tests.kit.threads import all_at_once
@@ -144,7 +144,8 @@ def test_an_expired_key_is_new_again_and_its_row_stays_for_whoever_points_at_it(
 
 def test_expiry_counts_from_the_end_not_from_the_creation() -> None:
     finish(claim().key)
-    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=200), finished_at=Now() - timedelta(hours=71))
+    make_older(200 * 3600, "created_at")
+    make_older(71 * 3600, "finished_at")
     assert claim().outcome is Outcome.FINISHED
 
 

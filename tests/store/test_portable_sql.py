@@ -30,7 +30,7 @@ from tests.kit.claims import claim, finish
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
-STATEMENTS = Statements("postgresql", 90, 225, 3600)
+STATEMENTS = Statements("postgresql", 90, 225)
 #: Statements that run only on SQLite.
 OTHERS = {"upsert", "insert_plain"}
 NAMES = sorted(name for name in dir(Statements) if not name.startswith("_") and name not in OTHERS)

@@ -73,6 +73,15 @@ def test_what_a_request_costs(name: str) -> None:
     assert median(each.wal_bytes for each in found) == pytest.approx(documented("WAL", name), rel=0.1)
 
 
+@pytest.mark.parametrize(("name", "cold"), [("plain view", 0), ("ride of four commits", 1)])
+def test_only_the_end_of_a_phased_key_touches_an_index(name: str, cold: int) -> None:
+    """A plain key is inserted with the columns of its end. Each other update stays on its page (HOT)."""
+    found = counts(VIEWS[name])
+    assert all(each.updates > cold for each in found)
+    touched = sum(each.updates - each.hot_updates for each in found)
+    assert touched / len(found) == pytest.approx(cold, abs=0.1), "now and then a page is full"
+
+
 def bytes_on_disk(view: views.View, make_body: Callable[[], str]) -> float:
     """Return the bytes of a key in the table and its indexes, before a VACUUM."""
     with connection.cursor() as cursor:

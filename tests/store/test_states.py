@@ -22,7 +22,7 @@ STUCK = {"stuck_at": ago(hours=1), "stuck_reason": "x"}
 LOCKED = {"claim_token": uuid4(), "locked_at": LATER}
 #: The possible values of a row's columns, in groups of columns.
 PARTS: list[list[dict[str, Any]]] = [
-    [{}, {"refused_at": LONG_AGO}],
+    [{}, {"refused_at": LONG_AGO, "expires_at": LATER}],
     [{}, LOCKED, {**LOCKED, "locked_at": LONG_AGO}],
     [{}, {**STUCK, "stuck_code": "call_in_doubt"}, {**STUCK, "stuck_code": "unknown_recovery_point"}],
     [{}, {"acknowledged_at": LONG_AGO}, {"acknowledged_at": LATER}],
@@ -35,7 +35,7 @@ PARTS: list[list[dict[str, Any]]] = [
 def every_row() -> int:
     """Create a key for each combination of column values; return the number of keys."""
     rows = [{name: value for part in parts for name, value in part.items()} for parts in product(*PARTS)]
-    over = {"finished_at": LONG_AGO, "recovery_point": FINISHED}
+    over = {"finished_at": LONG_AGO, "recovery_point": FINISHED, "expires_at": LATER}
     rows += [row | over for row in rows if "stuck_at" not in row]
     IdempotencyKey.objects.bulk_create(IdempotencyKeyFactory.build(**row) for row in rows)
     return len(rows)

@@ -3,9 +3,7 @@
 from dataclasses import astuple
 from typing import Any
 
-from django.core.management.base import CommandParser
-
-from idempotency.management.passes import PassCommand, positive_number
+from idempotency.management.passes import PassCommand
 from idempotency.reaper import ReapPass, reap_once
 
 
@@ -18,19 +16,6 @@ class Command(PassCommand):
         "if a run in a loop hangs, after which the command must be started again."
     )
     default_interval = 60.0
-    own_options = ("older_than_hours",)
-
-    def add_arguments(self, parser: CommandParser) -> None:
-        super().add_arguments(parser)
-        parser.add_argument(
-            "--older-than",
-            type=_hours,
-            dest="older_than_hours",
-            metavar="HOURS",
-            help="Delete keys that were finished or refused more than this time ago, whatever RETENTION_HOURS is. A longer "
-            "retention_hours of a view still counts. The option affects no other rows. If a client retries a request after its "
-            "key was deleted, the request runs again.",
-        )
 
     def run_pass(self, **options: Any) -> ReapPass:
         """Do one pass and return its counts. Show the progress on a terminal."""
@@ -46,7 +31,3 @@ class Command(PassCommand):
             return reap_once(**options, progress=show)
         finally:
             self.stdout.write("\r\033[K", ending="")  # Clear the line for the counts.
-
-
-def _hours(text: str) -> float:
-    return positive_number(text, float, "a number of hours", 1_000_000)

@@ -48,7 +48,7 @@ def main() -> None:
     send(NAMES[1], "/phased/", "abandoned", **{"X-Fail": "yes"})
     with schema_context(NAMES[0]):
         past = Now() - timedelta(hours=100)
-        IdempotencyKey.objects.filter(idempotency_key="key-of-plain").update(created_at=past, finished_at=past)
+        IdempotencyKey.objects.filter(idempotency_key="key-of-plain").update(created_at=past, finished_at=past, expires_at=past)
     with schema_context(NAMES[1]):
         past = Now() - timedelta(hours=1)
         IdempotencyKey.objects.filter(finished_at=None).update(created_at=past, last_run_at=past)
