@@ -7,6 +7,7 @@ import pytest
 from django.core.checks import run_checks
 from django.db import connection, connections
 from django.http import HttpRequest, HttpResponse
+from django.utils import timezone
 from pytest_django import Settings
 
 from idempotency._store.aliases import share_tables
@@ -15,6 +16,7 @@ from idempotency.management.commands.idempotency_worker import _LOOPS
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring.doctor import diagnose
 from rides_demo.processes.ports import free_port
+from tests.factories import IdempotencyKeyFactory
 from tests.kit.commands import run_here
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
@@ -62,6 +64,16 @@ def test_no_loop_starts_on_a_second_alias(command: str, direct: Any) -> None:
     assert "--database default" in refused.stderr
     assert second_alias("direct")
     assert not second_alias("default")
+
+
+def test_no_request_is_completed_on_a_second_alias(direct: Any) -> None:
+    """Its phases would share no transaction with the queries of its view."""
+    key = IdempotencyKeyFactory(stuck_at=timezone.now(), stuck_code="view_gave_up", stuck_reason="it gave up")
+    refused = run_here("idempotency_keys", "complete", str(key.pk), "--yes", "--database", "direct")
+    assert refused.returncode == 2
+    assert "--database default" in refused.stderr
+    key.refresh_from_db()
+    assert key.stuck_code == "view_gave_up"
 
 
 def test_the_alias_to_which_the_router_writes_may_be_any_of_the_two(direct: Any, settings: Settings) -> None:

@@ -189,3 +189,22 @@ def test_it_asks_on_a_terminal_before_it_acts(typed: bytes, left: int) -> None:
     os.close(leader)
     os.close(terminal)
     assert (process.returncode, IdempotencyKey.objects.stuck().count()) == (1 if left else 0, left)
+
+
+@pytest.mark.processes
+def test_a_call_that_begins_while_it_asks_prevents_an_answer() -> None:
+    key = stuck()
+    leader, terminal = pty.openpty()
+    command = [sys.executable, "-m", "django", "idempotency_keys", "answer", str(key.pk), "--status", "422"]
+    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, env=environment()) as process:
+        assert process.stdout is not None
+        asked = b""
+        while not asked.endswith(b"[y/N] ") and (read := process.stdout.read(1)):
+            asked += read
+        ForeignCall.objects.create(key=key, name="bank", token="0" * 32)
+        os.write(leader, b"y\n")
+        process.communicate(timeout=60)
+    os.close(leader)
+    os.close(terminal)
+    assert process.returncode == 1
+    assert list(IdempotencyKey.objects.stuck()) == [key]

@@ -17,7 +17,7 @@ from django.http import HttpResponse
 from idempotency import interventions
 from idempotency._states import IdempotencyKeyQuerySet, KeyState, before_now
 from idempotency._text import escaped
-from idempotency.management.failures import exit_1_explained
+from idempotency.management.failures import exit_1_explained, refuse_second_alias
 from idempotency.management.passes import add_database_argument, database_of, whole_number
 from idempotency.models import ForeignCall, IdempotencyKey
 
@@ -76,6 +76,8 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         options["database"] = using = database_of(options)
+        if options["action"] == "complete":  # The only one that runs code of the project.
+            refuse_second_alias("idempotency_keys", using)
         with exit_1_explained("idempotency_keys", using):
             run = {"list": self._list, "show": self._show}.get(options["action"], self._intervene)
             run(IdempotencyKeyQuerySet(IdempotencyKey, using=using), options)
@@ -103,8 +105,9 @@ class Command(BaseCommand):
         text, done, act = _ACTIONS[options["action"]]
         response = _response(options) if options["action"] == "answer" else None
         chosen = self._chosen(keys, options)
+        prepared = [_prepared(act, key, response, options) for key in chosen]
         self._confirm(text, chosen, options)
-        changed = sum(self._act(act, key, response, options) for key in chosen)
+        changed = sum(self._act(key, action) for key, action in zip(chosen, prepared, strict=True))
         self.stdout.write(f"idempotency_keys: {changed} {done}")
         if left := len(chosen) - changed:
             raise CommandError(
@@ -113,14 +116,8 @@ class Command(BaseCommand):
                 returncode=1,
             )
 
-    def _act(
-        self, act: Callable[..., Any], key: IdempotencyKey, response: HttpResponse | None, options: dict[str, Any]
-    ) -> bool:
-        using = options["database"]
-        act = partial(act, at=key.recovery_point, note=options["note"], using=using, by=options["by"] or _system_user())
-        if response is not None:
-            return bool(act(key.pk, key.claim_token, response, calls=interventions.calls_of(key.pk, using=using)))
-        result = act(key.pk, key.claim_token)
+    def _act(self, key: IdempotencyKey, action: Callable[[], Any]) -> bool:
+        result = action()
         if isinstance(result, str):  # that of a run
             self.stdout.write(f"{key.pk}: {result}")
         return bool(result)
@@ -196,6 +193,15 @@ def _response(options: dict[str, Any]) -> HttpResponse:
     if problem := interventions.answer_problem(response):
         raise CommandError(f"idempotency_keys: {problem}", returncode=2)
     return response
+
+
+def _prepared(
+    act: Callable[..., Any], key: IdempotencyKey, response: HttpResponse | None, options: dict[str, Any]
+) -> Callable[[], Any]:
+    """Return the action on a key, in the state that the operator sees. A later run, phase or call prevents it."""
+    using, by = options["database"], options["by"] or _system_user()
+    act = partial(act, key.pk, key.claim_token, at=key.recovery_point, note=options["note"], using=using, by=by)
+    return partial(act, response=response, calls=interventions.calls_of(key.pk, using=using)) if response is not None else act
 
 
 def _system_user() -> str:
