@@ -10,6 +10,7 @@ import pytest
 from django.db import DatabaseError, connection
 from django.db.models.functions import Now
 
+from idempotency._store.limits import IDLE, LOCK
 from idempotency.backends import MAX_ATTEMPTS, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.interventions import retry_jobs
@@ -108,6 +109,24 @@ def test_two_loops_whose_batches_would_exceed_a_time_limit_send_each_job_once(tm
             process.terminate()
             assert process.wait(60) == 0
     assert sorted((tmp_path / "sent").read_text().split()) == sorted(map(str, jobs))
+
+
+def note_limits(job):
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT current_setting('{IDLE}'), current_setting('{LOCK}')")
+        sent.append(cursor.fetchone())
+
+
+@pytest.mark.parametrize("backend", ["note_limits"], indirect=True)
+@pytest.mark.parametrize("merged", [True, False], ids=["merged", "one by one"])
+@pytest.mark.parametrize(("given", "found"), [(("5s", "500ms"), ("5s", "500ms")), (("1h", "2min"), ("90s", "10s"))])
+def test_a_batch_only_lowers_the_time_limits_of_a_role(given, found, merged, settings):
+    settings.IDEMPOTENCY |= {"MERGE_ROUND_TRIPS": merged}
+    with limited(IDLE, given[0]), limited(LOCK, given[1]):
+        for _ in range(2):
+            stage(1)
+            enqueue_once()
+    assert sent == [found] * 2
 
 
 def test_a_job_that_exceeds_a_time_limit_alone_is_not_sent_again_and_again(time_limit, backend):
