@@ -3,7 +3,7 @@
 import logging
 
 from django.apps import AppConfig
-from django.core.signals import request_finished, request_started
+from django.core.signals import request_started
 from django.utils.translation import gettext_lazy as _
 
 
@@ -19,9 +19,6 @@ class IdempotencyConfig(AppConfig):
         from idempotency._request import atomic_requests
         from idempotency._text import escape_arguments
         from idempotency.checks import jobs, references, settings, views  # noqa: F401
-        from idempotency.monitoring import traffic
 
         logging.getLogger("idempotency").addFilter(escape_arguments)
         request_started.connect(atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests")
-        signals.request_answered.connect(traffic.count_request, dispatch_uid="idempotency.traffic.count")
-        request_finished.connect(traffic.write_after_request, dispatch_uid="idempotency.traffic.write")

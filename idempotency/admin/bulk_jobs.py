@@ -11,8 +11,8 @@ from django.utils.translation import gettext_noop, ngettext_lazy
 
 from idempotency import interventions
 from idempotency.admin.bulk import CHANGED, BulkAction, Group
+from idempotency.admin.error_groups import group_of
 from idempotency.models import StagedJob
-from idempotency.monitoring.error_groups import group_of
 
 
 class _OfJobs(BulkAction):

@@ -1,6 +1,6 @@
 """The dashboard: findings, unfinished keys and staged jobs by age, charts of requests, and the heartbeats of processes.
 
-The numbers come from ``monitoring.measures`` and ``monitoring.traffic``, so the cost of the page does not depend on the size
+The numbers come from ``monitoring.measures`` and ``traffic``, so the cost of the page does not depend on the size
 of a table.
 """
 
@@ -19,12 +19,12 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
-from idempotency.admin import charts
+from idempotency.admin import charts, error_groups, traffic
 from idempotency.admin.bulk_pages import BulkAdmin
 from idempotency.admin.charts import Line
 from idempotency.admin.filters import AGES, Age
 from idempotency.models import STARTED, StagedJob
-from idempotency.monitoring import doctor, heartbeats, measures, traffic
+from idempotency.monitoring import doctor, heartbeats, measures
 
 #: The maximum number of rows of a kind that are read, the oldest first. If there are more, the page says so.
 MAX_READ = 5000
@@ -73,7 +73,7 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
     every, site = key_admin.get_queryset(request), key_admin.admin_site
     url = _list_url(key_admin)
     keys, processes = measures.unfinished_keys(every, MAX_READ), _known_processes(every.db)
-    shown: dict[str, Any] = _of_keys(keys, measures.groups_of_stuck_keys(every, MAX_READ), url)
+    shown: dict[str, Any] = _of_keys(keys, error_groups.groups_of_stuck_keys(every, MAX_READ), url)
     shown |= {"keys_url": url, "key_actions": _actions(request, key_admin)}
     shown |= {"max_read": MAX_READ, "more_keys": keys.count == MAX_READ, "as_of": timezone.now(), **_of_processes(processes)}
     findings = [*doctor.findings_of_keys(keys, MAX_READ), *doctor.findings_of_processes(processes)]
@@ -82,7 +82,7 @@ def numbers(request: HttpRequest, key_admin: Any) -> dict[str, Any]:
     if job_admin is not None and job_admin.has_view_permission(request):
         jobs_url, every_job = _list_url(job_admin), job_admin.get_queryset(request)
         jobs = measures.staged_jobs(every_job, MAX_READ)
-        shown |= _of_jobs(jobs, measures.groups_of_failed_jobs(every_job, MAX_READ), jobs_url)
+        shown |= _of_jobs(jobs, error_groups.groups_of_failed_jobs(every_job, MAX_READ), jobs_url)
         shown |= {"jobs_url": jobs_url, "job_actions": _actions(request, job_admin)}
         findings += doctor.findings_of_jobs(jobs, MAX_READ)
         behind |= dict.fromkeys(("jobs_late", "jobs_not_deleted"), f"{jobs_url}?state=waiting")
@@ -121,7 +121,7 @@ def _charts(alias: str, chosen: str) -> dict[str, Any]:
     }
 
 
-def _of_keys(keys: measures.UnfinishedKeys, groups: list[measures.ErrorGroup], url: str) -> dict[str, Any]:
+def _of_keys(keys: measures.UnfinishedKeys, groups: list[error_groups.ErrorGroup], url: str) -> dict[str, Any]:
     points = {point: _by_age(ages) for point, ages in keys.ages_by_point.items()}
     largest = max((count for ages in points.values() for count in ages.values()), default=0)
 
@@ -153,7 +153,7 @@ def _of_keys(keys: measures.UnfinishedKeys, groups: list[measures.ErrorGroup], u
     }
 
 
-def _of_jobs(jobs: measures.StagedJobs, groups: list[measures.ErrorGroup], url: str) -> dict[str, Any]:
+def _of_jobs(jobs: measures.StagedJobs, groups: list[error_groups.ErrorGroup], url: str) -> dict[str, Any]:
     ages, failed = _by_age(jobs.waiting), jobs.failed_by_name
     largest = max(ages.values(), default=0)
     due = gettext("due for %(age)s")

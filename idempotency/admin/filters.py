@@ -16,10 +16,9 @@ from django.utils.text import format_lazy
 from django.utils.translation import gettext_lazy as _
 
 from idempotency._states import KeyState
+from idempotency.admin.error_groups import GROUPED_CHARACTERS, group_of, request_group
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.models import FINISHED, IdempotencyKey
-from idempotency.monitoring.error_groups import group_of
-from idempotency.monitoring.measures import GROUPED_CHARACTERS, request_group
 
 #: A filter or search without an index reads at most this many rows, the newest ones.
 NEWEST = 20_000
@@ -204,7 +203,7 @@ class ErrorGroupFilter(ChosenFilter):
 
 
 class RequestGroupFilter(ChosenFilter):
-    """The group of the request (``measures.request_group``), among the oldest MAX_GROUPED unfinished keys."""
+    """The group of the request (``error_groups.request_group``), among the oldest MAX_GROUPED unfinished keys."""
 
     title = _("request")
     parameter_name = "request_group"

@@ -22,6 +22,7 @@ from idempotency._text import cut
 from idempotency.admin import dashboard, key_page
 from idempotency.admin.bulk_keys import Acknowledge, HandBack
 from idempotency.admin.bulk_pages import BulkAdmin
+from idempotency.admin.error_groups import group_of
 from idempotency.admin.export import csv_of
 from idempotency.admin.filters import (
     AgeFilter,
@@ -40,7 +41,6 @@ from idempotency.admin.refusals import refused
 from idempotency.admin.search import HELP, search
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
-from idempotency.monitoring.error_groups import group_of
 
 #: The links above the list: the text and the filters of each.
 SAVED_VIEWS = (

@@ -4,26 +4,22 @@ Each one reads a bounded number of rows through a partial index, the oldest firs
 table. A count that equals the limit means "at least this number". Ages and lags are seconds.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from django.db.models import BooleanField, ExpressionWrapper, F, Q
-from django.db.models.functions import Left, Now
+from django.db.models.functions import Now
 
 from idempotency._states import NOT_GIVEN_UP, KeyState, due_at
 from idempotency.backends import NotDeleted
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
-from idempotency.monitoring.error_groups import group_of
 from idempotency.monitoring.heartbeats import SILENT_SECONDS
 
 #: The maximum number of rows of a kind that are read. Larger numbers would not change the required action.
 COUNT_LIMIT = 10_000
-#: The number of characters of an error or a path that are read to determine its group.
-GROUPED_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +55,6 @@ class StagedJobs:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorGroup:
-    """Stuck keys or failed jobs with the same cause: a code or a job name, the error, and the place.
-
-    ``oldest`` and ``newest`` are the seconds since the first and the last of them became stuck or failed.
-    """
-
-    cause: str
-    error: str
-    place: str
-    count: int
-    oldest: float
-    newest: float
-
-
-@dataclass(frozen=True, slots=True)
 class Process:
     """A loop of a process and the age of its heartbeat. ``silent`` depends only on the youngest heartbeat of this name."""
 
@@ -90,7 +71,7 @@ def _pages(code: str) -> bool:
     return code != StuckCode.REFUSED_WHEN_REBUILT
 
 
-def _stuck_kinds(stuck: Any) -> tuple[Any, Any]:
+def stuck_kinds(stuck: Any) -> tuple[Any, Any]:
     """Return the stuck keys that need manual review, and the other stuck keys."""
     return stuck.exclude(stuck_code=StuckCode.REFUSED_WHEN_REBUILT), stuck.filter(stuck_code=StuckCode.REFUSED_WHEN_REBUILT)
 
@@ -106,19 +87,19 @@ def unfinished_keys(every: Any, limit: int = COUNT_LIMIT) -> UnfinishedKeys:
     rows = list(keys[:limit])
     if len(rows) == limit:
         others = (KeyState.IN_FLIGHT, KeyState.ACKNOWLEDGED, KeyState.ABANDONED, KeyState.WAITING)
-        kinds = [*_stuck_kinds(keys.filter(state=KeyState.STUCK)), *(keys.filter(state=state) for state in others)]
+        kinds = [*stuck_kinds(keys.filter(state=KeyState.STUCK)), *(keys.filter(state=state) for state in others)]
         rows = [row for kind in kinds for row in kind[:limit]]
     ages: dict[str, list[float]] = {}
     for row in rows:
-        ages.setdefault(row.recovery_point, []).append(_seconds(row.age))
+        ages.setdefault(row.recovery_point, []).append(seconds_of(row.age))
     return UnfinishedKeys(
         min(len(rows), limit),
         Counter(row.state for row in rows),
         Counter(row.stuck_code for row in rows if row.state == KeyState.STUCK),
         ages,
-        max((_seconds(row.age) for row in rows if row.open), default=0.0),
-        max((_seconds(row.lag) for row in rows if row.open and row.state != KeyState.IN_FLIGHT), default=0.0),
-        max((_seconds(row.stuck_for) for row in rows if row.state == KeyState.STUCK and _pages(row.stuck_code)), default=0.0),
+        max((seconds_of(row.age) for row in rows if row.open), default=0.0),
+        max((seconds_of(row.lag) for row in rows if row.open and row.state != KeyState.IN_FLIGHT), default=0.0),
+        max((seconds_of(row.stuck_for) for row in rows if row.state == KeyState.STUCK and _pages(row.stuck_code)), default=0.0),
     )
 
 
@@ -138,41 +119,6 @@ def staged_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> StagedJobs:
     return StagedJobs(waiting, sum(age >= 0 for age in waiting), max([0.0, *waiting]), kept, Counter(failed[:limit]))
 
 
-def groups_of_stuck_keys(every: Any, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
-    """Return the groups of stuck keys among ``every``, a queryset: keys with equal stuck code, error and request, the largest
-    group first. If there are ``limit`` or more stuck keys, read the ``limit`` oldest keys that need manual review, and the
-    ``limit`` oldest other keys."""
-    keys: Any = every.stuck().order_by("created_at")
-    since, text = Now() - F("stuck_at"), Left("stuck_reason", GROUPED_CHARACTERS)
-    keys = keys.values_list("stuck_code", text, "request_method", Left("request_path", GROUPED_CHARACTERS), since)
-    rows = list(keys[:limit])
-    if len(rows) == limit:
-        rows = [row for kind in _stuck_kinds(keys) for row in kind[:limit]]
-    return _groups((code, reason, request_group(method, path), _seconds(age)) for code, reason, method, path, age in rows)
-
-
-def request_group(method: str, path: str) -> str:
-    """Return method and path without the parts that differ from request to request."""
-    return group_of(f"{method} {path.partition('?')[0]}")
-
-
-def groups_of_failed_jobs(jobs: Any, limit: int = COUNT_LIMIT) -> list[ErrorGroup]:
-    """Return the groups of failed jobs among ``jobs``, a queryset: jobs with equal name, error and queue, the largest group
-    first. Only the ``limit`` jobs that failed first are read."""
-    failed = jobs.filter(failed_at__isnull=False).order_by("failed_at")
-    since, text = Now() - F("failed_at"), Left("last_error", GROUPED_CHARACTERS)
-    rows = failed.values_list("job_name", text, "queue", since)[:limit]
-    return _groups((name, error, queue, _seconds(age)) for name, error, queue, age in rows)
-
-
-def _groups(rows: Iterable[tuple[str, str, str, float]]) -> list[ErrorGroup]:
-    ages: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for cause, error, place, age in rows:
-        ages[cause, group_of(error), place].append(age)
-    groups = [ErrorGroup(*key, len(found), max(found), min(found)) for key, found in ages.items()]
-    return sorted(groups, key=lambda group: (-group.count, -group.oldest))
-
-
 def processes(using: str) -> list[Process]:
     """Return a process for each heartbeat, the youngest first."""
     beats = ProcessHeartbeat.objects.using(using).order_by("-beat_at").annotate(age=Now() - F("beat_at"))[:COUNT_LIMIT]
@@ -180,7 +126,7 @@ def processes(using: str) -> list[Process]:
     return [
         Process(beat.name, beat.host, beat.pid, age, youngest.setdefault(beat.name, age) > SILENT_SECONDS)
         for beat in beats
-        for age in [_seconds(beat.age)]
+        for age in [seconds_of(beat.age)]
     ]
 
 
@@ -189,5 +135,5 @@ def lags(found: list[Process]) -> dict[str, float]:
     return {process.name: process.age for process in reversed(found)}
 
 
-def _seconds(age: timedelta) -> float:
+def seconds_of(age: timedelta) -> float:
     return max(0.0, age.total_seconds())

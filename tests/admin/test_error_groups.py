@@ -2,7 +2,7 @@
 
 import pytest
 
-from idempotency.monitoring.error_groups import group_of
+from idempotency.admin.error_groups import group_of
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,9 @@ from idempotency.admin import bulk, export
 from idempotency.admin.actions import BUTTONS, looked_at
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.inbox import STAGED_JOBS
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat, StagedJob
+from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat, StagedJob, TrafficCount
 from idempotency.monitoring.doctor import diagnose
 from idempotency.monitoring.heartbeats import LOOPS
-from idempotency.monitoring.traffic import TrafficCount
 from tests import catalogue
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory
 from tests.kit.admin import KEYS, person

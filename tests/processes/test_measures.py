@@ -8,6 +8,7 @@ import pytest
 from django.test import Client
 from django.utils import timezone
 
+from idempotency.admin import error_groups
 from idempotency.contrib.prometheus import DatabaseCollector
 from idempotency.models import IdempotencyKey, ProcessHeartbeat
 from idempotency.monitoring import measures
@@ -109,7 +110,9 @@ def test_older_keys_that_need_nobody_hide_no_stuck_one(kind: str) -> None:
     assert (keys.need_a_person, keys.by_state["abandoned"]) == (1, 1)
     assert keys.stuck_for > 0
     assert keys.completer_lag > 60
-    assert "call_in_doubt" in {group.cause for group in measures.groups_of_stuck_keys(IdempotencyKey.objects.all(), limit=2)}
+    assert "call_in_doubt" in {
+        group.cause for group in error_groups.groups_of_stuck_keys(IdempotencyKey.objects.all(), limit=2)
+    }
 
 
 def test_a_key_that_is_due_is_late_and_one_that_a_run_holds_is_not() -> None:

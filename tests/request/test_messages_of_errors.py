@@ -8,9 +8,9 @@ import pytest
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
 
 from idempotency._request.abandonment import settle
+from idempotency.admin.error_groups import group_of
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from idempotency.monitoring.error_groups import group_of
 from tests.kit.ageing import past_the_retention
 from tests.kit.serving import Sender
 from tests.kit.views import phased_outside

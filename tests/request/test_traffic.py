@@ -1,5 +1,7 @@
 """The counts of requests per minute: what is counted, how it is stored, and what the charts read."""
 
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,8 +16,8 @@ from django.db import DatabaseError, OperationalError, connection, transaction
 from django.http import Http404, HttpRequest, HttpResponse
 
 from idempotency import reaper, signals
+from idempotency.admin import traffic
 from idempotency.models import TrafficCount
-from idempotency.monitoring import traffic
 from idempotency.signals import RequestOutcome
 from tests.kit.serving import Sender, View
 from tests.kit.threads import at_once
@@ -261,3 +263,24 @@ def test_the_counts_are_those_of_the_requests(serve: Serve, sender: Sender) -> N
         sender.send()
     traffic.write()
     assert Counter(written()) == {"ran": 1, "replayed": 2}
+
+
+NO_ADMIN = """
+import sys
+import django
+from django.conf import settings
+from django.core.signals import request_finished
+
+settings.configure(INSTALLED_APPS=["django.contrib.auth", "django.contrib.contenttypes", "idempotency"])
+django.setup()
+from idempotency import signals
+
+assert "idempotency.admin" not in sys.modules
+assert not signals.request_answered.receivers
+assert not [key for key, *_ in request_finished.receivers if "idempotency" in str(key)]
+"""
+
+
+@pytest.mark.processes
+def test_a_process_without_the_admin_site_counts_nothing() -> None:
+    subprocess.run([sys.executable, "-c", NO_ADMIN], check=True, timeout=60)

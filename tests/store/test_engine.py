@@ -19,10 +19,10 @@ from idempotency._store.cursors import own_cursor
 from idempotency._store.database_errors import connection_lost, serialization_failed
 from idempotency._store.replication import confirm
 from idempotency._store.transactions import durable_transaction
+from idempotency.admin import traffic
 from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey, ProcessedMessage
-from idempotency.monitoring import traffic
 from tests.kit.claims import claim, claim_plain
 from tests.kit.database import statements
 from tests.kit.serving import Sender

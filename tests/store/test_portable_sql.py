@@ -21,9 +21,9 @@ from idempotency._store import settlement
 from idempotency._store.advisory_locks import HOLDER
 from idempotency._store.dialects import POSTGRESQL
 from idempotency._store.statements import ANYWHERE, AT_PLACE, TABLE, Statements
+from idempotency.admin import traffic
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey
-from idempotency.monitoring import traffic
 from tests.factories import StagedJobFactory
 from tests.kit.ageing import past_the_retention
 from tests.kit.claims import claim, finish

@@ -1,4 +1,5 @@
-"""Counts of requests per minute, for the charts of the dashboard.
+"""Counts of requests per minute, for the charts of the dashboard. This module registers the receivers that count, so a process
+without the admin site counts nothing.
 
 A replay leaves no row, so each process counts its requests in memory. It adds its counts to the table at most every
 WRITE_SECONDS, after the end of a request, in one transaction. A process that is killed loses the counts since its last write.
@@ -14,14 +15,16 @@ from threading import Lock
 from typing import Any
 
 from django.core import mail
+from django.core.signals import request_finished
 from django.db import connections, router, transaction
 from django.db.models import F, Sum
+from django.dispatch import receiver
 
 from idempotency import conf
 from idempotency._store.limits import limit_waits
 from idempotency._text import error_text
 from idempotency.models import TrafficCount
-from idempotency.signals import RequestOutcome
+from idempotency.signals import RequestOutcome, request_answered
 
 logger = logging.getLogger("idempotency")
 
@@ -40,16 +43,18 @@ _lock = Lock()
 _next_write = 0.0
 
 
+@receiver(request_answered, dispatch_uid="idempotency.traffic.count")
 def count_request(*, outcome: RequestOutcome, seconds: float, **kwargs: Any) -> None:
-    """Count a request in memory; the receiver of ``request_answered``."""
+    """Count a request in memory."""
     if conf.get().COUNT_REQUESTS:
         kind = f"{_RAN}{_class_of(seconds)}" if outcome is RequestOutcome.RAN else outcome.value
         with _lock:
             _counts[int(time.time()) // 60, kind] += 1
 
 
+@receiver(request_finished, dispatch_uid="idempotency.traffic.write")
 def write_after_request(**kwargs: Any) -> None:
-    """Write the counts if the last write is WRITE_SECONDS ago; the receiver of ``request_finished``."""
+    """Write the counts if the last write is WRITE_SECONDS ago."""
     global _next_write
     # In tests (``mail.outbox`` exists), a statement at a random request would disturb tests that count statements.
     if not _counts or time.monotonic() < _next_write or hasattr(mail, "outbox"):
