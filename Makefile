@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and ends with one line: "NAME: ok" or "NAME: FAILED n".
 
-.PHONY: demo soak serve test test-processes test-all test-configurations test-pools test-unmerged conformance screenshots fuzz citus proof failover coverage mutants docs bench bench-scale examples package matrix lint clean
+.PHONY: demo soak serve test test-processes test-all test-configurations test-pools test-unmerged conformance screenshots fuzz citus proof failover coverage mutants docs calls bench bench-scale examples package matrix lint clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
@@ -169,6 +169,13 @@ docs:
 	@python3.11 -m venv .venv-docs && echo '*' > .venv-docs/.gitignore
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
+
+# The Python function calls of a request, compared with benchmarks/calls.json. STORE=1 stores the figures there.
+calls:
+	$(call set-up,calls,test)
+	@$(steps); \
+	step $(PY) -m benchmarks.calls $(if $(STORE),--store); \
+	$(call end,calls)
 
 # Us and the peers beside a bare view, in an environment of their own; fails when a target of benchmarks/targets.py is missed.
 # QUICK=1: under 3 minutes, to see that it works. Then `python -m benchmarks.report .run/bench.json` writes the page of the docs.

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import clients, in_process, report
+from benchmarks import calls, clients, in_process, report
 from benchmarks.contestant import Taken
 from benchmarks.targets import TARGETS, Target, missed
 
@@ -147,3 +147,28 @@ def test_clients_send_what_the_views_are_sent_in_process() -> None:
     from benchmarks import views
 
     assert clients.BODY == views.BODY
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure: int, versions: Any = None, *options: str) -> Any:
+    """Run ``make calls`` with this figure, where 100 is stored; return the stored figures after it."""
+    stored = tmp_path / "calls.json"
+    stored.write_text(json.dumps({"versions": versions or calls.versions(), "calls": {"plain, first": 100}}))
+    monkeypatch.setattr(calls, "STORED", stored)
+    monkeypatch.setattr(calls, "measure", lambda: {"plain, first": figure})
+    monkeypatch.setattr("sys.argv", ["calls", *options])
+    calls.main()
+    return json.loads(stored.read_text())
+
+
+def test_a_count_of_calls_that_rises_by_more_than_two_percent_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counted(monkeypatch, tmp_path, 102)
+    with pytest.raises(SystemExit, match="plain, first"):
+        counted(monkeypatch, tmp_path, 103)
+    counted(monkeypatch, tmp_path, 103, {"python": "3.0"})  # Other versions are not compared.
+
+
+def test_counts_of_calls_are_stored_with_their_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = counted(monkeypatch, tmp_path, 103, {"python": "3.0"}, "--store")
+    assert found == {"versions": calls.versions(), "calls": {"plain, first": 103}}
