@@ -8,6 +8,7 @@ from django.http import HttpRequest, HttpResponse
 from django.views.decorators.csrf import csrf_exempt
 
 from idempotency.models import IdempotencyKey
+from rides_demo import sharding
 from rides_demo.models import User
 from rides_demo.responses import database_unavailable, error_response
 
@@ -49,11 +50,12 @@ def rider_of_session(request: HttpRequest) -> User | None:
 
 
 def prepare_request(request: HttpRequest, key: IdempotencyKey) -> None:
-    """Authenticate a request of the completer as the user of the key.
+    """Select the database of the key, and authenticate a request of the completer as its user.
 
     ``IDEMPOTENCY["PREPARE_REQUEST"]`` names this function. The completer has no token, so
     the function sets an attribute of the request object, which a client cannot set.
     """
+    sharding.prepare_request(request, key)
     request.rider_of_key = request.user
 
 

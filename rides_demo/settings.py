@@ -2,11 +2,13 @@
 
 ``DATABASE_URL``, ``REDIS_URL``, ``STRIPE_API_KEY``, ``STRIPE_API_BASE``, ``STRIPE_WEBHOOK_SECRET``,
 ``PORT``, ``RIDES_RUN_FOLDER``, ``LOCK_TIMEOUT_SECONDS``, ``COMPLETER_MIN_AGE_SECONDS``,
-``COMPLETER_IDLE_SECONDS``. ``CONFIRM_REPLICATED=1`` sets that setting.
+``COMPLETER_IDLE_SECONDS``. ``CONFIRM_REPLICATED=1`` sets that setting. The soak sets
+``SHARD_B_DATABASE_URL``, the database of a second tenant: see ``rides_demo.sharding``.
 """
 
 import os
 from pathlib import Path
+from typing import Any
 
 import dj_database_url
 import django
@@ -15,6 +17,7 @@ from psycopg import IsolationLevel
 
 from rides_demo.processes.embedded import postgres_url, redis_url
 from rides_demo.processes.ports import sandbox_port
+from rides_demo.sharding import SHARDS
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -85,26 +88,35 @@ LANGUAGE_CODE = "en"
 TIME_ZONE = "UTC"
 USE_TZ = True
 
-try:
-    _database = dj_database_url.parse(
-        os.environ.get("DATABASE_URL") or postgres_url(RUN_FOLDER / "postgres"), conn_max_age=60, conn_health_checks=True
-    )
-except ValueError as error:
-    raise ImproperlyConfigured(f"DATABASE_URL cannot be read: {error}") from None
-DATABASES = {"default": _database}
-_options = DATABASES["default"].setdefault("OPTIONS", {})
-if "postgresql" in DATABASES["default"]["ENGINE"]:
-    # PostgreSQL prepares a statement at its fifth use, which halves the time of a replay.
-    _options.setdefault("prepare_threshold", 5)
-    _options.setdefault("connect_timeout", 5)
-    # As in the article. SERIALIZABLE protects only where each transaction of the project has it.
-    _options.setdefault("isolation_level", IsolationLevel.SERIALIZABLE)
-elif "sqlite" in DATABASES["default"]["ENGINE"]:
-    # A transaction that begins as IMMEDIATE waits for the write lock. A deferred one that reads
-    # first fails instead.
-    _options.setdefault("transaction_mode", "IMMEDIATE")
-    _options.setdefault("init_command", "PRAGMA journal_mode=WAL")
-    _options.setdefault("timeout", 10)
+
+def _database(variable: str, url: str) -> Any:
+    """Return the database of ``url``, with the options of its engine."""
+    try:
+        database = dj_database_url.parse(url, conn_max_age=60, conn_health_checks=True)
+    except ValueError as error:
+        raise ImproperlyConfigured(f"{variable} cannot be read: {error}") from None
+    options = database.setdefault("OPTIONS", {})
+    if "postgresql" in database["ENGINE"]:
+        # PostgreSQL prepares a statement at its fifth use, which halves the time of a replay.
+        options.setdefault("prepare_threshold", 5)
+        options.setdefault("connect_timeout", 5)
+        # As in the article. SERIALIZABLE protects only where each transaction of the project has it.
+        options.setdefault("isolation_level", IsolationLevel.SERIALIZABLE)
+    elif "sqlite" in database["ENGINE"]:
+        # A transaction that begins as IMMEDIATE waits for the write lock. A deferred one that reads
+        # first fails instead.
+        options.setdefault("transaction_mode", "IMMEDIATE")
+        options.setdefault("init_command", "PRAGMA journal_mode=WAL")
+        options.setdefault("timeout", 10)
+    return database
+
+
+DATABASES = {"default": _database("DATABASE_URL", os.environ.get("DATABASE_URL") or postgres_url(RUN_FOLDER / "postgres"))}
+if _url := os.environ.get("SHARD_B_DATABASE_URL"):
+    DATABASES["shard_b"] = _database("SHARD_B_DATABASE_URL", _url)
+    DATABASE_ROUTERS = ["rides_demo.sharding.TenantRouter"]
+    MIDDLEWARE = ["rides_demo.sharding.tenant_middleware", *MIDDLEWARE]
+    ALLOWED_HOSTS = [*SHARDS]
 
 REDIS_URL = os.environ.get("REDIS_URL") or redis_url(RUN_FOLDER / "redis")
 RQ_QUEUES = {"default": {"URL": REDIS_URL, "DEFAULT_TIMEOUT": 60}}

@@ -78,7 +78,7 @@ def create_ride(request: HttpRequest) -> HttpResponse:
                 # conflict with concurrent bookings.
                 ride = Ride.objects.get(idempotency_key=key)
                 with atomic_phase(key) as phase:
-                    stage_job("rides_demo.jobs.send_ride_receipt", {"ride_id": ride.pk})
+                    stage_job("rides_demo.jobs.send_ride_receipt", {"ride_id": ride.pk, "shard": ride._state.db})
                     phase.set_response(ride_response(ride, status=HTTPStatus.CREATED, message=ACCEPTED))
     return key.response()
 

@@ -62,15 +62,20 @@ def _id(value: object) -> str:
     return value
 
 
-def _charge(charge: stripe.Charge) -> tuple[str, str]:
-    """Return the ids of a charge and of the ride that it names."""
-    return _id(charge.id), payments.ride_id_of(charge)
+def _charge(charge: stripe.Charge) -> tuple[str, str | None, str]:
+    """Return the ids of a charge, of its customer, if it has one, and of the ride that it names."""
+    customer = getattr(charge, "customer", None)
+    return _id(charge.id), None if customer is None else _id(customer), payments.ride_id_of(charge)
 
 
-def _mark_paid(charge_id: str, ride_id: str) -> None:
-    """Mark the ride that the charge names; ignore a charge without a ride in this database."""
-    ride = Ride.objects.filter(pk=ride_id).first() if ride_id.isdecimal() and len(ride_id) < 19 else None
-    if ride is None:
+def _mark_paid(charge_id: str, customer_id: str | None, ride_id: str) -> None:
+    """Mark the ride that the charge names; ignore a charge without a ride in this database.
+
+    The ride of another tenant may have the same id, but it has another customer.
+    """
+    rides = Ride.objects.select_related("user")
+    ride = rides.filter(pk=ride_id).first() if ride_id.isdecimal() and len(ride_id) < 19 else None
+    if ride is None or customer_id not in (None, ride.user.stripe_customer_id):
         return
     if ride.stripe_charge_id is None:
         raise ChargeNotRecorded

@@ -46,9 +46,9 @@ def wheel_binary(module: str, path: str, package: str, instead: str) -> Path:
     return binary
 
 
-def postgres_url(folder: Path, database: str = "rides") -> str:
+def postgres_url(folder: Path, database: str = "rides", role: str = "postgres") -> str:
     """Return the URL of the PostgreSQL server with its data in ``folder``, running or not."""
-    return f"postgresql://postgres@/{database}?host={quote(str(socket_folder(folder)))}"
+    return f"postgresql://{role}@/{database}?host={quote(str(socket_folder(folder)))}"
 
 
 def redis_url(folder: Path) -> str:
@@ -138,9 +138,10 @@ class _EmbeddedServer(Process):
         super().launch()
 
     def prepare_log(self, log: Path) -> None:
-        """Rename the log of the previous start."""
-        with suppress(OSError):
-            log.replace(log.with_suffix(".log.before"))
+        """Append the log of the previous start to those of earlier starts."""
+        with suppress(OSError), log.with_suffix(".log.before").open("ab") as before:
+            before.write(log.read_bytes())
+            log.unlink()
 
 
 class Postgres(_EmbeddedServer):

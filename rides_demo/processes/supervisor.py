@@ -2,8 +2,9 @@
 
 The run folder contains the data, the logs, the e-mails and ``pids.json``, an object that maps
 names to process ids and is rewritten after each change. The names are ``supervisor``, ``postgres``,
-``redis``, ``sandbox``, ``web``, ``enqueuer``, ``worker``, ``completer``, ``reaper``. A process that
-the supervisor does not start is absent. The web workers are the children of ``web``.
+``redis``, ``sandbox``, ``web``, ``enqueuer``, ``worker``, ``completer``, ``reaper``, and ``loops-b``
+for the loops of a second database. A process that the supervisor does not start is absent. The
+web workers are the children of ``web``.
 
 All processes end with the supervisor, even if ``kill -9`` ends the supervisor: see
 ``rides_demo.processes.watchdog``.
@@ -26,6 +27,7 @@ from rides_demo.processes.embedded import Postgres, Redis
 from rides_demo.processes.ports import free_port, port_is_free, sandbox_port
 from rides_demo.processes.process import Process, ProcessError
 from rides_demo.processes.replicated import PostgresPair
+from rides_demo.sharding import SHARDS
 
 #: Shorter limits than the defaults of 90, 300 and 60 seconds, because a visitor or the simulator waits until a lock expires,
 #: and until the completer finishes a key.
@@ -42,6 +44,8 @@ WATCH_SECONDS = 0.1
 #: tests allow.
 RESTART_SECONDS = 1.0
 WEB_THREADS = 8
+#: The options of ``idempotency_worker`` for the second database.
+SHARD_LOOPS = ("--enqueue-interval", "0.5", "--complete-interval", "1", "--concurrency", "2")
 READY_SECONDS = 60
 
 
@@ -53,7 +57,11 @@ class Supervisor:
     service that the environment names (``DATABASE_URL``, ``REDIS_URL``, ``STRIPE_API_BASE``, or the
     ``STRIPE_API_KEY`` of a real account). ``through`` receives the variable and the URL of each
     server that is started, and returns the URL for the processes, for example the URL of a proxy.
+    ``prepared`` is called after the migrations, before the first process that serves requests.
     ``postgres`` is the class of the database server.
+
+    If the environment has ``SHARD_B_DATABASE_URL``, the second tenant of ``rides_demo.sharding`` has
+    this database, and its loops run in ``idempotency_worker``.
     """
 
     def __init__(
@@ -64,12 +72,13 @@ class Supervisor:
         say: Callable[[str], None],
         environment: Mapping[str, str] | None = None,
         through: Callable[[str, str], str] = lambda variable, url: url,
+        prepared: Callable[[], None] = lambda: None,
         postgres: type[Postgres | PostgresPair] = Postgres,
     ) -> None:
         self.folder, self.port, self.url = folder.resolve(), port, f"http://127.0.0.1:{port}"
         self.environment = {**os.environ, **(environment or {})}
         self.processes: dict[str, Process] = {}
-        self._say, self._through, self._postgres = say, through, postgres
+        self._say, self._through, self._prepared, self._postgres = say, through, prepared, postgres
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
         self._due: dict[str, float] = {}
@@ -98,8 +107,11 @@ class Supervisor:
         except OSError as error:
             raise ProcessError(f"The folder {self.folder} cannot be used: {error.strerror}. Set RIDES_RUN_FOLDER.") from None
         self._start_services()
-        for command in ("migrate", "seed"):
-            self._run(command, "--verbosity", "0")
+        self._run("migrate", "--verbosity", "0")
+        if self._has_shard:
+            self._run("migrate", "--verbosity", "0", "--database", "shard_b")
+        self._run("seed", "--verbosity", "0")
+        self._prepared()
         web = [
             "gunicorn", "rides_demo.wsgi", "--bind", f"127.0.0.1:{self.port}", "--worker-class", "gthread",
             "--workers", self.environment.get("WEB_WORKERS") or "2", "--threads", str(WEB_THREADS), "--graceful-timeout", "5",
@@ -113,7 +125,13 @@ class Supervisor:
             "reaper": ("reap_keys", "--loop", "--interval", "60"),
         }.items():
             self._launch(name, manage(*arguments))
+        if self._has_shard:
+            self._launch("loops-b", manage("idempotency_worker", "--database", "shard_b", *SHARD_LOOPS))
         self._await_web()
+
+    @property
+    def _has_shard(self) -> bool:
+        return bool(self.environment.get("SHARD_B_DATABASE_URL"))
 
     def _start_services(self) -> None:
         """Start each service that the environment does not name, and add its URL to the environment."""
@@ -136,9 +154,10 @@ class Supervisor:
             port = port if port_is_free(port) else free_port()
             given["STRIPE_API_BASE"] = f"http://127.0.0.1:{port}"
             given.setdefault("STRIPE_WEBHOOK_SECRET", "whsec_rocket_rides_demo_only")
+            hosts = [f"--webhook-host={host}" for host in SHARDS] if self._has_shard else []
             sandbox = [
                 "rides_demo.sandbox", "--port", str(port), "--seed", given.get("SANDBOX_SEED") or "1",
-                "--webhook-url", f"{self.url}/webhooks/stripe",
+                "--webhook-url", f"{self.url}/webhooks/stripe", *hosts,
             ]  # fmt: skip
             self._launch("sandbox", [sys.executable, "-m", *sandbox])
             self._await("sandbox", lambda: not port_is_free(port))
@@ -173,9 +192,11 @@ class Supervisor:
     def _await_web(self) -> None:
         # A proxy of the environment cannot reach the loopback port.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        headers = {"Host": next(iter(SHARDS))} if self._has_shard else {}
+        request = urllib.request.Request(f"{self.url}/healthz", headers=headers)
 
         def healthy() -> bool:
-            with suppress(OSError), opener.open(f"{self.url}/healthz", timeout=5) as answer:
+            with suppress(OSError), opener.open(request, timeout=5) as answer:
                 return int(answer.status) == 200
             return False
 

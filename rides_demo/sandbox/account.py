@@ -15,7 +15,10 @@ from typing import Any
 from rides_demo.sandbox.webhook_sender import WebhookSender
 
 Params = dict[str, Any]
-SOURCES = ("tok_visa", "tok_chargeCustomerFail")
+#: The source of a customer whose charges begin ``STALL_SECONDS`` after the first request with their key. A run of the soak's
+#: completer that waits for so long is hung.
+STALLING_SOURCE, STALL_SECONDS = "tok_stall", 75.0
+SOURCES = ("tok_visa", "tok_chargeCustomerFail", STALLING_SOURCE)
 
 
 class StripeError(Exception):
@@ -50,6 +53,7 @@ class Account:
         self.refunds: dict[str, Params] = {}
         self.messages: dict[str, Params] = {}
         self.executions: dict[tuple[str, str], Execution] = {}
+        self._stalls: dict[str, float] = {}
         self.webhooks = webhooks
 
     def create_customer(self, params: Params) -> Params:
@@ -74,6 +78,14 @@ class Account:
         charge = self._add(self.charges, "ch", "charge", fields)
         self.webhooks.send("charge.succeeded", charge)
         return charge
+
+    def has_source(self, customer_id: object, source: str) -> bool:
+        customer = self.customers.get(customer_id) if isinstance(customer_id, str) else None
+        return customer is not None and customer["default_source"] == source
+
+    def stalls_until(self, key: str) -> float:
+        """Return the time at which a stalled charge with this key begins, by the monotonic clock."""
+        return self._stalls.setdefault(key, time.monotonic() + STALL_SECONDS)
 
     def create_refund(self, params: Params) -> Params:
         charge = self.retrieve_charge(required(params, "charge"))

@@ -3,9 +3,10 @@
 ``python -m rides_demo.sandbox --port 8012`` listens on loopback and keeps its state in memory. Use
 the official ``stripe`` client with ``base_addresses={"api": url}``. The source
 ``tok_chargeCustomerFail`` creates a customer whose charges are declined; unlike Stripe, the sandbox
-does not list these charges. Tests and the simulator use two more paths. ``GET /_state`` returns the
-state. ``POST /_faults`` replaces the active faults with a JSON list
-(``rides_demo.sandbox.faults.Fault``).
+does not list these charges. The source ``tok_stall``, which Stripe does not have, creates a
+customer whose charges take longer than any client waits. Tests and the simulator use two more
+paths. ``GET /_state`` returns the state. ``POST /_faults`` replaces the active faults with a JSON
+list (``rides_demo.sandbox.faults.Fault``).
 """
 
 import argparse
@@ -18,13 +19,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Self
 from urllib.parse import parse_qsl, urlsplit
 
-from rides_demo.sandbox.account import Account, Execution, Params, StripeError, nested
+from rides_demo.sandbox.account import STALLING_SOURCE, Account, Execution, Params, StripeError, nested
 from rides_demo.sandbox.faults import Faults
 from rides_demo.sandbox.webhook_sender import WebhookSender
 
@@ -141,6 +142,8 @@ class Handler(BaseHTTPRequestHandler):
             return 200, dumped(answer), False
         # A request without a key gets a random key, which no other request can use.
         key = self.headers.get("Idempotency-Key") or secrets.token_hex(16)
+        if account.has_source(params.get("customer"), STALLING_SOURCE):
+            self._stall(account.stalls_until(key))
         execution, first = account.claim(api_key, key, path, params)
         if first:
             try:
@@ -152,6 +155,13 @@ class Handler(BaseHTTPRequestHandler):
         if faults.fires("cut_after", path):
             raise Cut
         return execution.status, execution.body, not first
+
+    def _stall(self, until: float) -> None:
+        """Send an interim response each second. A client that limits the wait for each read waits for as long."""
+        while time.monotonic() < until:
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.wfile.flush()
+            time.sleep(1)
 
     def _execute(self, execution: Execution, path: str, params: Params) -> None:
         """Run the call and store its response. Raise an error from before the execution began; it is not stored."""
@@ -200,10 +210,18 @@ class Sandbox(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port: int = 0, *, webhook_url: str = "", webhook_secret: str = "", seed: int | None = None) -> None:
+    def __init__(
+        self,
+        port: int = 0,
+        *,
+        webhook_url: str = "",
+        webhook_secret: str = "",
+        webhook_hosts: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.faults = Faults(seed)
-        self.account = Account(WebhookSender(webhook_url, webhook_secret, seed))
+        self.account = Account(WebhookSender(webhook_url, webhook_secret, seed, webhook_hosts))
 
     @property
     def url(self) -> str:
@@ -231,6 +249,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="loopback port; 0 means any free port")
     parser.add_argument("--webhook-url", default="", help="URL that receives charge.succeeded events; default: none are sent")
     parser.add_argument(
+        "--webhook-host", action="append", default=[], metavar="HOST", help="host of an endpoint at this URL; may be repeated"
+    )
+    parser.add_argument(
         "--webhook-secret",
         default=os.environ.get("STRIPE_WEBHOOK_SECRET", ""),
         help="secret that signs the events; default: STRIPE_WEBHOOK_SECRET",
@@ -239,7 +260,11 @@ def main() -> None:
     options = parser.parse_args()
     try:
         sandbox = Sandbox(
-            options.port, webhook_url=options.webhook_url, webhook_secret=options.webhook_secret, seed=options.seed
+            options.port,
+            webhook_url=options.webhook_url,
+            webhook_secret=options.webhook_secret,
+            webhook_hosts=options.webhook_host,
+            seed=options.seed,
         )
     except OSError as error:
         sys.exit(f"The Stripe sandbox cannot listen on port {options.port}: {error.strerror}. Choose another port with --port.")

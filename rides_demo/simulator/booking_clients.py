@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +18,8 @@ from idempotency.client import Retries, make_client
 TRY_SECONDS = 8.0
 #: The Date header of a server with a wrong clock differs from the local time by more than this.
 CLOCK_SECONDS = 1800
+#: A booking whose payment hangs is sent until it has no response for this time.
+HANG_TRY_SECONDS, HANG_PAUSE_SECONDS, HANG_TRIES = 3.0, 0.5, 30
 RETRIES = Retries(deadline_seconds=75, first_pause_seconds=0.4, longest_pause_seconds=3)
 
 
@@ -33,6 +35,8 @@ class Booking:
     kind: str
     token: str
     body: dict[str, float]
+    #: The host of the tenant, or an empty string for the host of the URL.
+    host: str = ""
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Outcome:
     def label(self) -> str:
         """The outcome as a label for the table."""
         if self.answer is None:
-            return "went away" if self.booking.kind == "gone" else "gave up"
+            return "went away" if self.booking.kind in ("gone", "hang") else "gave up"
         return str(self.answer.status_code)
 
     def log_line(self) -> str:
@@ -72,18 +76,23 @@ class Tally:
     def add_violation(self, booking: Booking, problem: str) -> None:
         """Record a response that violates the contract."""
         with self.lock:
-            self.wrong.append(f"wrong: {booking.kind} {booking.key}: {problem}")
+            tenant = f" of {booking.host}" if booking.host else ""
+            self.wrong.append(f"wrong: {booking.kind} {booking.key}{tenant}: {problem}")
 
 
 class BookingClients:
-    """Send bookings to one base URL; thread-safe."""
+    """Send bookings to one base URL; thread-safe. ``host`` is the host of requests that are no bookings."""
 
-    def __init__(self, base_url: str, tally: Tally) -> None:
+    def __init__(self, base_url: str, tally: Tally, host: str = "") -> None:
         self.tally = tally
         self.address = urlsplit(base_url)
         # Ignore proxies of the environment, as the server is on this machine.
         self.http = httpx.Client(
-            base_url=base_url, timeout=TRY_SECONDS, trust_env=False, limits=httpx.Limits(max_connections=None)
+            base_url=base_url,
+            timeout=TRY_SECONDS,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None),
+            headers={"Host": host} if host else {},
         )
 
     def close(self) -> None:
@@ -153,7 +162,7 @@ class BookingClients:
         """Book, then send another body with the same key, which the service must refuse."""
         outcome = self._until_settled(booking)
         if outcome.answer is not None:
-            other = Booking(booking.key, booking.kind, booking.token, booking.body | {"target_lat": 0.0})
+            other = replace(booking, body=booking.body | {"target_lat": 0.0})
             refused = self._until_settled(other).answer
             self.tally.count("fault mismatch")
             if refused is None or refused.status_code != 422 or refused.json().get("code") != "key_reused":
@@ -180,11 +189,30 @@ class BookingClients:
         self._cut(booking, "gone")
         return Outcome(booking, tries=1)
 
+    def _hang(self, booking: Booking) -> Outcome:
+        """Send the booking until a run waits for Stripe, and do not retry."""
+        outcome = Outcome(booking)
+        for outcome.tries in range(1, HANG_TRIES + 1):
+            try:
+                answer = self.http.post(
+                    "/rides", content=_encoded(booking.body), headers=_headers(booking), timeout=HANG_TRY_SECONDS
+                )
+                if answer.status_code == 409:
+                    break
+            except httpx.ReadTimeout:
+                break
+            except httpx.TransportError:
+                pass
+            time.sleep(HANG_PAUSE_SECONDS)
+        self.tally.count("raw")
+        return outcome
+
     def _cut(self, booking: Booking, when: str) -> None:
         """Send the request (without half of its body for ``cut-request``), close the connection, and count the fault."""
         body = _encoded(booking.body)
-        lines = ["POST /rides HTTP/1.1", f"Host: {self.address.netloc}", f"Content-Length: {len(body)}"]
-        lines += [f"{name}: {value}" for name, value in _headers(booking).items()]
+        lines = ["POST /rides HTTP/1.1", f"Content-Length: {len(body)}"]
+        headers = {"Host": self.address.netloc} | _headers(booking)
+        lines += [f"{name}: {value}" for name, value in headers.items()]
         request = "\r\n".join(lines).encode() + b"\r\n\r\n" + body
         self.tally.count("raw")
         try:
@@ -229,7 +257,7 @@ def _headers(booking: Booking) -> dict[str, str]:
         "Authorization": f"Bearer {booking.token}",
         "Content-Type": "application/json",
         "Idempotency-Key": f'"{booking.key}"',
-    }
+    } | ({"Host": booking.host} if booking.host else {})
 
 
 def _is_far_off(date: str) -> bool:

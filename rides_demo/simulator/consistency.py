@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from django.db import Error, connection
+from django.db import Error, connections
+from django.db.models import Sum
 
 from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo import payments
@@ -71,6 +72,13 @@ class CheckResult:
     #: The number of fields above that must be 0.
     MUST_BE_ZERO = 14
 
+    def add(self, other: "CheckResult", tenant: str) -> None:
+        """Add the counts of ``other``, and its findings with the name of their ``tenant``."""
+        for entry in fields(self):
+            if entry.name != "findings":
+                setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
+        self.findings += [f"{tenant}: {finding}" if tenant else finding for finding in other.findings]
+
     @property
     def consistent(self) -> bool:
         """Whether all counts of the first group are 0."""
@@ -88,14 +96,17 @@ class Checker:
     """Check the keys, rides and charges of one simulation: the keys that begin with ``prefix``.
 
     If ``webhooks`` is true, Stripe sends an event for each charge, so each charged ride must become
-    paid.
+    paid. ``shard`` is the alias of the database. The check names it in each query and does not use
+    the router.
     """
 
-    def __init__(self, prefix: str, tokens: Iterable[str], *, webhooks: bool = False) -> None:
-        self.webhooks = webhooks
-        self.keys = IdempotencyKey.objects.filter(idempotency_key__startswith=prefix)
-        self.rides = Ride.objects.filter(idempotency_key__in=self.keys)
-        self.riders = User.objects.filter(api_token_hash__in=[User.hash_token(token) for token in tokens])
+    def __init__(self, prefix: str, tokens: Iterable[str], *, webhooks: bool = False, shard: str = "default") -> None:
+        self.webhooks, self.shard = webhooks, shard
+        self.keys = IdempotencyKey.objects.using(shard).filter(idempotency_key__startswith=prefix)
+        self.rides = Ride.objects.using(shard).filter(idempotency_key__in=self.keys)
+        hashes = [User.hash_token(token) for token in tokens]
+        self.riders = User.objects.using(shard).filter(api_token_hash__in=hashes)
+        self.jobs, self.receipts = StagedJob.objects.using(shard), Receipt.objects.using(shard).filter(ride__in=self.rides)
         self._charged_before = set(self._charges())
 
     def _charges(self) -> list[Charge]:
@@ -115,7 +126,7 @@ class Checker:
     def _left(self) -> list[int]:
         waiting = (
             self.keys.unfinished().filter(stuck_at__isnull=True),
-            StagedJob.objects.filter(failed_at__isnull=True),
+            self.jobs.filter(failed_at__isnull=True),
             self._without_receipt(),
             self._unpaid(),
         )
@@ -139,7 +150,11 @@ class Checker:
         except Error:
             return 0
         finally:
-            connection.close()
+            connections[self.shard].close()
+
+    def hangs(self) -> int:
+        """Return the number of runs that were marked as hung."""
+        return self.keys.aggregate(hangs=Sum("hangs"))["hangs"] or 0
 
     def _without_receipt(self):
         booked = self.rides.filter(idempotency_key__in=self.keys.finished().filter(response_code=201))
@@ -160,16 +175,13 @@ class Checker:
         result.resumed_keys = self.keys.filter(attempts__gt=1).count()
         result.completer_keys = self.keys.filter(completer_attempts__gt=0).count()
         result.unfinished_keys = self.keys.unfinished().filter(stuck_at__isnull=True).count()
-        result.staged_jobs = StagedJob.objects.count()
-        result.receipts = Receipt.objects.filter(ride__in=self.rides).count()
+        result.staged_jobs = self.jobs.count()
+        result.receipts = self.receipts.count()
         result.missing_receipts = self._without_receipt().count()
         result.unpaid_rides = self._unpaid().count()
-        result.surplus_receipts = (
-            Receipt.objects.filter(ride__in=self.rides).exclude(ride__idempotency_key__response_code=201).count()
-        )
-        records = Counter(
-            AuditRecord.objects.filter(action="ride.created", resource_type="ride").values_list("resource_id", flat=True)
-        )
+        result.surplus_receipts = self.receipts.exclude(ride__idempotency_key__response_code=201).count()
+        created = AuditRecord.objects.using(self.shard).filter(action="ride.created", resource_type="ride")
+        records = Counter(created.values_list("resource_id", flat=True))
         result.unaudited_rides = sum(records[ride] != 1 for ride in self.rides.values_list("pk", flat=True))
         self._check_rides(result, booked)
         self._check_charges(result)

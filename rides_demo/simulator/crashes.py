@@ -20,7 +20,7 @@ import psutil
 
 from rides_demo.simulator.booking_clients import CannotSimulate
 
-KILL_WEB, KILL_SERVER, KILL_WORKER = "kill-web", "kill-server", "kill-worker"
+KILL_WEB, KILL_SERVER, KILL_WORKER, KILL_LOOPS = "kill-web", "kill-server", "kill-worker", "kill-loops"
 RESTART_POSTGRES, FAILOVER = "restart-postgres", "failover"
 #: The process that each fault ends. "kill-web" ends one worker of the web server, "kill-server"
 #: ends all of it. "failover" ends the primary with all its processes, like the loss of its host;
@@ -32,6 +32,7 @@ VICTIMS = {
     "kill-completer": "completer",
     "kill-reaper": "reaper",
     KILL_SERVER: "web",
+    KILL_LOOPS: "loops-b",
     RESTART_POSTGRES: "postgres",
     FAILOVER: "postgres",
     "restart-redis": "redis",
@@ -41,7 +42,7 @@ VICTIMS = {
 SIGNALS = {RESTART_POSTGRES: signal.SIGQUIT}
 DEATH_SECONDS = 5.0
 #: Far more time than the supervisor needs, even after a failover, when it copies the database.
-RESTART_SECONDS = 30.0
+RESTART_SECONDS = 60.0
 #: The longest wait until the worker runs a job. RQ runs each job in a child, the "work horse".
 HORSE_SECONDS = 3.0
 POLL_SECONDS = 0.005

@@ -3,11 +3,13 @@
 import itertools
 import random
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rides_demo.simulator.booking_clients import Booking
-from rides_demo.simulator.crashes import FAILOVER, KILL_SERVER, KILL_WEB, KILL_WORKER, RESTART_POSTGRES, VICTIMS
+from rides_demo.simulator.crashes import FAILOVER, KILL_LOOPS, KILL_SERVER, KILL_WEB, KILL_WORKER, RESTART_POSTGRES, VICTIMS
+from rides_demo.simulator.hangs import HANG
+from rides_demo.simulator.limits import LIMITS
 from rides_demo.simulator.suspensions import VANISH
 
 #: The kinds of booking of each client fault, with the percentage of bookings of each kind.
@@ -62,12 +64,14 @@ SOAK_EVENTS = {
     "restart-redis": 8,
     STRIPE_DOWN: 6,
     VANISH: 8,
+    KILL_LOOPS: 8,
+    HANG: 5,
 }
 #: A soak accepts a stuck key for each 500 that Stripe stored without a charge.
 SOAK_STRIPE_FAULT_RATES = [*STRIPE_FAULT_RATES, {"fault": "500_begun", "probability": 0.003}]
 CUT_REPLIES, WRONG_CLOCK = "cut-replies", "wrong-clock"
 #: The faults that only a soak has.
-SOAK_FAULTS = (VANISH, CUT_REPLIES, WRONG_CLOCK, FAILOVER)
+SOAK_FAULTS = (VANISH, CUT_REPLIES, WRONG_CLOCK, FAILOVER, KILL_LOOPS, HANG, LIMITS)
 SOAK_CHUNK = 500
 
 
@@ -101,14 +105,17 @@ class Plan:
         return cls(prefix, bookings, tuple(events), STRIPE_FAULT_RATES if STRIPE_FAULTS in faults else [])
 
     @classmethod
-    def draw_soak(cls, minutes: float, faults: Collection[str], seed: int) -> "Plan":
-        """Draw the plan of a soak from ``seed``: infinite bookings, each fault at least once."""
+    def draw_soak(cls, minutes: float, faults: Collection[str], seed: int, hosts: Sequence[str] = ("",)) -> "Plan":
+        """Draw the plan of a soak from ``seed``: infinite bookings, each fault at least once.
+
+        The tenants, which are named by their ``hosts``, use the same keys.
+        """
         chance, prefix, seconds = random.Random(seed), _new_prefix(), minutes * 60
         chosen = {fault: max(1, round(n * minutes / 10)) for fault, n in SOAK_EVENTS.items() if fault in faults}
         events = sorted((at, fault) for fault, count in chosen.items() for at in _positions(chance, seconds, count))
         orders = random.Random(seed + 1)
         chunks = (range(first, first + SOAK_CHUNK) for first in itertools.count(0, SOAK_CHUNK))
-        bookings = itertools.chain.from_iterable(_draw_bookings(orders, prefix, faults, numbers) for numbers in chunks)
+        bookings = itertools.chain.from_iterable(_draw_bookings(orders, prefix, faults, numbers, hosts) for numbers in chunks)
         stripe_faults = SOAK_STRIPE_FAULT_RATES if STRIPE_FAULTS in faults else []
         return cls(
             prefix,
@@ -116,7 +123,7 @@ class Plan:
             tuple(events),
             stripe_faults,
             seconds,
-            frozenset(chosen) | set(faults) & {CUT_REPLIES, WRONG_CLOCK},
+            frozenset(chosen) | set(faults) & {CUT_REPLIES, WRONG_CLOCK, LIMITS},
         )
 
     @property
@@ -134,13 +141,16 @@ def _new_prefix() -> str:
     return f"sim-{uuid.uuid4().hex[:12]}-"
 
 
-def _draw_bookings(chance: random.Random, prefix: str, faults: Collection[str], numbers: range) -> list[Booking]:
+def _draw_bookings(
+    chance: random.Random, prefix: str, faults: Collection[str], numbers: range, hosts: Sequence[str] = ("",)
+) -> list[Booking]:
     weights = {kind: n for fault, kinds in CLIENT_FAULTS.items() if fault in faults for kind, n in kinds.items()}
     kinds = [*weights, "plain"]
     drawn = chance.choices(kinds, [*weights.values(), 100 - sum(weights.values())], k=len(numbers))
     return [
         Booking(
-            key=f"{prefix}{number:06d}",
+            key=f"{prefix}{number // len(hosts):06d}",
+            host=hosts[number % len(hosts)],
             kind=kind,
             token="demo-joe" if kind == "declined" else chance.choice(("demo-jane", "demo-max")),
             body={

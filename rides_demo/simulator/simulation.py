@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -20,6 +20,7 @@ import httpx
 from rides_demo.simulator.booking_clients import Booking, BookingClients, CannotSimulate, Outcome, Tally
 from rides_demo.simulator.crashes import Crashes
 from rides_demo.simulator.cutting_proxy import cut_replies, cuts
+from rides_demo.simulator.hangs import BODY, HANG, TOKEN
 from rides_demo.simulator.plan import (
     CUT_REPLIES,
     DOWN_FAULTS,
@@ -37,7 +38,7 @@ __all__ = ["EVENTS", "FAULTS", "KINDS", "SOAK_FAULTS", "STRIPE_DOWN", "STRIPE_FA
 
 DOWN_SECONDS = 2.0
 #: Long faults run in a second thread, in parallel with the short ones.
-LONG_FAULTS = (STRIPE_DOWN, VANISH)
+LONG_FAULTS = (STRIPE_DOWN, VANISH, HANG)
 #: The clients of a soak pause while more receipts than this are missing, because the only worker
 #: may be slower than the clients.
 LONGEST_BACKLOG = 200
@@ -47,11 +48,21 @@ BACKLOG_LOOK_SECONDS = 2.0
 class Simulation:
     """One run of a plan."""
 
-    def __init__(self, plan: Plan, base_url: str, *, stripe_url: str | None, run_dir: Path, seed: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        base_url: str,
+        *,
+        stripe_url: str | None,
+        run_dir: Path,
+        seed: int,
+        hosts: Sequence[str] = ("",),
+    ) -> None:
         self.plan, self.stripe_url, self.run_dir = plan, stripe_url, run_dir
         self.crashes = Crashes(run_dir, random.Random(seed))
         self.tally = Tally()
-        self.clients = BookingClients(base_url, self.tally)
+        self.hosts = hosts
+        self.clients = BookingClients(base_url, self.tally, hosts[0])
         self.outcomes: list[Outcome] = []
         self.suspensions = Suspensions(Crashes(run_dir, random.Random(seed + 1)), self._ended_within)
         self._pauses = random.Random(seed + 2)
@@ -143,9 +154,10 @@ class Simulation:
                 elif "Idempotent-Replayed" not in again.headers:
                     self.tally.add_violation(outcome.booking, "the retry was not marked as a replay")
 
-    def booked(self) -> dict[str, int]:
-        """Return the rides of the 201 responses by key."""
-        return {o.booking.key: o.answer.json()["ride"]["id"] for o in self.outcomes if o.label == "201"}
+    def booked(self, host: str = "") -> dict[str, int]:
+        """Return the rides of the 201 responses to a tenant by key."""
+        accepted = (outcome for outcome in self.outcomes if outcome.label == "201" and outcome.booking.host == host)
+        return {outcome.booking.key: outcome.answer.json()["ride"]["id"] for outcome in accepted}
 
     def table(self) -> Counter[tuple[str, str]]:
         """Return the number of bookings by kind and outcome."""
@@ -176,7 +188,19 @@ class Simulation:
     def _inject(self, fault: str) -> list[str]:
         if fault == STRIPE_DOWN:
             return self._outage()
+        if fault == HANG:
+            return self._hang()
         return self.suspensions.inject() if fault == VANISH else self.crashes.inject(fault)
+
+    def _hang(self) -> list[str]:
+        """Book a ride at each tenant whose payment hangs. The hung runs are counted at the end."""
+        for host in self.hosts:
+            with self._moved:
+                key = f"{self.plan.prefix}hang-{len(self.outcomes):06d}"
+            outcome = self.clients.run(Booking(key, HANG, TOKEN, BODY, host))
+            with self._moved:
+                self.outcomes.append(outcome)
+        return []
 
     def _outage(self) -> list[str]:
         self._set_stripe_faults(DOWN_FAULTS)

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from rides_demo.simulator.consistency import CheckResult
 from rides_demo.simulator.crashes import FAILOVER, RESTART_POSTGRES
+from rides_demo.simulator.hangs import EXITS, HANG, MARKED
 from rides_demo.simulator.plan import KINDS
 from rides_demo.simulator.simulation import Simulation
 
@@ -38,6 +39,12 @@ def totals(simulation: Simulation) -> dict[str, int]:
         "database crashes": faults.get(RESTART_POSTGRES, 0),
         **({"failovers": faults[FAILOVER]} if FAILOVER in faults else {}),
         "Redis restarts": faults.get("restart-redis", 0),
+        **(
+            {"hung runs": faults.get(MARKED, 0), "ends of hung loops": faults.get(EXITS, 0)}
+            if HANG in simulation.plan.required
+            else {}
+        ),
+        "tenants": len(simulation.hosts),
     }
 
 
@@ -66,7 +73,7 @@ def print_report(console: Console, simulation: Simulation, result: CheckResult, 
     table.add_column("booking")
     for label in labels:
         table.add_column(label, justify="right")
-    for kind in KINDS:
+    for kind in (*KINDS, HANG):
         if any(outcomes[kind, label] for label in labels):
             table.add_row(kind, *(str(outcomes[kind, label] or "") for label in labels))
     console.print(table)

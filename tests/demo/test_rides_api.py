@@ -83,7 +83,7 @@ class TestBooking:
         assert (record.action, record.resource_type, record.resource_id) == ("ride.created", "ride", ride.pk)
         assert (record.user, record.origin_ip) == (jane.user, "127.0.0.1")
         job = StagedJob.objects.get()
-        assert (job.job_name, job.job_args) == ("rides_demo.jobs.send_ride_receipt", {"ride_id": ride.pk})
+        assert (job.job_name, job.job_args) == ("rides_demo.jobs.send_ride_receipt", {"ride_id": ride.pk, "shard": "default"})
 
     def test_a_finished_key_gets_the_same_bytes_and_does_nothing(self, jane):
         first = jane.book(key="again")
@@ -389,7 +389,7 @@ class TestCompleter:
         key, ride = IdempotencyKey.objects.get(), Ride.objects.get()
         assert (key.recovery_point, key.response_code, ride.user.username) == ("finished", 201, "jane")
         assert [charge.id for charge in charges()] == [ride.stripe_charge_id]
-        assert StagedJob.objects.get().job_args == {"ride_id": ride.pk}
+        assert StagedJob.objects.get().job_args == {"ride_id": ride.pk, "shard": "default"}
 
     def test_the_client_who_comes_back_gets_what_the_completer_stored(self, jane, sandbox):
         self.abandon(jane, sandbox)

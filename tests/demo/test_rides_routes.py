@@ -160,8 +160,8 @@ class TestChangingTheTarget:
         assert jane.send("PATCH", path, TARGET, If_Match=etag).json()["code"] == "key_missing"
 
 
-def event(ride, *, event_id="evt_1", charge="ch_1", kind="charge.succeeded"):
-    subject = {"id": charge, "object": "charge", "metadata": {"ride_id": str(ride)}}
+def event(ride, *, event_id="evt_1", charge="ch_1", kind="charge.succeeded", **fields):
+    subject = {"id": charge, "object": "charge", "metadata": {"ride_id": str(ride)}} | fields
     return json.dumps({"id": event_id, "object": "event", "type": kind, "data": {"object": subject}}).encode()
 
 
@@ -200,6 +200,12 @@ class TestStripeEvents:
         assert deliver(event(ride.pk)).status_code == 200
         ride.refresh_from_db()
         assert ride.paid_at is not None
+
+    def test_an_event_for_the_customer_of_another_tenant_is_taken_and_does_nothing(self, ride):
+        Ride.objects.update(stripe_charge_id=None)
+        assert deliver(event(ride.pk, customer="cus_of_another_tenant")).status_code == 200
+        response = deliver(event(ride.pk, event_id="evt_2", customer=ride.user.stripe_customer_id))
+        assert (response.status_code, error_code(response)) == (503, "event_too_early")
 
     @pytest.mark.parametrize(
         ("age", "secret", "signature"),

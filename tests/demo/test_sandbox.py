@@ -7,8 +7,10 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -18,6 +20,7 @@ import requests
 import stripe
 
 from rides_demo.processes.ports import free_port
+from rides_demo.sandbox import account
 from rides_demo.sandbox.server import Sandbox
 from tests.kit.rides import slowness  # noqa: F401
 from tests.kit.waiting import eventually
@@ -32,7 +35,7 @@ class Listener(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, refuse: int) -> None:
-        self.refuse, self.refused, self.taken = refuse, [], []
+        self.refuse, self.refused, self.taken, self.hosts = refuse, [], [], Counter()
         super().__init__(("127.0.0.1", 0), self.Handler)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -41,6 +44,7 @@ class Listener(http.server.ThreadingHTTPServer):
             event = stripe.Webhook.construct_event(body, self.headers["Stripe-Signature"], SECRET)
             refused = len(self.server.refused) < self.server.refuse
             (self.server.refused if refused else self.server.taken).append(event)
+            self.server.hosts[self.headers["Host"]] += 1
             self.send_response(503 if refused else 200)
             self.end_headers()
 
@@ -293,6 +297,31 @@ def test_twenty_connections_at_once_are_served(sandbox, customer):
     with ThreadPoolExecutor(20) as pool:
         made = list(pool.map(until_answered, range(400)))
     assert len(set(made)) == len(state(sandbox)["charges"]) == 50
+
+
+def test_each_endpoint_receives_each_event():
+    with Listener(refuse=0) as listener:
+        threading.Thread(target=listener.serve_forever, args=(0.05,), daemon=True).start()
+        url, hosts = f"http://127.0.0.1:{listener.server_address[1]}/", ("a.example", "b.example")
+        with Sandbox(webhook_url=url, webhook_secret=SECRET, webhook_hosts=hosts) as sandbox:
+            client = client_of(sandbox)
+            customer = client.v1.customers.create({"source": "tok_visa"}).id
+            for n in range(5):
+                charge(client, customer, ride_id=str(n))
+            times = 5 + state(sandbox)["webhooks"]["sent_twice"]
+            eventually(lambda: listener.hosts == dict.fromkeys(hosts, times))
+        listener.shutdown()
+
+
+def test_a_stalled_charge_outlasts_the_timeout_of_the_client_and_is_made_once(monkeypatch, sandbox):
+    monkeypatch.setattr(account, "STALL_SECONDS", 2.5)
+    client = client_of(sandbox, timeout=1.5)
+    customer = client.v1.customers.create({"source": "tok_stall"}).id
+    began = time.monotonic()
+    first = charge(client, customer, key="one").id
+    assert time.monotonic() - began > 2.5
+    assert charge(client, customer, key="one").id == first
+    assert len(state(sandbox)["charges"]) == 1
 
 
 def test_a_webhook_is_signed_and_comes_again_until_it_is_taken():

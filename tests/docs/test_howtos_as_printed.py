@@ -4,6 +4,7 @@ What their examples promise is tested in ``tests/docs/test_howtos.py``, ``tests/
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ from django.db import connection
 from psycopg.sql import SQL, Identifier
 
 from rides_demo.processes.ports import free_port
+from rides_demo.simulator import limits
 from tests.kit import debian, pgbouncer
 from tests.kit.celery_app import broker_url
-from tests.kit.examples import GUIDES
+from tests.kit.examples import GUIDES, file_of
 from tests.kit.printed import ROOT, Command, Project, steps
 
 pytestmark = pytest.mark.processes
@@ -94,6 +96,18 @@ def test_the_command_of_the_soak_is_a_target_of_make() -> None:
     page = (GUIDES / "run-a-soak.md").read_text()
     (line,) = [step.line for step in steps(page) if isinstance(step, Command)]
     assert "manage.py soak" in Project(ROOT).run(line.replace("make", "make --dry-run"))
+
+
+def test_the_limits_of_the_soak_are_on_its_page() -> None:
+    page = (GUIDES / "run-a-soak.md").read_text()
+    assert dict(re.findall(r"`(\w+_timeout)` \((\d+ m?s)\)", page)) == {
+        name: re.sub(r"(?<=\d)(?=m?s)", " ", value) for name, (value, _) in limits.SETTINGS.items()
+    }
+
+
+def test_the_router_of_the_soak_is_that_of_the_guide_to_shards() -> None:
+    printed = file_of("shard-by-tenant.md", "shop/sharding.py").replace('"shop"', '"rides_demo"')
+    assert (ROOT / "rides_demo" / "sharding.py").read_text().endswith(f"\n\n{printed}")
 
 
 @pytest.fixture

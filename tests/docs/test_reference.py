@@ -31,6 +31,7 @@ from idempotency.management import loop
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring import doctor, heartbeats, measures
 from idempotency.reaper import MESSAGE_RETENTION
+from rides_demo.sandbox import account
 from rides_demo.simulator import wrong_clock
 from tests import reference
 from tests.kit.pages import DOCS, prose, says, says_time
@@ -144,6 +145,7 @@ def width(field: str) -> int:
         ("how-to/receive-webhooks.md", inbox.WAIT_SECONDS),
         ("how-to/receive-webhooks.md", MESSAGE_RETENTION.total_seconds()),
         ("how-to/run-a-soak.md", wrong_clock.HOUR_SECONDS),
+        ("how-to/run-a-soak.md", account.STALL_SECONDS),
         ("how-to/run-the-processes.md", heartbeats.WRITE_SECONDS),
         ("how-to/run-the-processes.md", heartbeats.SILENT_SECONDS),
         ("reference/log-lines.md", loop.MAX_PAUSE_SECONDS),

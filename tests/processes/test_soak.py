@@ -13,10 +13,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx
+import psycopg
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import connection
 from django.db.models import F
 
 from idempotency.models import IdempotencyKey, StagedJob
@@ -25,12 +28,17 @@ from rides_demo.jobs import send_ride_receipt
 from rides_demo.models import AuditRecord, Receipt, Ride
 from rides_demo.processes.ports import free_port
 from rides_demo.processes.supervisor import BASE_FOLDER, manage
+from rides_demo.simulator import limits
 from rides_demo.simulator.booking_clients import Booking, BookingClients, Outcome, Tally
 from rides_demo.simulator.consistency import Checker, CheckResult
 from rides_demo.simulator.cutting_proxy import Proxies, Route, cut_replies, cuts
+from rides_demo.simulator.hangs import EXITS, HANG, count_exits
+from rides_demo.simulator.limits import strikes
 from rides_demo.simulator.plan import SOAK_EVENTS
 from rides_demo.simulator.simulation import FAULTS, SOAK_FAULTS, Plan, Simulation
 from rides_demo.simulator.summary import unobserved_faults
+from rides_demo.simulator.tenants import Tenants
+from tests.factories import IdempotencyKeyFactory, RideFactory
 from tests.kit.commands import run_here
 from tests.kit.rides import RIDE, jane, joe, max_, sandbox  # noqa: F401
 from tests.kit.waiting import eventually
@@ -143,6 +151,61 @@ class TestConsistency:
         assert (result.unexplained_stuck, result.consistent) == (1, False)
 
 
+class TestTenants:
+    def test_the_counts_and_findings_of_two_tenants_are_added(self):
+        total = CheckResult(rides=2, findings=["wrong: one"])
+        total.add(CheckResult(rides=3, lost_rides=1, findings=["lost: one"]), "b.example")
+        assert (total.rides, total.lost_rides, total.consistent) == (5, 1, False)
+        assert total.findings == ["wrong: one", "b.example: lost: one"]
+
+    @pytest.mark.postgres
+    @pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])
+    def test_a_ride_in_the_database_of_another_tenant_is_lost(self, settings, jane):
+        settings.DATABASE_ROUTERS = ["rides_demo.sharding.TenantRouter"]
+        tenants = Tenants("sim-", ["demo-jane"], webhooks=False)
+        key = IdempotencyKeyFactory(idempotency_key="sim-1", finished=True, response_code=201)
+        ride = RideFactory(user=jane.user, idempotency_key=key)
+        simulation = Simulation(Plan("sim-", (), (), []), "http://127.0.0.1:1", stripe_url=None, run_dir=Path(), seed=1)
+        answer = httpx.Response(201, json={"ride": {"id": ride.pk}})
+        simulation.outcomes.append(Outcome(Booking("sim-1", "plain", "demo-jane", RIDE, "b.example"), answer))
+        result = tenants.check(simulation)
+        simulation.close()
+        assert (result.rides, result.lost_rides) == (1, 1)
+        assert "b.example: lost: the ride of the key sim-1" in result.findings
+
+
+def test_hung_loops_and_limits_are_counted_in_the_logs(tmp_path):
+    (tmp_path / "processes.log").write_text(
+        "completer | ended with status 3; restarting\ncompleter | ended with status -9; restarting\n"
+        "  loops-b | WARNING idempotency: complete_keys ended with the status 3, and is started again\n"
+    )
+    (tmp_path / "postgres-a.log").write_text("ERROR:  canceling statement due to statement timeout\n")
+    (tmp_path / "postgres-a.log.before").write_text("FATAL:  terminating connection due to idle-session timeout\n" * 2)
+    assert count_exits(tmp_path) == 2
+    assert strikes(tmp_path) == {"limits: statement_timeout 250ms": 1, "limits: idle_session_timeout 2s": 2}
+
+
+@pytest.mark.postgres
+@pytest.mark.django_db
+def test_the_role_of_a_soak_owns_its_databases_and_has_the_limits(monkeypatch):
+    role, database = f"soak_{os.getpid()}", f"soak_{os.getpid()}"
+    monkeypatch.setattr(limits, "ROLE", role)
+    server = connection.get_connection_params()
+    own = {name: server[name] for name in ("user", "host", "port", "password") if server.get(name)}
+    url = psycopg.conninfo.make_conninfo(**own, dbname="postgres")
+    try:
+        limits.create_role(url, database)
+        limits.set_limits(url)
+        with psycopg.connect(**own | {"dbname": database, "user": role}, autocommit=True) as connected:
+            connected.execute("CREATE TABLE owned ()")
+            shown = {name: connected.execute(f"SHOW {name}").fetchone()[0] for name in limits.SETTINGS}
+        assert shown == {name: value for name, (value, _) in limits.SETTINGS.items()}
+    finally:
+        with psycopg.connect(url, autocommit=True) as administrator:
+            administrator.execute(f"DROP DATABASE IF EXISTS {database}")
+            administrator.execute(f"DROP ROLE IF EXISTS {role}")
+
+
 class TestPlan:
     def test_the_same_seed_is_the_same_soak(self):
         one, two, other = (Plan.draw_soak(10, ALL_FAULTS, seed) for seed in (7, 7, 8))
@@ -151,6 +214,14 @@ class TestPlan:
         kinds = [[(booking.kind, booking.body) for booking in bookings] for bookings in some]
         assert kinds[0] == kinds[1] != kinds[2]
         assert len({booking.key for booking in some[0]}) == 1200
+
+    def test_the_tenants_use_the_same_keys_for_different_bookings(self):
+        plan = Plan.draw_soak(10, ALL_FAULTS, 7, ("a.example", "b.example"))
+        bookings = list(itertools.islice(plan.bookings, 1200))
+        of_a, of_b = ({b.key: b for b in bookings if b.host == host} for host in ("a.example", "b.example"))
+        assert of_a.keys() == of_b.keys()
+        assert len(of_a) == 600
+        assert all(of_a[key].body != of_b[key].body for key in of_a)
 
     def test_in_ten_minutes_more_strikes_than_must_have_struck(self):
         plan = Plan.draw_soak(10, ALL_FAULTS, 1)
@@ -163,7 +234,7 @@ class TestPlan:
     def test_a_short_soak_has_each_fault_once(self):
         plan = Plan.draw_soak(0.1, ALL_FAULTS, 1)
         assert Counter(fault for _, fault in plan.events) == dict.fromkeys(SOAK_EVENTS, 1)
-        assert plan.required == {*SOAK_EVENTS, "cut-replies", "wrong-clock"}
+        assert plan.required == {*SOAK_EVENTS, "cut-replies", "wrong-clock", "limits"}
 
     def test_a_required_fault_that_was_not_observed_is_named(self, tmp_path):
         plan = Plan("sim-", (), (), [], required=frozenset({"kill-web", "cut-replies", "vanish-web"}))
@@ -313,7 +384,8 @@ class TestClock:
 def test_the_log_of_a_client_says_what_it_sent_and_saw():
     outcome = Outcome(Booking("sim-1", "plain", "demo-jane", RIDE), httpx.Response(201, content=b"{}"), tries=2)
     assert json.loads(outcome.log_line()) == {
-        "key": "sim-1", "kind": "plain", "token": "demo-jane", "body": RIDE, "outcome": "201", "tries": 2, "answer": "{}",
+        "key": "sim-1", "kind": "plain", "token": "demo-jane", "body": RIDE, "host": "", "outcome": "201", "tries": 2,
+        "answer": "{}",
     }  # fmt: skip
 
 
@@ -333,8 +405,10 @@ def test_a_short_soak_under_every_fault_ends_with_a_consistent_result(tmp_path):
     said = json.loads(report.read_text())
     assert (said["right"], said["never struck"], said["books"]["findings"]) == (True, [], [])
     # Which replies are cut is left to chance, and so is not asked: that some are is in "never struck".
-    assert said["faults"].keys() >= {*SOAK_EVENTS} - {"stripe-down"} | {"wrong-clock, answers"}
-    assert said["totals"]["requests"] > 100
+    observed = {*SOAK_EVENTS} - {"stripe-down", HANG} | {"wrong-clock, answers", EXITS}
+    assert said["faults"].keys() >= observed
+    assert any(name.startswith("limits: ") for name in said["faults"])
+    assert (said["totals"]["requests"] > 100, said["totals"]["tenants"]) == (True, 2)
     left = next(line.rpartition(" ")[2] for line in lines if line.startswith("ready:"))
     with pytest.raises(httpx.ConnectError):
         httpx.get(left, trust_env=False)

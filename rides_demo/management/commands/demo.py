@@ -17,6 +17,8 @@ from rides_demo.processes.ports import free_port
 from rides_demo.processes.process import ProcessError
 from rides_demo.processes.supervisor import BASE_FOLDER, SHORT_LIMITS, Supervisor, manage
 from rides_demo.simulator.crashes import VICTIMS
+from rides_demo.simulator.hangs import HANG
+from rides_demo.simulator.limits import LIMITS
 from rides_demo.simulator.simulation import FAULTS, STRIPE_DOWN, STRIPE_FAULTS
 
 
@@ -93,5 +95,5 @@ class Command(BaseCommand):
 
 def within_reach(processes: Collection[str], faults: Collection[str] = FAULTS) -> str:
     """Return the ``faults`` that are possible with these processes: the demo does not crash external services."""
-    victims = VICTIMS | dict.fromkeys((STRIPE_FAULTS, STRIPE_DOWN), "sandbox")
+    victims = VICTIMS | dict.fromkeys((STRIPE_FAULTS, STRIPE_DOWN, HANG), "sandbox") | {LIMITS: "postgres"}
     return ",".join(fault for fault in faults if victims.get(fault, "web") in processes)

@@ -8,6 +8,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from rides_demo import payments
 from rides_demo.models import User
+from rides_demo.sharding import SHARDS, shard_of_request
 
 #: Name, token and the source of the card.
 RIDERS = (
@@ -21,8 +22,12 @@ class Command(BaseCommand):
     help = "Create jane, joe and max with their Stripe customers, and the superuser admin/admin. Can be repeated."
 
     def handle(self, *args: object, **options: object) -> None:
-        for name, token, source in RIDERS:
-            self._seed_rider(name, token, source)
+        for shard in (alias for alias in SHARDS.values() if alias in settings.DATABASES):
+            # The router sends the riders of a tenant to the database of the tenant.
+            shard_of_request.set(shard)
+            for name, token, source in RIDERS:
+                self._seed_rider(name, token, source)
+        shard_of_request.set("default")
         if not User.objects.filter(username="admin").exists():
             User.objects.create_superuser("admin", "admin@example.com", "admin")
         self.stdout.write("seed: ok")

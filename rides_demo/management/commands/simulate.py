@@ -18,13 +18,14 @@ from django.db import connections
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from rides_demo.simulator import hangs, limits
 from rides_demo.simulator.booking_clients import CannotSimulate
-from rides_demo.simulator.consistency import Checker
 from rides_demo.simulator.simulation import FAULTS, SOAK_FAULTS, Plan, Simulation
 from rides_demo.simulator.summary import print_report, report, unobserved_faults
+from rides_demo.simulator.tenants import Tenants, shards
 
 LONGEST_MINUTES = 24 * 60
-TOKENS = ("demo-jane", "demo-joe", "demo-max")
+TOKENS = ("demo-jane", "demo-joe", "demo-max", hangs.TOKEN)
 
 
 def _faults(text: str) -> tuple[str, ...]:
@@ -85,13 +86,19 @@ class Command(BaseCommand):
         stripe_url = settings.STRIPE_API_BASE
         if plan.needs_sandbox and not stripe_url:
             raise CommandError("Stripe faults need the sandbox: set STRIPE_API_BASE to its URL, or leave out these faults.")
-        simulation = Simulation(plan, options["base_url"], stripe_url=stripe_url, run_dir=options["run_dir"], seed=seed)
+        run_dir = options["run_dir"]
+        simulation = Simulation(
+            plan, options["base_url"], stripe_url=stripe_url, run_dir=run_dir, seed=seed, hosts=list(shards())
+        )
         size = f"{options['minutes']:g} minutes" if plan.seconds else f"{options['requests']} bookings"
         console.print(f"simulate: {size}, {options['concurrency']} parallel clients, seed {seed}")
         started = time.monotonic()
         try:
             webhooks_before = Counter(simulation.webhooks())
-            checker = Checker(plan.prefix, TOKENS, webhooks=bool(webhooks_before))
+            if hangs.HANG in plan.required:
+                for shard in shards().values():
+                    hangs.create_rider(shard)
+            checker = Tenants(plan.prefix, TOKENS, webhooks=bool(webhooks_before))
             with _progress(console) as progress:
                 bar = progress.add_task("booking", total=None if plan.seconds else options["requests"])
                 done = partial(progress.update, bar)
@@ -101,8 +108,8 @@ class Command(BaseCommand):
             if not checker.wait_until_idle(options["drain_seconds"]):
                 console.print(f"Work remains after the last booking: no progress for {options['drain_seconds']} seconds.")
             simulation.replay(options["concurrency"])
-            result = checker.check(simulation.booked(), simulation.tally.wrong)
-            checker.check_log(result, simulation.outcomes, simulation.tally.counts["fault stripe 500_begun"])
+            result = checker.check(simulation)
+            _count_observed(simulation, checker)
             webhooks = Counter(simulation.webhooks()) - webhooks_before
             simulation.tally.counts.update({f"fault webhook {name}": webhooks[name] for name in ("sent_twice", "refused")})
         except CannotSimulate as error:
@@ -127,9 +134,19 @@ class Command(BaseCommand):
             )
 
 
+def _count_observed(simulation: Simulation, tenants: Tenants) -> None:
+    """Count the faults that left their traces in the databases and in the logs of the run folder."""
+    counts = simulation.tally.counts
+    if hangs.HANG in simulation.plan.required:
+        counts[f"fault {hangs.MARKED}"] += tenants.hangs()
+        counts[f"fault {hangs.EXITS}"] += hangs.count_exits(simulation.run_dir)
+    if limits.LIMITS in simulation.plan.required:
+        counts.update({f"fault {name}": count for name, count in limits.strikes(simulation.run_dir).items()})
+
+
 def _plan(options: dict[str, Any], seed: int) -> Plan:
     if options["minutes"] is not None:
-        return Plan.draw_soak(options["minutes"], options["faults"], seed)
+        return Plan.draw_soak(options["minutes"], options["faults"], seed, list(shards()))
     if of_soak := [fault for fault in SOAK_FAULTS if fault in options["faults"]]:
         raise CommandError(f"{', '.join(of_soak)} need --minutes and the proxies of `manage.py soak`.")
     return Plan.draw(options["requests"], options["faults"], seed)

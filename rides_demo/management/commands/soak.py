@@ -17,11 +17,15 @@ from rides_demo.processes.replicated import PostgresPair
 from rides_demo.processes.supervisor import SHORT_LIMITS, Supervisor
 from rides_demo.simulator.crashes import FAILOVER
 from rides_demo.simulator.cutting_proxy import Proxies, Route
+from rides_demo.simulator.limits import LIMITS, ROLE, create_role, set_limits
 from rides_demo.simulator.plan import FAULTS, SOAK_FAULTS, WRONG_CLOCK
 
 #: The probability of a cut for each chunk of a reply. A booking causes one or two replies of the
 #: web server, about ten of PostgreSQL and dozens of Redis.
 CUT_PROBABILITY = {"http": 0.01, "postgres": 0.0005, "redis": 0.001}
+
+#: The database of the second tenant.
+SHARD_B = "rides_b"
 
 
 class Command(demo.Command):
@@ -50,7 +54,11 @@ class Command(demo.Command):
 
     @contextmanager
     def service(self, folder: Path, say: Callable[[str], None], options: dict[str, object]) -> Iterator[Supervisor]:
-        """Run the processes behind proxies, with a wrong clock in one web worker, and with a standby for failovers."""
+        """Run the processes behind proxies, with a wrong clock in one web worker, and with a standby for failovers.
+
+        Unless the environment names a database, there are two tenants, each with a database, and the role of the processes
+        has time limits.
+        """
         chosen = {*str(options["faults"]).split(",")}
         environment = SHORT_LIMITS | {"SANDBOX_SEED": str(options["seed"]), "WEB_WORKERS": "3"} | os.environ
         if {"all", WRONG_CLOCK} & chosen:
@@ -62,7 +70,12 @@ class Command(demo.Command):
         self.url = f"http://127.0.0.1:{proxy_port}"
         near = socket_folder(folder / "proxies")
         near.mkdir(mode=0o700, exist_ok=True)
-        self.urls = {"DATABASE_URL": postgres_url(folder / "proxies"), "REDIS_URL": f"unix://{quote(str(near))}/redis.sock"}
+        self.urls = {
+            "DATABASE_URL": postgres_url(folder / "proxies", role=ROLE),
+            "REDIS_URL": f"unix://{quote(str(near))}/redis.sock",
+        }
+        if not environment.get("DATABASE_URL"):
+            environment["SHARD_B_DATABASE_URL"] = postgres_url(folder / "proxies", SHARD_B, ROLE)
         far_postgres = socket_folder(folder / "postgres") / ".s.PGSQL.5432"
         far_redis = socket_folder(folder / "redis") / "redis.sock"
         routes = [
@@ -70,13 +83,29 @@ class Command(demo.Command):
             Route("postgres", near / far_postgres.name, far_postgres, CUT_PROBABILITY["postgres"]),
             Route("redis", near / far_redis.name, far_redis, CUT_PROBABILITY["redis"]),
         ]
-        supervisor = Supervisor(folder, port, say=say, environment=environment, through=self._through, postgres=postgres)
         self._direct: dict[str, str] = {}
+
+        def limit_role() -> None:
+            if {"all", LIMITS} & chosen and "DATABASE_URL" in self._direct:
+                set_limits(self._direct["DATABASE_URL"])
+
+        supervisor = Supervisor(
+            folder,
+            port,
+            say=say,
+            environment=environment,
+            through=self._through,
+            prepared=limit_role,
+            postgres=postgres,
+        )
         with Proxies(folder, routes, int(str(options["seed"]))), supervisor:
             yield supervisor
 
     def _through(self, variable: str, url: str) -> str:
         self._direct[variable] = url
+        if variable == "DATABASE_URL":
+            self._direct["SHARD_B_DATABASE_URL"] = url.replace("/rides?", f"/{SHARD_B}?")
+            create_role(url, "rides", SHARD_B)
         return self.urls[variable]
 
     def arguments(self, supervisor: Supervisor, options: dict[str, object]) -> list[str]:
