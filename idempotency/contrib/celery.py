@@ -37,6 +37,7 @@ logger = logging.getLogger("idempotency")
 SHARD_HEADER = "idempotency_shard"
 #: The header with the number of runs of a task without a database.
 _OUTAGES_HEADER = "idempotency_outages"
+_HEADERS = (SHARD_HEADER, _OUTAGES_HEADER)
 #: The attribute of a request whose run has begun. Each delivery has its own request.
 _UNDER_WAY = "idempotency_under_way"
 #: The time limits of calls to the broker. A failed call is not retried at once, but by the next pass.
@@ -144,6 +145,10 @@ class OnceTask(Task):  # type: ignore[misc]
 
     def retry(self, *args: Any, **options: Any) -> Any:
         """Retry as in any task. If the next try cannot be published, the message of this try returns to the broker."""
+        headers = {name: value for name in _HEADERS if (value := self.request.get(name)) is not None}
+        if headers:  # Headers that are given here, or that a tracer has sent, replace those of the message.
+            former = self.request.as_execution_options()["headers"]
+            options["headers"] = former | headers | (options.get("headers") or {})
         given = Arguments(args, options)
         del args, options
         try:
@@ -153,11 +158,9 @@ class OnceTask(Task):  # type: ignore[misc]
 
     def _uncounted_retry(self, request: Hidden[Any], reason: BaseException) -> Any:
         """Retry without counting a try; the wait doubles with each run that has met the outage."""
-        outages, most = request.value.get(_OUTAGES_HEADER) or 0, self.max_retries
-        tries = request.value.retries if most is None else min(request.value.retries, most)
-        request.value.retries = tries - 1  # Celery adds one.
-        headers = request.value.as_execution_options()["headers"] | {_OUTAGES_HEADER: outages + 1}
-        return self.retry(exc=reason, countdown=min(2**outages, 3600), headers=headers)
+        outages, tries = request.value.get(_OUTAGES_HEADER) or 0, request.value.retries
+        request.value.retries = min(tries, tries if self.max_retries is None else self.max_retries) - 1  # Celery adds one.
+        return self.retry(exc=reason, countdown=min(2**outages, 3600), headers={_OUTAGES_HEADER: outages + 1})
 
     async def _finish(self, awaitable: Awaitable[Any], request: Hidden[Any]) -> Any:
         """Await the result of run() with the request on Celery's stack: the thread of the event loop has a separate stack."""
@@ -277,23 +280,20 @@ class CeleryBackend(OneByOne):
             try:
                 connection.default_channel  # noqa: B018
             except (BrokerError, *connection.connection_errors, *connection.channel_errors) as error:
-                _close(connection)
+                with suppress(Exception):
+                    connection.close()
                 raise _unavailable(connection, error) from error
             self._kept.producer = self.app.amqp.Producer(connection, auto_declare=False)
         return self._kept.producer
 
     def _drop_producer(self) -> None:
-        _close(vars(self._kept).pop("producer").connection)
+        with suppress(Exception):  # It is broken already.
+            vars(self._kept).pop("producer").connection.close()
 
 
 def _was_cut(error: BaseException | None) -> bool:
     """Return whether Redis has closed the connection. The class of the error does not tell, because other errors share it."""
     return isinstance(getattr(error, "__context__", None), ConnectionError) or "closed by server" in str(error)
-
-
-def _close(connection: Any) -> None:
-    with suppress(Exception):  # It is broken already.
-        connection.close()
 
 
 def _unavailable(connection: Any, error: Exception) -> BrokerUnavailable:  # as_uri() masks the password.

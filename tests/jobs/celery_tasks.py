@@ -11,7 +11,7 @@ from celery import Celery
 from django.conf import settings
 from django.db import connection, transaction
 
-from idempotency.contrib.celery import OnceTask
+from idempotency.contrib.celery import SHARD_HEADER, OnceTask
 from tests.kit.celery_app import broker_url
 from tests.kit.jobs import record, yielding
 
@@ -113,6 +113,14 @@ def unlucky(user: int, mark: str) -> None:
         lose_database()
     if first_time(f"{mark} 2"):
         raise RuntimeError("on purpose")
+
+
+@app.task(base=OnceTask, bind=True)
+def of_shard(self: Any, user: int, mark: str, headers: dict[str, str]) -> None:
+    """Retry the first time, with headers of its own. The effect is the database of the inbox."""
+    record(user, str(self.request.get(SHARD_HEADER)))
+    if first_time(mark):
+        raise self.retry(countdown=0, headers=headers) if headers else RuntimeError("on purpose")
 
 
 @app.task(base=OnceTask, autoretry_for=[RuntimeError], default_retry_delay=0, max_retries=1)

@@ -12,11 +12,24 @@ from celery.canvas import Signature
 from celery.exceptions import Reject
 from celery.result import AsyncResult
 
-from idempotency.contrib.celery import CeleryBackend, OnceTask
+from idempotency.contrib.celery import SHARD_HEADER, CeleryBackend, OnceTask
 from idempotency.models import ProcessedMessage, StagedJob
 from rides_demo.models import AuditRecord
 from tests.factories import StagedJobFactory, UserFactory
-from tests.jobs.celery_tasks import app, asynchronous, book, charge, does_nothing, hopeless, refund, slow, tree, unlucky, whole
+from tests.jobs.celery_tasks import (
+    app,
+    asynchronous,
+    book,
+    charge,
+    does_nothing,
+    hopeless,
+    of_shard,
+    refund,
+    slow,
+    tree,
+    unlucky,
+    whole,
+)
 from tests.kit.brokers import Celery
 from tests.kit.waiting import eventually
 
@@ -168,6 +181,17 @@ def test_a_run_without_a_database_gives_no_further_tries(worker, user, mark):
     assert worker.finish(result) == []
     assert result.failed()
     assert Path(f"{mark} runs").read_text() == "xxx"
+
+
+@pytest.mark.parametrize(
+    ("of_message", "of_retry"),
+    [({}, {"mine": "1"}), ({"headers": {"traceparent": "00"}}, {})],
+    ids=["headers of the task", "headers of a tracer, as ddtrace sends them"],
+)
+def test_each_retry_uses_the_database_of_the_job(worker, user, mark, of_message, of_retry):
+    """Otherwise another delivery would not find its row in the inbox."""
+    result = of_shard.apply_async([user, mark, of_retry], headers={SHARD_HEADER: "default", **of_message})
+    assert worker.finish(result) == ["default"]
 
 
 def test_no_task_is_taken_that_is_lost_with_its_process(settings, monkeypatch):
