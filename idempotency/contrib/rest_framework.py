@@ -21,7 +21,8 @@ class IdempotentMixin:
     """Protect each unsafe handler of a view or view set, ``@action`` methods included: the first base of your base class.
 
     ``as_view()``, which a router calls too, decorates the handlers that are not protected yet. A handler that has its own
-    ``@idempotent`` keeps it. The attributes of a subclass also hold for the handlers that it inherits.
+    ``@idempotent`` keeps it. The attributes of a subclass also hold for the handlers that it inherits, or
+    calls with ``super()``.
     Raises TypeError or ValueError for invalid options, as ``@idempotent`` does.
     """
 
@@ -42,6 +43,7 @@ class IdempotentMixin:
                 handler = inherited
             if name not in cls.not_idempotent and not hasattr(handler, "idempotency"):
                 _protected[made := idempotent(**cls.idempotent_options)(handler)] = cls, handler
+                made.idempotency_owner = cls
                 handler = made
             setattr(cls, name, handler)  # An unprotected one too: a parent may be protected later.
         more = {} if actions is None else {"actions": actions}

@@ -564,6 +564,30 @@ def test_a_class_has_its_own_options_and_exceptions_also_for_handlers_that_it_in
     assert statuses == [400, 204, 400]
 
 
+@pytest.mark.parametrize(
+    ("attributes", "statuses"),
+    [({"not_idempotent": ("create",)}, [201, 201]), ({"idempotent_options": {"retention_hours": 200}}, [400, 201])],
+)
+def test_a_handler_that_a_class_calls_with_super_has_the_options_of_the_class(
+    client: APIClient, settings: Settings, attributes: dict[str, Any], statuses: list[int]
+) -> None:
+    class Parent(IdempotentMixin, viewsets.ModelViewSet):
+        queryset = Entry.objects.all()
+        serializer_class = EntrySerializer
+
+    class Child(Parent):
+        def create(self, request: Any, *args: Any, **kwargs: Any) -> Response:
+            return super().create(request, *args, **kwargs)
+
+    for name, value in attributes.items():
+        setattr(Child, name, value)
+    urlpatterns = [path(f"{view.__name__}/", view.as_view({"post": "create"})) for view in (Parent, Child)]
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": urlpatterns})
+    assert client.post("/Parent/", {"name": "one"}).status_code == 400
+    answers = [client.post("/Child/", {"name": "one"}, headers=headers) for headers in ({}, {"Idempotency-Key": "1"})]
+    assert [answer.status_code for answer in answers] == statuses
+
+
 def test_a_handler_keeps_its_own_options(client: APIClient, settings: Settings) -> None:
     class Own(IdempotentMixin, generics.CreateAPIView):
         queryset = Entry.objects.all()
