@@ -26,7 +26,7 @@ class ClaimedKey(models.Model):
     #: The column of ``IdempotencyKey``.
     seed: Any
 
-    #: The ``PhasedRun`` of this instance; None on an instance that was only read.
+    #: The ``KeyRun`` of this instance; None on an instance that was only read.
     run: Any = None
     #: A function that commits the start of a call with a derived key; None where no such call may be made.
     begin_call: Callable[[str], None] | None = None
@@ -103,7 +103,7 @@ class ClaimedKey(models.Model):
 
     def response(self) -> HttpResponseBase:
         """Return the response that a phase of this run or of an earlier one has stored."""
-        return self.bound_run().response()  # type: ignore[no-any-return]
+        return self.bound_run().result()  # type: ignore[no-any-return]
 
     def bound_run(self) -> Any:
         """Return the run of this instance. Raises RuntimeError if there is none."""

@@ -9,23 +9,17 @@ from functools import partial
 
 from django.db.models import Window
 from django.db.models.functions import Now, RowNumber
-from django.http import HttpResponseBase
 
 from idempotency import conf, signals
-from idempotency._async import FAILURES
 from idempotency._boundary import boundary
-from idempotency._request import responses
-from idempotency._request.environment import Environment, in_environment
-from idempotency._request.lookup import has_on_abandon, options_for
-from idempotency._request.phased_run import Completion
-from idempotency._request.rerun import run_again
-from idempotency._request.stored_request import cause_of
+from idempotency._engine.adapter import StoredWork, with_stored_work
+from idempotency._engine.key_run import KeyState
 from idempotency._states import completer_delay_seconds, due_at
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import accepts_writes, connection_lost
 from idempotency._store.transactions import refuse_outer_transaction
-from idempotency._text import error_text, summary
-from idempotency.exceptions import KeyStuck, LockLost, NotReplicated, StuckCode
+from idempotency._text import summary
+from idempotency.exceptions import LockLost, NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -105,12 +99,7 @@ def _waiting(alias: str, batch_size: int, left: list[int]) -> Iterator[_Waiting]
 def _knows_point_of(pk: int, alias: str) -> bool:
     if (key := rows.read(pk, using=alias)) is None:
         return False
-
-    def known(environment: Environment) -> bool:
-        options = options_for(key) if environment.failure is None else None
-        return options is not None and key.recovery_point in options.every_point()
-
-    return in_environment(key, known)
+    return with_stored_work(key, lambda work: work.declares(key.recovery_point))
 
 
 def _postpone(pk: int, alias: str, stuck_for: timedelta) -> None:
@@ -125,74 +114,50 @@ def complete_by_id(pk: int, attempts: int, alias: str) -> str | None:
     """Run a key from its recovery point; return the result for ``complete_key``. The argument ``attempts`` is the number of its
     completer runs."""
     last = rows.read(pk, using=alias) if attempts >= conf.get().COMPLETER_MAX_ATTEMPTS else None
-    if last is not None and in_environment(last, partial(_give_up, last, alias)):
+    if last is not None and with_stored_work(last, partial(_give_up, last, alias)):
         return "stuck"  # A run that killed its process could not mark it.
     key = claims.claim_by_id(pk, delay_seconds=completer_delay_seconds(attempts), using=alias)
     if key is None:
         return None
-    return in_environment(key, partial(_run, key, alias))
+    return with_stored_work(key, partial(_run, key, alias))
 
 
-def _run(key: IdempotencyKey, alias: str, environment: Environment) -> str:
-    """Run the request of a claimed key; return its result."""
+def _run(key: IdempotencyKey, alias: str, work: StoredWork) -> str:
+    """Run the work of a claimed key; return the result for ``complete_key``. Raises the exceptions with which the next key
+    would fail too. If the lock of this key cannot be released then, it expires."""
     events.emit(signals.key_claimed, key, None)
-    completion, refused, waits = Completion(key), False, False
     with boundary():
-        outcome = _outcome_of(completion, environment, alias)
-    if isinstance(outcome, HttpResponseBase):
-        refused = responses.is_refusal(outcome) or responses.is_login_redirect(outcome, environment.required())
-        told = responses.described(outcome, withheld=False)  # A request without its body was not run.
-        ended = f"A decorator or the framework, outside of @idempotent, responded with {told}"
-    elif isinstance(outcome, KeyStuck):  # CannotRun, or raised by PREPARE_REQUEST.
-        code, reason = cause_of(outcome)
-        ended = f"The completer cannot run this request: {reason}"
+        rerun = work.run()
+    error = rerun.error
+    if isinstance(error, NotReplicated) or (error and connection_lost(error, alias) and not accepts_writes(alias)):
+        raise error
+    waits = False
+    if rerun.stuck is not None:
+        code, reason = rerun.stuck
         # Only its client can send such a request again. With ``on_abandon``, the reaper settles it.
         only_its_client = code == StuckCode.BODY_NOT_KEPT
-        settled = only_its_client and _may_be_settled(key, environment)
+        settled = only_its_client and work.has_on_abandon() is not False
         waits = only_its_client and key.untouched and not settled
         if not (settled or waits) and _mark_stuck(key, code, reason, alias):
             return "stuck"
         logger.warning("the completer cannot run key %s (%s): %s", key.key_hash, code, reason, extra=events.about(key))
+    elif error is not None:
+        logger.error("the completer could not finish key %s", key.key_hash, exc_info=error, extra=events.about(key))
+    if (run := rerun.run) is None:
+        (fence.leave_to_client if waits else fence.release)(key, rerun.ended, using=alias)
+    elif run.end in (KeyState.FINISHED, KeyState.STUCK):
+        return str(run.end.value)
     else:
-        refused = isinstance(outcome, responses.HTTP_EXCEPTIONS)
-        ended = error_text(outcome)
-        logger.error("the completer could not finish key %s", key.key_hash, exc_info=outcome, extra=events.about(key))
-    if completion.outcome is None:
-        # The run did not reach @idempotent, which would have unlocked the key.
-        (fence.leave_to_client if waits else fence.release)(key, ended, using=alias)
-    if completion.outcome in ("finished", "stuck"):
-        return completion.outcome
-    given_up = (refused and _leave_to_client(completion.key, alias, environment)) or _give_up(
-        completion.key, alias, environment
-    )
+        key = run.key
+    given_up = (rerun.is_refused and _leave_to_client(key, alias, work)) or _give_up(key, alias, work)
     return "stuck" if given_up else "failed"
 
 
-def _outcome_of(completion: Completion, environment: Environment, alias: str) -> HttpResponseBase | BaseException:
-    """Run the request; return its response, or the exception that ended it. Raises the exceptions with which the next key
-    would fail too. If the lock of this key cannot be released then, it expires."""
-    try:
-        return run_again(completion, environment)
-    except FAILURES as error:
-        if isinstance(error, NotReplicated) or (connection_lost(error, alias) and not accepts_writes(alias)):
-            raise
-        return error
-
-
-def _has_on_abandon(key: IdempotencyKey, environment: Environment) -> bool:
-    return environment.failure is None and has_on_abandon(key)
-
-
-def _may_be_settled(key: IdempotencyKey, environment: Environment) -> bool:
-    """Return whether the reaper may settle the key: its view has ``on_abandon``, or cannot be found now."""
-    return environment.failure is not None or has_on_abandon(key)
-
-
-def _leave_to_client(key: IdempotencyKey, alias: str, environment: Environment) -> bool:
+def _leave_to_client(key: IdempotencyKey, alias: str, work: StoredWork) -> bool:
     """Mark a key as stuck whose rebuilt request is refused repeatedly; return whether this call did it. The rebuilt request
     may lack an attribute that a middleware sets, so the refusal is not a response for the client. A retry of the client still
     runs. A key with ``on_abandon`` is not marked, because the reaper settles it."""
-    if not key.untouched or key.completer_attempts < _RUNS_BEFORE_REFUSED or _has_on_abandon(key, environment):
+    if not key.untouched or key.completer_attempts < _RUNS_BEFORE_REFUSED or work.has_on_abandon():
         return False
     refused = rows.read(key.pk, using=alias)
     reason = (
@@ -212,12 +177,12 @@ def _mark_stuck(key: IdempotencyKey, code: str, reason: str, alias: str) -> bool
     return True
 
 
-def _give_up(key: IdempotencyKey, alias: str, environment: Environment) -> bool:
+def _give_up(key: IdempotencyKey, alias: str, work: StoredWork) -> bool:
     """Mark a key as stuck after its last attempt; return whether this call did it. A key that was just handed back has all
     its attempts again. A key with ``on_abandon`` is retried until the reaper settles it."""
     most = conf.get().COMPLETER_MAX_ATTEMPTS
     last = rows.read(key.pk, using=alias) if key.completer_attempts >= most else None
-    if last is None or last.completer_attempts < most or _has_on_abandon(last, environment):
+    if last is None or last.completer_attempts < most or work.has_on_abandon():
         return False
     reason = f"{last.completer_attempts} runs of the completer failed, the last with: {summary(last.last_error)}"
     return settlement.give_up(last.pk, StuckCode.ATTEMPTS_EXHAUSTED, reason, using=alias)

@@ -16,9 +16,12 @@ class IdempotencyConfig(AppConfig):
 
     def ready(self) -> None:
         from idempotency import _prompt, signals  # noqa: F401
+        from idempotency._engine import adapter
         from idempotency._request import atomic_requests
+        from idempotency._request.rerun import HttpAdapter
         from idempotency._text import escape_arguments
         from idempotency.checks import jobs, references, settings, views  # noqa: F401
 
         logging.getLogger("idempotency").addFilter(escape_arguments)
+        adapter.register(adapter.HTTP, HttpAdapter())
         request_started.connect(atomic_requests.leave_out_protected_views, dispatch_uid="idempotency.atomic_requests")

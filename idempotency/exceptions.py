@@ -98,9 +98,45 @@ class MessageInProgress(IdempotencyError):
     responds with 503."""
 
 
-class NotReplicated(IdempotencyError, OperationalError):
+class InProgress(IdempotencyError):
+    """Another run holds this key. Retry after ``retry_after`` seconds, with the same key."""
+
+    def __init__(self, message: str = "", *, retry_after: float = 2) -> None:
+        super().__init__(message)
+        #: At most the remaining time of the lock of the other run, in seconds.
+        self.retry_after = retry_after
+
+
+class KeyReused(IdempotencyError):
+    """This key was used for a different request. Use a new key for each new request."""
+
+
+class InterventionRequired(IdempotencyError):
+    """The key is stuck, and requires manual intervention. Keep the key: after the intervention, a retry with it gets the
+    answer. A view raises KeyStuck, not this exception, to give up its own key."""
+
+    def __init__(self, message: str = "", *, stuck_code: str = "") -> None:
+        super().__init__(message)
+        self.stuck_code = stuck_code
+
+
+class Unavailable(IdempotencyError, OperationalError):
+    """The work cannot run or be confirmed now. Nothing that was committed is repeated. Retry later, with the same key. The
+    attribute ``code`` names the cause."""
+
+    def __init__(self, message: str = "", *, code: str = "database_unavailable") -> None:
+        super().__init__(message)
+        #: "database_unavailable", "time_limit_exceeded", "not_replicated", "unknown_recovery_point", or "conflict" if each
+        #: attempt had a serialization failure.
+        self.code = code
+
+
+class NotReplicated(Unavailable):
     """A synchronous standby has not confirmed a commit, which a failover could lose (setting CONFIRM_REPLICATED). Retry later:
     the retry first waits until a standby has confirmed the commit. The log and ``idempotency_doctor`` name the cause."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message, code="not_replicated")
 
 
 class CallNotRecorded(IdempotencyError):

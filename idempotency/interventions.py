@@ -19,11 +19,10 @@ from django.db import router, transaction
 from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.http import HttpResponse
-from django.utils.translation import gettext
 
-from idempotency import conf, signals
+from idempotency import signals
+from idempotency._engine.adapter import HTTP, adapter_of
 from idempotency._records import HOOKS_FAILED
-from idempotency._request import responses
 from idempotency._store import events, replication, rows, settlement
 from idempotency._store.settlement import Decision
 from idempotency._store.transactions import refuse_outer_transaction
@@ -98,10 +97,8 @@ def answer(
     Raises NotReplicated if the answer is stored, but the standbys do not confirm it (CONFIRM_REPLICATED).
     Raises ValueError for a response that ``answer_problem`` rejects.
     """
-    if problem := answer_problem(response):
-        raise ValueError(problem)
-    alias = _alias(using)
-    if done := settlement.answer(Decision(pk, seen, at, by, note, alias), responses.stored_parts(response), calls=calls):
+    alias, stored = _alias(using), adapter_of(HTTP).answer(response)
+    if done := settlement.answer(Decision(pk, seen, at, by, note, alias), stored, calls=calls):
         replication.confirm(alias)
         events.emit(signals.key_finished, rows.read(pk, using=alias), None)
     return done
@@ -109,15 +106,10 @@ def answer(
 
 def answer_problem(response: HttpResponse) -> str:
     """Return why ``response`` cannot finish a key, or an empty string. Clients stop retrying only after a stored 2xx or 4xx."""
-    code = response.status_code
-    if not (200 <= code < 300 or 400 <= code < 500) or not responses.is_storable(response):
-        text = gettext("A client may retry after status %(code)s: choose a 2xx, or a 4xx such as 409, 410 or 422.")
-        return text % {"code": code}
-    if len(response.content) > conf.get().MAX_STORED_BODY_BYTES:
-        text = gettext("The body is longer than %(limit)s bytes (MAX_STORED_BODY_BYTES).")
-        return text % {"limit": conf.get().MAX_STORED_BODY_BYTES}
-    if code in (204, 205) and response.content:
-        return gettext("A response with status %(code)s has no body.") % {"code": code}
+    try:
+        adapter_of(HTTP).answer(response)
+    except ValueError as error:
+        return str(error)
     return ""
 
 

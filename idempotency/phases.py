@@ -19,32 +19,33 @@ from django.http import HttpResponseBase
 
 from idempotency import signals
 from idempotency._async import NeverEntered, either_context
-from idempotency._request import responses
-from idempotency._request.phased_run import PhasedRun, run_of
+from idempotency._engine.adapter import Outcome
+from idempotency._engine.key_run import KeyRun, run_of
 from idempotency._store import events, fence, replication
 from idempotency._store.database_errors import drop_connection
 from idempotency._store.transactions import OwnTransaction, durable_transaction
 from idempotency._text import refuse_unstorable_json
 from idempotency.conf import ChosenIsolation
-from idempotency.exceptions import CallNotRecorded, LockLost, PhaseDidNotAdvance, ResponseNotStorable, UnknownRecoveryPoint
+from idempotency.exceptions import CallNotRecorded, LockLost, PhaseDidNotAdvance, UnknownRecoveryPoint
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
 
 
 class AtomicPhase:
     """The handle of an ``atomic_phase`` block. The block must call exactly one of the three methods that end it."""
 
-    def __init__(self, run: PhasedRun) -> None:
+    def __init__(self, run: KeyRun) -> None:
         self._run = run
         self._to: str | None = None
         self._noted = False
-        self._response: HttpResponseBase | None = None
+        self._result: Any = None
+        self._outcome: Outcome | None = None
 
     def set_recovery_point(self, name: str) -> None:
         """Commit the phase together with this recovery point.
 
         Raises UnknownRecoveryPoint if the view does not declare the name, or if it is not after the current one.
         """
-        order = self._run.order
+        order = self._run.work.points
         here = self._run.key.recovery_point
         if name not in order[1:-1] or order.index(name) <= order.index(here):
             raise UnknownRecoveryPoint(
@@ -60,12 +61,8 @@ class AtomicPhase:
         ``Retry-After``, which are not stored if the view returns them outside a phase.
         Raises ResponseNotStorable for other statuses that are never stored, and for responses of ``not_stored()``.
         """
-        if not (responses.is_storable(response) or responses.is_refusal(response)):
-            raise ResponseNotStorable(
-                f"A response with status {response.status_code} is never stored. Return it outside the phase: the key is "
-                f"released, and a retry continues from the last recovery point."
-            )
-        self._response = response
+        self._run.work.refuse_unstorable(response)
+        self._result = response
         self._end(FINISHED)
 
     def no_op(self) -> None:
@@ -93,10 +90,10 @@ class AtomicPhase:
                 "Django REST framework, or by a database error that the block has caught. The phase is not committed. Handle "
                 "the exception outside the phase, or put the statements that may fail into a transaction.atomic() of their own."
             ) from connections[run.using].rollback_exc  # type: ignore[attr-defined]
-        if self._response is not None:
-            # Render here, in the transaction of the phase: a template may query the database.
-            self._response = run.call.rendered(self._response)
-            fence.finish(run.key, responses.stored_parts(self._response), using=run.using, ends=own)
+        if self._result is not None:
+            # In the transaction of the phase: the template of a response may query the database.
+            self._outcome = run.work.outcome(self._result)
+            fence.finish(run.key, run.work.stored(self._outcome.value), using=run.using, ends=own)
         elif self._to == run.key.recovery_point:
             fence.renew(run.key, using=run.using, ends=own)
         else:
@@ -108,13 +105,13 @@ class AtomicPhase:
         if self._noted:
             return
         self._noted = True
-        if self._response is not None:
-            run.note_finished(self._response)
+        if self._outcome is not None:
+            run.note_finished(self._outcome)
         else:
             run.note_moved(cast(str, self._to))  # set, or write() has raised
-        events.emit(signals.phase_committed, run.key, run.sender)
-        if self._response is not None:
-            events.emit(signals.key_finished, run.key, run.sender)
+        events.emit(signals.phase_committed, run.key, run.work.context)
+        if self._outcome is not None:
+            events.emit(signals.key_finished, run.key, run.work.context)
 
 
 @either_context(holds_transaction=True)

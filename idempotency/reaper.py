@@ -19,7 +19,7 @@ from django.db import Error, IntegrityError, InterfaceError, OperationalError, c
 from django.db.models import CharField, Exists, OuterRef, ProtectedError, Q, QuerySet, RestrictedError, Value
 from django.db.models.functions import Cast, Now, Replace
 
-from idempotency._request.abandonment import settle
+from idempotency._abandonment import settle
 from idempotency._states import held
 from idempotency._store.aliases import fields_elsewhere
 from idempotency._store.database_errors import sqlstate_of

@@ -1,4 +1,4 @@
-"""The entry point of a protected request: read its key and scope, capture it, and run it as a plain or a phased view."""
+"""The entry point of a protected request: read its key and scope, capture it, and run its view."""
 
 import logging
 import time
@@ -9,21 +9,22 @@ from django.db.utils import Error
 from django.http import HttpResponseBase
 
 from idempotency import conf, scopes, signals
+from idempotency._engine.key_run import KeyRun
+from idempotency._engine.run import run_claimed, run_phased, run_plain
 from idempotency._hidden import Hidden
 from idempotency._request import bodies, key_header, problems, stored_request
 from idempotency._request.nesting import join, outer_run
 from idempotency._request.options import Options
-from idempotency._request.phased import run_claimed, run_phased
-from idempotency._request.phased_run import completion_of
-from idempotency._request.plain import run_plain
-from idempotency._request.problems import Problem
+from idempotency._request.problems import REFUSALS, Problem, problem_of
+from idempotency._request.rebuilt import RebuiltRun, rebuilt_run_of
 from idempotency._request.responses import HTTP_EXCEPTIONS, SAFE_METHODS
 from idempotency._request.view_call import Call
+from idempotency._request.work import ViewWork
 from idempotency._store import events
 from idempotency._store.database_errors import connection_lost, exceeded_time_limit
 from idempotency._store.several_databases import atomic_request
 from idempotency._text import error_text, summary
-from idempotency.exceptions import NotReplicated
+from idempotency.exceptions import NotReplicated, Unavailable
 from idempotency.signals import RequestOutcome
 
 logger = logging.getLogger("idempotency")
@@ -46,8 +47,8 @@ def answer_request(call: Call, options: Options) -> HttpResponseBase:
     if request.method in SAFE_METHODS:
         return _unprotected(call)
     try:
-        if outer is None and (completion := completion_of(request)) is not None:
-            return run_claimed(call, options, completion.key, completion=completion)
+        if outer is None and (rebuilt := rebuilt_run_of(request)) is not None:
+            return _rebuilt(call, options, rebuilt)
         bodies.note_stream(request)
         if call.seen_request is not request:
             bodies.read_into_memory(request)
@@ -89,9 +90,19 @@ def _unprotected(call: Call) -> HttpResponseBase:
         return call()  # type: ignore[no-any-return]
 
 
+def _rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpResponseBase:
+    rebuilt.run = KeyRun(rebuilt.key, ViewWork(call, options, by_completer=True))
+    try:
+        return run_claimed(rebuilt.run)  # type: ignore[no-any-return]
+    except NotReplicated:
+        raise  # The completer ends its pass.
+    except REFUSALS as refusal:
+        raise problem_of(refusal) from None
+
+
 def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
     request, using = call.request, options.alias(call.request)
-    with _reachable(using, call, options):
+    with _problems(using, call, options):
         if not (scope := scopes.scope_of(call.seen_request, options.scope)):
             raise problems.scope_missing()
         if (refusal := _refusal(call, options)) is not None:
@@ -99,7 +110,7 @@ def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
         framework = call.seen_request is not request
         captured = stored_request.capture(request, scope, key, options, view=call.name, framework=framework)
         run = run_plain if options.recovery_points is None else run_phased
-        return run(call, options, captured, using=using)
+        return run(ViewWork(call, options), captured, using=using)  # type: ignore[no-any-return]
 
 
 def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
@@ -128,20 +139,23 @@ def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
 
 
 @contextmanager
-def _reachable(using: str, call: Call, options: Options) -> Iterator[None]:
-    """Turn the loss of the database, or of its standby, into 503, after which the client retries. If the view itself has
+def _problems(using: str, call: Call, options: Options) -> Iterator[None]:
+    """Raise Problem for what refuses the run, and for the loss of the database or of its standby. If the view itself has
     exceeded a time limit of its transaction, say so."""
     try:
         yield
-    except NotReplicated as error:
-        logger.warning("a response from the database %r is not confirmed: %s", using, str(error))
-        raise problems.not_replicated() from error
+    except REFUSALS as refusal:
+        if isinstance(refusal, NotReplicated):
+            logger.warning("a response from the database %r is not confirmed: %s", using, str(refusal))
+        raise problem_of(refusal) from None
     except Error as error:
         if not connection_lost(error, using):
             raise
+        code = "database_unavailable"
         if (limit := exceeded_time_limit(error)) is not None:
+            code = "time_limit_exceeded"
             logger.error(_TIME_LIMIT, call.name, limit, conf.get().LOCK_TIMEOUT_SECONDS)
-            raise problems.time_limit_exceeded() from error
-        text = summary(error_text(error, withheld=not options.store_body))
-        logger.warning("the database %r cannot be reached: %s", using, text)
-        raise problems.database_unavailable() from error
+        else:
+            text = summary(error_text(error, withheld=not options.store_body))
+            logger.warning("the database %r cannot be reached: %s", using, text)
+        raise problem_of(Unavailable(code=code)) from error

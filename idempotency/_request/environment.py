@@ -5,10 +5,9 @@ A process without clients runs no middleware. All code of a project that it runs
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import partial
 from inspect import isasyncgen, isgenerator
 from typing import Any, TypeVar
 
@@ -23,10 +22,9 @@ from django.utils.module_loading import import_string
 from idempotency import conf
 from idempotency._async import FAILURES, awaited
 from idempotency._boundary import boundary
+from idempotency._engine.hung import watched_key
 from idempotency._request.stored_request import rebuild
-from idempotency._states import completer_delay_seconds
-from idempotency._store import events, settlement
-from idempotency._watchdog import watched
+from idempotency._store import events
 from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
@@ -56,20 +54,6 @@ class Environment:
             raise self.failure
         request: HttpRequest = self.request
         return request
-
-
-def watched_key(key: IdempotencyKey) -> AbstractContextManager[None]:
-    """Register project code that runs for a claimed key, or for one that was only read. The watchdog of a loop marks the key if
-    the code hangs."""
-    limit = conf.get().hung_after_seconds
-    return watched(f"the run of key {key.key_hash}", limit_seconds=limit, mark=partial(_mark_hung, key), key=key)
-
-
-def _mark_hung(key: IdempotencyKey, place: str) -> None:
-    using, limits = str(key._state.db), conf.get()
-    delay = max(completer_delay_seconds(key.completer_attempts), limits.hung_after_seconds)
-    if settlement.mark_hung(key, place, delay_seconds=delay, using=using):
-        in_environment(key, lambda environment: events.announce_stuck(key.pk, None, using=using))
 
 
 def in_environment(key: IdempotencyKey, work: Callable[[Environment], Result]) -> Result:

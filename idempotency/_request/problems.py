@@ -11,11 +11,11 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonRespons
 from django.template import Context, Engine, TemplateDoesNotExist, loader
 
 from idempotency import conf
-from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
+from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, StuckCode, Unavailable
 from idempotency.http import not_stored
 
-#: The maximum of Retry-After for a key in use, in seconds: most requests end long before their lock expires.
-LOOK_AGAIN_SECONDS = 2
+#: The exceptions of a run that have an error response.
+REFUSALS = (InProgress, KeyReused, InterventionRequired, Unavailable)
 
 _TITLES = {
     "key_missing": "The idempotency key is missing",
@@ -123,30 +123,41 @@ def scope_missing() -> Problem:
     return Problem(400, "scope_missing", detail)
 
 
-def key_reused() -> Problem:
+def problem_of(refusal: InProgress | KeyReused | InterventionRequired | Unavailable) -> Problem:
+    """Return the error response to a request whose run was refused, or did not end."""
+    match refusal:
+        case InProgress():
+            return _key_in_use(refusal.retry_after)
+        case KeyReused():
+            return _key_reused()
+        case InterventionRequired():
+            return _key_stuck()
+    return _UNAVAILABLE[refusal.code]()
+
+
+def _key_reused() -> Problem:
     """The key was used for a different request, of which the response reveals nothing."""
     detail = "This key was used for a different request. Use a new key for each new request."
     return Problem(conf.get().MISMATCH_STATUS, "key_reused", detail)
 
 
-def key_in_use(lock_seconds: float = LOOK_AGAIN_SECONDS) -> Problem:
-    """Another run holds the key, for at most ``lock_seconds``."""
+def _key_in_use(retry_after: float) -> Problem:
     detail = "Retry after the time in Retry-After, with the same key."
-    return Problem(409, "key_in_use", detail, retryable=True, retry_after=min(lock_seconds, LOOK_AGAIN_SECONDS))
+    return Problem(409, "key_in_use", detail, retryable=True, retry_after=retry_after)
 
 
-def key_stuck(stuck_code: str) -> Problem:
-    """The key is stuck, or the running code does not know its recovery point."""
-    if stuck_code == StuckCode.UNKNOWN_RECOVERY_POINT:
-        detail = "Retry later, with the same key."
-        return Problem(503, stuck_code, detail, retryable=True, retry_after=LOOK_AGAIN_SECONDS)
-    if stuck_code in OPEN_TO_RETRIES:
-        return key_in_use()
+def _key_stuck() -> Problem:
     detail = "This request requires manual intervention. Keep the key: after the intervention, a retry with it gets the answer."
     return Problem(409, "key_stuck", detail)
 
 
-def conflict() -> Problem:
+def _unknown_recovery_point() -> Problem:
+    """The running code does not know the recovery point of the key."""
+    code = StuckCode.UNKNOWN_RECOVERY_POINT
+    return Problem(503, code, "Retry later, with the same key.", retryable=True, retry_after=2)
+
+
+def _conflict() -> Problem:
     """Each attempt in the process had a serialization failure."""
     return Problem(
         409,
@@ -157,13 +168,13 @@ def conflict() -> Problem:
     )
 
 
-def database_unavailable() -> Problem:
+def _database_unavailable() -> Problem:
     """The database was lost before or during the view. A retry finds the work that was committed."""
     detail = "Send the request again, with the same key."
     return Problem(503, "database_unavailable", detail, retryable=True, retry_after=1)
 
 
-def time_limit_exceeded() -> Problem:
+def _time_limit_exceeded() -> Problem:
     """PostgreSQL has ended the transaction of the view at a time limit. A retry would probably exceed it too."""
     detail = (
         "The work of this request took too long and was rolled back. A retry with the same key runs it again, and may fail in "
@@ -172,7 +183,16 @@ def time_limit_exceeded() -> Problem:
     return Problem(503, "time_limit_exceeded", detail)
 
 
-def not_replicated() -> Problem:
+def _not_replicated() -> Problem:
     """A synchronous standby has not confirmed what the response reports. A retry waits for the confirmation again."""
     detail = "Retry after the time in Retry-After, with the same key."
-    return Problem(503, "not_replicated", detail, retryable=True, retry_after=LOOK_AGAIN_SECONDS)
+    return Problem(503, "not_replicated", detail, retryable=True, retry_after=2)
+
+
+_UNAVAILABLE = {
+    "conflict": _conflict,
+    "database_unavailable": _database_unavailable,
+    "time_limit_exceeded": _time_limit_exceeded,
+    "not_replicated": _not_replicated,
+    "unknown_recovery_point": _unknown_recovery_point,
+}

@@ -3,36 +3,108 @@
 The completer calls the view directly. No URL leads here, so no client can reach this code.
 """
 
+from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any
 
 from django.core.exceptions import PermissionDenied
 from django.db import Error
-from django.http import HttpRequest, HttpResponseBase
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.urls import Resolver404
+from django.utils.translation import gettext
 
-from idempotency import scopes
-from idempotency._async import awaited
+from idempotency import conf, scopes
+from idempotency._async import FAILURES, awaited
+from idempotency._engine.adapter import Abandoned, Rerun
+from idempotency._engine.replays import CannotRun, cause_of
 from idempotency._request import responses
-from idempotency._request.environment import Environment
-from idempotency._request.lookup import match_of, options_of
-from idempotency._request.options import Options
-from idempotency._request.phased_run import Completion
-from idempotency._request.stored_request import CannotRun, refuse_partial, sender_is_no_user, sender_of
-from idempotency.exceptions import StuckCode
+from idempotency._request.environment import Environment, in_environment
+from idempotency._request.lookup import has_on_abandon, match_of, on_abandon_of, options_for, options_of
+from idempotency._request.options import OnAbandon, Options
+from idempotency._request.rebuilt import RebuiltRun
+from idempotency._request.stored_request import can_rebuild, refuse_partial, sender_is_no_user, sender_of
+from idempotency._request.view_call import rendered
+from idempotency._store.fence import StoredResponse
+from idempotency._text import error_text
+from idempotency.exceptions import KeyStuck, StuckCode
 from idempotency.models import IdempotencyKey
 
 
-def run_again(completion: Completion, environment: Environment) -> HttpResponseBase:
+class HttpAdapter:
+    """The adapter of HTTP; see ``idempotency._engine.adapter``."""
+
+    def with_stored_work(self, key: IdempotencyKey, use: Callable[["StoredView"], Any]) -> Any:
+        return in_environment(key, lambda environment: use(StoredView(key, environment)))
+
+    def answer(self, value: HttpResponse) -> StoredResponse:
+        """Clients stop retrying only after a stored 2xx or 4xx."""
+        code = value.status_code
+        if not (200 <= code < 300 or 400 <= code < 500) or not responses.is_storable(value):
+            text = gettext("A client may retry after status %(code)s: choose a 2xx, or a 4xx such as 409, 410 or 422.")
+            raise ValueError(text % {"code": code})
+        if len(value.content) > (limit := conf.get().MAX_STORED_BODY_BYTES):
+            text = gettext("The body is longer than %(limit)s bytes (MAX_STORED_BODY_BYTES).")
+            raise ValueError(text % {"limit": limit})
+        if code in (204, 205) and value.content:
+            raise ValueError(gettext("A response with status %(code)s has no body.") % {"code": code})
+        return responses.stored_parts(value)
+
+
+class StoredView:
+    """The view of a stored request."""
+
+    def __init__(self, key: IdempotencyKey, environment: Environment) -> None:
+        self._key, self._environment = key, environment
+        self._on_abandon: OnAbandon | None = None
+        self.is_whole = can_rebuild(key)
+        self.withheld = key.request_body is None
+
+    def declares(self, recovery_point: str) -> bool:
+        options = options_for(self._key) if self._environment.failure is None else None
+        return options is not None and recovery_point in options.every_point()
+
+    def run(self) -> Rerun:
+        rebuilt = RebuiltRun(self._key, self._environment.request)
+        try:
+            response = _call(rebuilt, self._environment)
+        except KeyStuck as stuck:  # CannotRun, or raised by PREPARE_REQUEST.
+            code, reason = cause_of(stuck)
+            return Rerun(f"The completer cannot run this request: {reason}", rebuilt.run, error=stuck, stuck=(code, reason))
+        except FAILURES as error:
+            return Rerun(error_text(error), rebuilt.run, isinstance(error, responses.HTTP_EXCEPTIONS), error)
+        told = responses.described(response, withheld=False)  # A request without its body was not run.
+        is_refused = responses.is_refusal(response) or responses.is_login_redirect(response, self._environment.required())
+        return Rerun(f"A decorator or the framework, outside of @idempotent, responded with {told}", rebuilt.run, is_refused)
+
+    def has_on_abandon(self) -> bool | None:
+        return has_on_abandon(self._key) if self._environment.failure is None else None
+
+    def require_on_abandon(self) -> bool:
+        self._environment.required()
+        self._on_abandon = on_abandon_of(self._key)
+        return self._on_abandon is not None
+
+    def abandon(self, key: IdempotencyKey) -> Abandoned:
+        if self._on_abandon is None:
+            raise RuntimeError("The view has no on_abandon.")
+        response = rendered(awaited(self._on_abandon(key)))
+        if not isinstance(response, HttpResponseBase):
+            raise TypeError(f"it returned {type(response).__name__}, not a response")
+        if responses.is_storable(response):
+            return Abandoned(responses.stored_parts(response))
+        told = responses.described(response, withheld=self.withheld)
+        return Abandoned(None, f"The response of on_abandon cannot be stored: {told}")
+
+
+def _call(rebuilt: RebuiltRun, environment: Environment) -> HttpResponseBase:
     """Call the view of a claimed key with the rebuilt request, and return its response. Raises the exceptions of the view.
 
-    On return ``completion.outcome`` is the state of the key: finished, stuck or released. It is None, and the key still
-    locked, if a decorator or the framework responded or raised before @idempotent.
     Raises CannotRun if the request cannot be rebuilt, has no protected view, or its sender is unknown or refused.
     Raises the failure of the environment.
     """
-    key = completion.key
+    key = rebuilt.key
     refuse_partial(key)
-    completion.request = request = environment.required()
+    request = environment.required()
     if key.user_id is not None:
         user = sender_of(key)  # Also if PREPARE_REQUEST has set another one: a user who is gone must not run anything.
         if not environment.sender_set:
@@ -47,7 +119,7 @@ def run_again(completion: Completion, environment: Environment) -> HttpResponseB
         reason = f"The view for {request.path_info} is not protected with @idempotent any more."
         raise CannotRun(StuckCode.VIEW_MISSING, reason)
     request.resolver_match = match
-    with completion.under_way():
+    with rebuilt.current():
         _name_sender(request, key, options, environment)
         try:
             response: HttpResponseBase = awaited(match.func(request, *match.args, **match.kwargs))

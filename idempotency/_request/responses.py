@@ -148,28 +148,17 @@ def stored_response(key: IdempotencyKey) -> HttpResponse:
     return response
 
 
-class RolledBack(Exception):
-    """The view returned an error response, and had marked its transaction for rollback: it is handled as if it had raised an
-    exception with this response. ``handle_exception()`` of Django REST framework sets the mark under ATOMIC_REQUESTS."""
-
-    def __init__(self, response: HttpResponseBase) -> None:
-        super().__init__()
-        self.response = response
-
-
 def answer_to(error: Exception, call: Call) -> HttpResponseBase | None:
     """Return the response of the framework to an exception, or that of Django if it is stored. Return None to raise the
     exception: the hooks of the framework or Django have then not run, or do not run again."""
-    if isinstance(error, RolledBack):
-        return error.response
     if isinstance(error, Error | IdempotencyError | Problem):
         return None
     if (answer := call.answer_to(error)) is not None:
         return answer
-    return response_for_exception(call.request, error) if _is_stored(_status_of(error)) else None
+    return response_for_exception(call.request, error) if _is_stored(status_of(error)) else None
 
 
-def _status_of(error: Exception) -> int:
+def status_of(error: Exception) -> int:
     """Return the status of Django's response to an exception."""
     if isinstance(error, Http404):
         return 404

@@ -22,6 +22,7 @@ from django.http import HttpRequest
 from django.utils.functional import SimpleLazyObject
 
 from idempotency import conf
+from idempotency._engine.replays import CannotRun
 from idempotency._hidden import Hidden
 from idempotency._request.bodies import FORM, body_to_store, parse
 from idempotency._request.credentials import without_credentials
@@ -37,9 +38,8 @@ from idempotency._request.kept import give_back, kept_values
 from idempotency._request.key_header import header
 from idempotency._request.options import Options
 from idempotency._store.claims import ClaimedRequest
-from idempotency._store.fence import storable_code
-from idempotency._text import error_text, printable
-from idempotency.exceptions import OPEN_TO_RETRIES, KeyStuck, StuckCode
+from idempotency._text import printable
+from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey
 from idempotency.scopes import is_no_user, user_of
 
@@ -62,30 +62,6 @@ _URLCONF = "urlconf"
 _KEPT = "kept"
 #: The maximum size of that text. The values should be identifiers; rows can be read again.
 MAX_KEPT_BYTES = 4096
-
-
-class CannotRun(KeyStuck):
-    """The request of a key cannot be run: the key becomes stuck with this code and reason."""
-
-    def __init__(self, code: str, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
-def cause_of(stuck: KeyStuck) -> tuple[str, str]:
-    """Return the stuck code and the reason of a key. Attributes of a project's subclass may raise any error. A code whose keys
-    are open to retries is for CannotRun only: each retry would run a view that gave up again."""
-    try:
-        code = storable_code(stuck.code)
-    except Exception:
-        code = StuckCode.VIEW_GAVE_UP
-    try:
-        reason = str(stuck.reason)
-    except Exception:
-        reason = error_text(stuck)
-    if code in OPEN_TO_RETRIES and not isinstance(stuck, CannotRun):
-        code = StuckCode.VIEW_GAVE_UP
-    return code, reason
 
 
 def capture(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,12 +12,10 @@ from django.http import HttpRequest, HttpResponseBase
 from django.views import View as BaseView
 
 from idempotency._async import awaited
+from idempotency._engine.key_run import current_key
 from idempotency.models import IdempotencyKey
 
 View = Callable[..., Any]
-
-#: The key of the running view, to which staged jobs refer.
-current_key: ContextVar[IdempotencyKey | None] = ContextVar("idempotency_key", default=None)
 
 #: The mark of a response that the view of Django REST framework has finalized.
 _FINALIZED = "idempotency_finalized"

@@ -5,7 +5,6 @@ from typing import Any
 
 from django.db import transaction
 from django.dispatch import Signal
-from django.http import HttpRequest
 
 from idempotency import signals
 from idempotency._store.rows import read
@@ -19,11 +18,11 @@ def about(key: IdempotencyKey) -> dict[str, str]:
     return {"key_hash": key.key_hash}
 
 
-def emit(signal: Signal, key: IdempotencyKey | None, request: HttpRequest | None, **more: Any) -> None:
+def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
     signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
 
 
-def emit_committed(signal: Signal, key: IdempotencyKey, request: HttpRequest | None, **more: Any) -> None:
+def emit_committed(signal: Signal, key: IdempotencyKey, request: Any, **more: Any) -> None:
     """Send a signal about the work of a key: now, or after the COMMIT of an outer transaction that contains the work."""
     using = str(key._state.db)
     if in_outer_transaction(using):
@@ -33,7 +32,7 @@ def emit_committed(signal: Signal, key: IdempotencyKey, request: HttpRequest | N
         emit(signal, key, request, **more)
 
 
-def announce_stuck(pk: int, request: HttpRequest | None, *, using: str) -> None:
+def announce_stuck(pk: int, request: Any, *, using: str) -> None:
     key = read(pk, using=using)
     if key is not None:
         logger.warning("key %s is stuck (%s): %s", key.key_hash, key.stuck_code, key.stuck_reason, extra=about(key))

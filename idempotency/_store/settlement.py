@@ -11,8 +11,6 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from django.http import HttpRequest
-
 from idempotency._hidden import Hidden, Parameters
 from idempotency._store.events import about, announce_stuck
 from idempotency._store.fence import StoredResponse, stuck_parameters
@@ -58,7 +56,7 @@ def _calls(using: str) -> str:
     )
 
 
-def give_up(pk: int, code: str, reason: str, *, using: str, request: HttpRequest | None = None) -> bool:
+def give_up(pk: int, code: str, reason: str, *, using: str, request: Any = None) -> bool:
     """Mark a key as stuck if no run holds it, and announce it; return whether this call did it."""
     if not _give_up(pk, code, reason, using):
         return False

@@ -35,9 +35,8 @@ class OtherTransactions:
     commit before the key. A database to which the view sends nothing takes no part: psycopg sends BEGIN with the first
     statement."""
 
-    def __init__(self, view: Callable[..., Any], *, last: str) -> None:
-        self._last = last
-        self._aliases = [alias for alias in atomic_aliases(view) if alias != last]
+    def __init__(self, aliases: list[str], *, last: str) -> None:
+        self._last, self._aliases = last, aliases
         #: The databases to which a statement was sent in the block.
         self._used: set[str] = set()
         #: The databases whose COMMIT has succeeded.

@@ -26,7 +26,7 @@ from idempotency._async import awaited
 from idempotency._hidden import Hidden
 from idempotency._request.lookup import FINDERS, METHODS
 from idempotency._request.options import Options
-from idempotency._request.phased_run import completion_of
+from idempotency._request.rebuilt import rebuilt_run_of
 from idempotency.policy import views_to_check
 from idempotency.scopes import set_other_sender
 
@@ -171,7 +171,7 @@ def _let_the_completer_in(operation: Operation) -> None:
     authenticate: Run = operation._run_authentication
 
     def is_completer(request: HttpRequest) -> bool:
-        return completion_of(request) is not None
+        return rebuilt_run_of(request) is not None
 
     def let_in(request: HttpRequest) -> Any:
         found: Any = request.user

@@ -12,6 +12,8 @@ from django.http import HttpResponse, HttpResponseBase, HttpResponseRedirect
 from playwright.sync_api import Browser, Page, expect
 
 from idempotency._request import problems
+from idempotency._request.problems import problem_of
+from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, Unavailable
 from tests.browser.conftest import SCREENSHOTS
 from tests.browser.visitor import Visitor
 
@@ -19,11 +21,11 @@ pytestmark = pytest.mark.processes
 
 FORM = '<form method="post"><input type="hidden" name="idempotency_key" value="%s"><button>Order</button></form>'
 PROBLEMS = {
-    "in-use": problems.key_in_use(),
-    "stuck": problems.key_stuck("view_gave_up"),
-    "reused": problems.key_reused(),
+    "in-use": problem_of(InProgress()),
+    "stuck": problem_of(InterventionRequired()),
+    "reused": problem_of(KeyReused()),
     "missing": problems.key_missing(),
-    "unavailable": problems.database_unavailable(),
+    "unavailable": problem_of(Unavailable()),
 }
 
 

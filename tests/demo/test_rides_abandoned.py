@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from django.db.models.functions import Now
 
-from idempotency._request.abandonment import settle
+from idempotency._abandonment import settle
 from idempotency.models import IdempotencyKey
 from rides_demo import payments
 from tests.kit.rides import jane, sandbox  # noqa: F401

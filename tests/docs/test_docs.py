@@ -27,12 +27,13 @@ from django.utils import timezone
 
 from idempotency import conf, exceptions
 from idempotency._request import problems
+from idempotency._request.problems import problem_of
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.completer import CompletePass
 from idempotency.conf import Settings
 from idempotency.decorators import idempotent
 from idempotency.enqueuer import EnqueuePass
-from idempotency.exceptions import StuckCode
+from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, NotReplicated, Unavailable
 from idempotency.management.passes import in_words
 from idempotency.models import IdempotencyKey
 from idempotency.reaper import ReapPass
@@ -121,9 +122,10 @@ def test_each_error_that_a_page_names_has_the_status_that_it_says(path: Path) ->
 def refusals() -> list[problems.Problem]:
     return [
         problems.key_missing(), problems.key_invalid(""), problems.body_incomplete(), problems.scope_missing(),
-        problems.key_reused(), problems.key_in_use(), problems.key_stuck("view_gave_up"), problems.conflict(),
-        problems.key_stuck(StuckCode.UNKNOWN_RECOVERY_POINT), problems.database_unavailable(), problems.not_replicated(),
-        problems.time_limit_exceeded(),
+        problem_of(KeyReused()), problem_of(InProgress()), problem_of(InterventionRequired()),
+        problem_of(Unavailable(code="conflict")),
+        problem_of(Unavailable(code="unknown_recovery_point")), problem_of(Unavailable()), problem_of(NotReplicated()),
+        problem_of(Unavailable(code="time_limit_exceeded")),
     ]  # fmt: skip
 
 

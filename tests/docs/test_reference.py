@@ -18,6 +18,7 @@ from kombu.transport.redis import Channel
 
 from idempotency import _prompt, _states, backends, conf, inbox, signals
 from idempotency._request import problems, stored_request
+from idempotency._request.problems import problem_of
 from idempotency._store.history import HistoryEvent
 from idempotency.admin.export import MAX_CHARACTERS
 from idempotency.checks import settings as setting_checks
@@ -26,6 +27,7 @@ from idempotency.conf import Settings
 from idempotency.contrib.celery import CeleryBackend
 from idempotency.contrib.tasks import TasksBackend
 from idempotency.decorators import idempotent
+from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, Unavailable
 from idempotency.jobs import stage_job
 from idempotency.management import loop
 from idempotency.models import IdempotencyKey
@@ -87,9 +89,10 @@ def test_no_note_and_no_unit_is_left_of_what_the_code_does_not_have() -> None:
 
 def test_every_error_code_is_documented_with_its_status_and_no_other() -> None:
     documented = {code: int(status) for status, code in re.findall(r"^\| (\d+) \| `(\w+)` \|", OVERVIEW, re.M)}
-    arguments = {"key_invalid": ["-"], "key_stuck": ["view_gave_up"]}
-    made = [getattr(problems, code)(*arguments.get(code, [])) for code in problems._TITLES if hasattr(problems, code)]
-    made.append(problems.key_stuck("unknown_recovery_point"))
+    made = [problems.key_missing(), problems.key_invalid("-"), problems.body_incomplete(), problems.scope_missing()]
+    made += map(problem_of, (InProgress(), KeyReused(), InterventionRequired()))
+    made += [problem_of(Unavailable(code=code)) for code in problems._UNAVAILABLE]
+    assert {problem.code for problem in made} == set(problems._TITLES)
     assert documented == {problem.code: problem.status for problem in made}
 
 

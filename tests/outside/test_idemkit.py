@@ -24,7 +24,7 @@ from idemkit.conformance import BackendConformance
 from idemkit.core.state import ClaimResult, ClaimResultType, State, StoredRecord
 
 from idempotency import conf
-from idempotency._request.wait import Patience
+from idempotency._engine.attempts import Wait
 from idempotency._store import claims, fence
 from idempotency._store.claims import Claim, ClaimedRequest, Outcome
 from idempotency.exceptions import LockLost
@@ -91,9 +91,9 @@ class Backend:
 
     async def wait_for_completion(self, effective_key: str, timeout_seconds: float) -> StoredRecord | None:
         def run() -> StoredRecord | None:
-            patience = Patience(timeout_seconds, using=ALIAS)
+            wait = Wait(timeout_seconds, using=ALIAS)
             while (key := _row(effective_key)).finished_at is None:
-                if not patience.waited():
+                if not wait.pause():
                     return None
             return _record(key)
 

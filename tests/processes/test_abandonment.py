@@ -13,7 +13,7 @@ from django.utils import translation
 from pytest_django import Settings
 
 from idempotency import interventions
-from idempotency._request.abandonment import settle
+from idempotency._abandonment import settle
 from idempotency._store import claims
 from idempotency.completer import complete_once
 from idempotency.decorators import idempotent

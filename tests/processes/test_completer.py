@@ -20,7 +20,7 @@ from pytest_django import Settings
 from rest_framework.throttling import BaseThrottle
 from rest_framework.views import APIView
 
-from idempotency._request.phased_run import completion_of
+from idempotency._request.rebuilt import rebuilt_run_of
 from idempotency._store import claims
 from idempotency._store.database_errors import accepts_writes
 from idempotency.completer import CompletePass, complete_key, complete_once
@@ -195,7 +195,7 @@ def refused_outside(view: Any) -> Any:
 
     @wraps(view)
     def decorated(request: HttpRequest) -> HttpResponseBase:
-        if completion_of(request) is not None:
+        if rebuilt_run_of(request) is not None:
             return HttpResponse("Slow down.", content_type="text/plain", status=429)
         answer: HttpResponseBase = view(request)
         return answer

@@ -16,7 +16,7 @@ from django.test import Client
 from django.urls import path
 from pytest_django import Settings
 
-from idempotency._request.abandonment import settle
+from idempotency._abandonment import settle
 from idempotency.decorators import idempotent
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import process_once

@@ -17,8 +17,9 @@ from django.views.decorators.http import require_POST
 from pytest_django import Settings
 
 from benchmarks.counts import sent
-from idempotency._request import problems
+from idempotency._request.problems import problem_of
 from idempotency.decorators import idempotent
+from idempotency.exceptions import InProgress
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from idempotency.phases import atomic_phase
@@ -170,7 +171,7 @@ def test_the_refusal_of_a_view_inside_is_not_stored_by_the_one_around_it(serve: 
     @idempotent(recovery_points=["a"])
     def outer(request: HttpRequest) -> HttpResponseBase:
         if request.idempotency_key.attempts == 1:
-            return problems.key_in_use().response(request)
+            return problem_of(InProgress()).response(request)
         for _ in (key := request.idempotency_key).phases():
             with atomic_phase(key) as phase:
                 phase.set_response(HttpResponse(status=201))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
 
-from idempotency._request.abandonment import settle
+from idempotency._abandonment import settle
 from idempotency.admin.error_groups import group_of
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey

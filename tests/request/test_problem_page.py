@@ -10,15 +10,18 @@ from django.test import RequestFactory
 from pytest_django import Settings
 
 from idempotency._request import problems
+from idempotency._request.problems import problem_of
+from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, NotReplicated, Unavailable
 from tests.kit.serving import Sender
 from tests.kit.views import Counted, plain
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
 EVERY = [
     problems.key_missing(), problems.key_invalid("It is <b>bad</b>."), problems.body_incomplete(), problems.scope_missing(),
-    problems.key_reused(), problems.key_in_use(), problems.key_stuck("view_gave_up"), problems.conflict(),
-    problems.key_stuck("unknown_recovery_point"), problems.database_unavailable(), problems.not_replicated(),
-    problems.time_limit_exceeded(),
+    problem_of(KeyReused()), problem_of(InProgress()), problem_of(InterventionRequired()),
+    problem_of(Unavailable(code="conflict")),
+    problem_of(Unavailable(code="unknown_recovery_point")), problem_of(Unavailable()), problem_of(NotReplicated()),
+    problem_of(Unavailable(code="time_limit_exceeded")),
 ]  # fmt: skip
 
 
@@ -50,7 +53,7 @@ def asking(accept: str | None = BROWSER) -> HttpRequest:
     ],
 )
 def test_html_is_for_those_who_prefer_it(accept: str | None, html: bool) -> None:
-    response = problems.key_in_use().response(asking(accept))
+    response = problem_of(InProgress()).response(asking(accept))
     assert response["Content-Type"] == ("text/html; charset=utf-8" if html else "application/problem+json")
 
 
@@ -94,17 +97,18 @@ def failing(request: HttpRequest) -> dict[str, str]:
 
 def test_a_project_replaces_the_page(template: Any) -> None:
     template("{{ shop }} {{ status }} {{ code }} {{ retryable }} {{ retry_after }} {{ detail }}", "of_the_shop")
-    assert problems.conflict().response(asking()).content.startswith(b"Ours 409 conflict True 1 Retry with the same key.")
+    page = problem_of(Unavailable(code="conflict")).response(asking())
+    assert page.content.startswith(b"Ours 409 conflict True 1 Retry with the same key.")
 
 
 def test_the_page_of_a_lost_database_asks_no_context_processor(template: Any) -> None:
     template("{{ shop }}{{ code }}", "failing")
-    assert problems.database_unavailable().response(asking()).content == b"database_unavailable"
+    assert problem_of(Unavailable()).response(asking()).content == b"database_unavailable"
 
 
 def test_a_project_without_templates_has_the_page_too(settings: Settings) -> None:
     settings.TEMPLATES = []
-    assert b"<h1>" in problems.key_in_use().response(asking()).content
+    assert b"<h1>" in problem_of(InProgress()).response(asking()).content
 
 
 @pytest.mark.parametrize("accept", [BROWSER, "application/json"])

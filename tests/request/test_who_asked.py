@@ -16,7 +16,7 @@ from rest_framework.permissions import IsAdminUser
 from rest_framework.views import APIView
 
 from idempotency import scopes
-from idempotency._request.phased_run import completion_of
+from idempotency._request.rebuilt import rebuilt_run_of
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
@@ -242,6 +242,6 @@ def refusing(pay: Any) -> Any:
     """Return a view that returns 403 in the completer, after all checks before the view have passed."""
 
     def view(request: Any) -> HttpResponseBase:
-        return HttpResponse(status=403) if completion_of(request) is not None else pay(request)
+        return HttpResponse(status=403) if rebuilt_run_of(request) is not None else pay(request)
 
     return view

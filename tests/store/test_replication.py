@@ -18,7 +18,7 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from idempotency import interventions
-from idempotency._request.wait import places
+from idempotency._engine.attempts import waiting_slots
 from idempotency._store import fence, replication
 from idempotency.completer import complete_once
 from idempotency.enqueuer import EnqueuePass, enqueue_once
@@ -111,7 +111,7 @@ def test_a_duplicate_that_waited_is_a_503(serve: Serve, sender: Sender, confirm:
     with background(sender.send) as first:
         gate.wait_until_reached()
         with background(another_client(sender).send) as second:
-            eventually(lambda: places(2)._value < 2)
+            eventually(lambda: waiting_slots(2)._value < 2)
             gate.open()
     assert first.result().status_code == 201
     assert is_unconfirmed(second.result())

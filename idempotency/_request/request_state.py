@@ -1,13 +1,9 @@
-"""Repeat a request in the process after a serialization failure, with its original state."""
+"""The state of a request before its first attempt, for another attempt in the process after a serialization failure."""
 
 import logging
-import random
-import time
-from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from functools import cached_property as cached_property_of_python
 from io import BytesIO
-from types import TracebackType
 from typing import Any
 
 from django.core.exceptions import ObjectDoesNotExist
@@ -16,59 +12,17 @@ from django.http import QueryDict
 from django.utils.datastructures import MultiValueDict
 from django.utils.functional import SimpleLazyObject, cached_property
 
-from idempotency import conf
 from idempotency._hidden import Hidden
 from idempotency._request.bodies import RereadableStream
 from idempotency._request.view_call import Call
-from idempotency._store.database_errors import retryable_failure
-from idempotency._store.events import about
-from idempotency.conf import Isolation
 
 logger = logging.getLogger("idempotency")
 
-#: A unique violation above READ COMMITTED may be a race; after this number of retries it counts as a bug of the view.
-_UNIQUE_RETRIES = 2
 _USERS = ("user", "_cached_user", "_acached_user")
 _MULTI_VALUED = frozenset({QueryDict, MultiValueDict})
 _MUTABLE = (dict, list, set)
 #: Exactly these types; subclasses may be shared or expensive to copy.
 _CONTAINERS = frozenset(_MUTABLE) | _MULTI_VALUED
-
-
-class Attempts:
-    """The attempts at a request: ``for attempt in attempts: with attempt: return ...``. The block suppresses a serialization
-    failure, whose transaction was rolled back. The loop then restores the request and continues. Effects outside the database
-    are repeated. The loop ends after SERIALIZATION_RETRIES, or if the request cannot be restored; the caller then responds
-    with a conflict."""
-
-    def __init__(self, before: "RequestState", isolation: Callable[[], Isolation | None], *, using: str) -> None:
-        self._before, self._isolation, self._using = before, isolation, using
-        self._unique_violations = 0
-
-    def __iter__(self) -> "Iterator[Attempts]":
-        for count in range(conf.get().SERIALIZATION_RETRIES + 1):
-            if count:
-                time.sleep(_backoff_seconds(count))
-                if not self._before.restore():
-                    return
-            yield self
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        failure = retryable_failure(error, self._isolation(), using=self._using) if isinstance(error, Exception) else None
-        self._unique_violations += failure == "unique"
-        if failure is None or self._unique_violations > _UNIQUE_RETRIES:
-            return False
-        key = getattr(self._before.request, "idempotency_key", None)
-        logger.info(
-            "a request%s is run again inside the process: %s",
-            f" of key {key.key_hash}" if key is not None else "",
-            f"{failure} failure ({type(error).__name__})",  # Its message may quote the body.
-            extra=about(key) if key is not None else None,
-        )
-        return True
 
 
 class RequestState:
@@ -179,11 +133,6 @@ class RequestState:
         # Do not reload other rows: a middleware may have changed a field in memory.
         others = _with_their_rows([row for row in self._rows if id(row) not in users])
         return all(_is_as_stored(row) for row in others if id(row) not in users)
-
-
-def _backoff_seconds(attempt: int) -> float:
-    """Return the wait before attempt ``attempt`` (from 1), with full jitter."""
-    return random.uniform(0, min(0.002 * 2**attempt, 1.0))  # nosec B311  # spreads retries; no secret
 
 
 def _loaded(value: Any) -> Any:

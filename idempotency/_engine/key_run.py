@@ -1,73 +1,41 @@
-"""The state of one run of a phased view: its recovery point, its calls and its response."""
+"""The run of a claimed key: its recovery point, its calls and its result; and the key of the running code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Literal
-
-from django.http import HttpRequest, HttpResponseBase
+from enum import Enum
+from typing import Any, cast
 
 from idempotency import conf
-from idempotency._request import responses
-from idempotency._request.view_call import Call
+from idempotency._engine.adapter import Outcome, Work
 from idempotency._store import fence, rows
 from idempotency._store.transactions import OwnTransaction
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.exceptions import CallInDoubt, IdempotencyError, PhaseDidNotAdvance
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
 
-
-@dataclass(slots=True, repr=False)
-class Completion:
-    """A run by the completer: its claimed key and its outcome."""
-
-    key: IdempotencyKey
-    #: The rebuilt request. A view uses the key only if it is called with this object.
-    request: HttpRequest | None = None
-    #: None until @idempotent has settled or released the key.
-    outcome: Literal["finished", "stuck", "released"] | None = None
-
-    def note(self, key: IdempotencyKey | None) -> None:
-        """Record the key at the end of its run. It is None if its row is gone, or if a failover gave its id to another
-        key."""
-        done = key is None or key.recovery_point == FINISHED
-        self.key = key or self.key
-        self.outcome = "finished" if done else "stuck" if self.key.stuck_code else "released"
-
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Make this completion visible to ``completion_of`` in the block."""
-        token = _completion.set(self)
-        try:
-            yield
-        finally:
-            _completion.reset(token)
+#: The key of the running code, to which staged jobs refer.
+current_key: ContextVar[IdempotencyKey | None] = ContextVar("idempotency_key", default=None)
 
 
-_completion: ContextVar[Completion | None] = ContextVar("idempotency_completion", default=None)
+class KeyState(Enum):
+    """The state of a key at the end of a run. A key is released also if it was refused."""
+
+    FINISHED = "finished"
+    STUCK = "stuck"
+    RELEASED = "released"
 
 
-def completion_of(request: HttpRequest) -> Completion | None:
-    """Return the completer's run of this request; None for a request of a client."""
-    completion = _completion.get()
-    return completion if completion is not None and completion.request is request else None
+class KeyRun:
+    """One run of the work of a claimed key, called by ``key.phases()`` and ``key.response()``."""
 
-
-class PhasedRun:
-    """One run of a phased view with a claimed key, called by ``key.phases()`` and ``key.response()``."""
-
-    def __init__(
-        self, key: IdempotencyKey, call: Call, order: tuple[str, ...], sender: HttpRequest | None, *, using: str
-    ) -> None:
-        self.call = call
-        #: All recovery points in order, with the first and the last.
-        self.order = order
-        #: The request for signals; None in a run of the completer.
-        self.sender = sender
-        self.using = using
+    def __init__(self, key: IdempotencyKey, work: Work) -> None:
+        self.work = work
+        self.using = str(key._state.db)  # where it was claimed
         #: That of the last phase.
         self.transaction: OwnTransaction | None = None
+        #: None until the end of the run.
+        self.end: KeyState | None = None
         self._started = False
         self._take(key)
 
@@ -79,7 +47,7 @@ class PhasedRun:
         #: Foreign calls without a recorded result, with the error that a later phase raises.
         self._unsettled: dict[str, IdempotencyError] = {}
         self._moved = False
-        self._response: HttpResponseBase | None = None
+        self._outcome: Outcome | None = None
         key.run, key.begin_call = self, self._begin_call
 
     def begin_attempt(self) -> None:
@@ -92,10 +60,6 @@ class PhasedRun:
             # An earlier attempt may have begun a call that this one does not reach.
             begun = ForeignCall.objects.using(self.using).filter(key_id=self.key.pk, recorded_at=None)
             self._unsettled = {name: call_in_doubt(name) for name in begun.values_list("name", flat=True)}
-
-    @property
-    def by_completer(self) -> bool:
-        return self.sender is None
 
     @property
     def finished(self) -> bool:
@@ -114,19 +78,19 @@ class PhasedRun:
                     f"set_response()."
                 )
 
-    def response(self) -> HttpResponseBase:
+    def result(self) -> Any:
         """Return the response that a phase stored: the object of this run, or one built from the row."""
-        if self._response is not None:
-            return self._response
-        if not self.finished:
-            raise RuntimeError(
-                "The view called key.response() before a phase stored a response: end a phase with set_response()."
-            )
-        self._response = responses.stored_response(self.key)
-        return self._response
+        if self._outcome is None:
+            if not self.finished:
+                raise RuntimeError(
+                    "The view called key.response() before a phase stored a response: end a phase with set_response()."
+                )
+            value = self.work.restored(self.key)
+            self._outcome = Outcome(value, cast(int, self.key.response_code), is_stored=True)
+        return self._outcome.value
 
-    def has_stored(self, response: HttpResponseBase) -> bool:
-        return response is self._response
+    def has_stored(self, outcome: Outcome) -> bool:
+        return self._outcome is not None and outcome.value is self._outcome.value
 
     def begin_phase(self, isolation: ChosenIsolation) -> Isolation | None:
         """Return the isolation of the transaction of a phase. Raises RuntimeError inside a foreign call."""
@@ -146,9 +110,15 @@ class PhasedRun:
         self._moved = self._moved or recovery_point != self.key.recovery_point
         self.key.recovery_point = recovery_point
 
-    def note_finished(self, response: HttpResponseBase) -> None:
-        self._response = response
+    def note_finished(self, outcome: Outcome) -> None:
+        self._outcome = outcome
         self.note_moved(FINISHED)
+
+    def note_end(self, key: IdempotencyKey | None) -> None:
+        """Record the key at the end of the run. It is None if its row is gone, or if a failover gave its id to another key."""
+        done = key is None or key.recovery_point == FINISHED
+        self.key = key or self.key
+        self.end = KeyState.FINISHED if done else KeyState.STUCK if self.key.stuck_code else KeyState.RELEASED
 
     # Calls
 
@@ -208,9 +178,9 @@ def call_in_doubt(name: str) -> CallInDoubt:
     )
 
 
-def run_of(key: IdempotencyKey) -> PhasedRun:
+def run_of(key: IdempotencyKey) -> KeyRun:
     """Return the run of the key. Raises RuntimeError if there is none, and if the key is finished."""
-    run: PhasedRun = key.bound_run()
+    run: KeyRun = key.bound_run()
     if run.finished:
         raise RuntimeError("This key is finished: no phase or call can follow the stored response.")
     return run

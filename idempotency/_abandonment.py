@@ -1,20 +1,16 @@
-"""Settle an overdue request: its view's ``on_abandon`` runs once, or the key becomes stuck."""
+"""Settle an overdue key: its ``on_abandon`` runs once, or the key becomes stuck."""
 
 import logging
 from functools import partial
 
 from django.db import Error
-from django.http import HttpResponseBase
 
 from idempotency import _text, conf, signals
-from idempotency._async import FAILURES, awaited
+from idempotency._async import FAILURES
 from idempotency._boundary import boundary
-from idempotency._request import responses
-from idempotency._request.environment import Environment, in_environment, watched_key
-from idempotency._request.lookup import on_abandon_of
-from idempotency._request.options import OnAbandon
-from idempotency._request.stored_request import can_rebuild, cause_of
-from idempotency._request.view_call import rendered
+from idempotency._engine.adapter import StoredWork, with_stored_work
+from idempotency._engine.hung import watched_key
+from idempotency._engine.replays import cause_of
 from idempotency._store import claims, events, fence, rows, settlement
 from idempotency._store.database_errors import accepts_writes
 from idempotency.exceptions import CallInDoubt, KeyStuck, LockLost, StuckCode
@@ -38,13 +34,12 @@ def settle(pk: int, *, using: str) -> bool | None:
     """
     if (key := rows.read(pk, using=using)) is None:
         return None
-    return in_environment(key, partial(_settle, key, using))
+    return with_stored_work(key, partial(_settle, key, using))
 
 
-def _settle(key: IdempotencyKey, using: str, environment: Environment) -> bool | None:
+def _settle(key: IdempotencyKey, using: str, work: StoredWork) -> bool | None:
     try:
-        environment.required()
-        on_abandon = on_abandon_of(key)
+        has_on_abandon = work.require_on_abandon()
     except KeyStuck as stuck:  # Raised by PREPARE_REQUEST.
         return False if settlement.give_up(key.pk, *cause_of(stuck), using=using) else None
     except FAILURES as error:
@@ -58,8 +53,8 @@ def _settle(key: IdempotencyKey, using: str, environment: Environment) -> bool |
             extra=events.about(key),
         )
         return None
-    if on_abandon is None:
-        if key.untouched and not can_rebuild(key):
+    if not has_on_abandon:
+        if key.untouched and not work.is_whole:
             # Only a retry of the client can run it, and nothing is to be undone.
             if (claimed := claims.claim_by_id(key.pk, delay_seconds=0, early=True, using=using)) is not None:
                 fence.leave_to_client(claimed, "Only its client can send the request again.", using=using)
@@ -72,7 +67,7 @@ def _settle(key: IdempotencyKey, using: str, environment: Environment) -> bool |
     if (claimed := claims.claim_by_id(key.pk, delay_seconds=0, early=True, using=using)) is None:
         return None
     try:
-        if _run(on_abandon, claimed, using):
+        if _run(work, claimed, using):
             events.emit(signals.key_finished, rows.read(key.pk, using=using), None)
             return True
     except LockLost:
@@ -81,7 +76,7 @@ def _settle(key: IdempotencyKey, using: str, environment: Environment) -> bool |
     return False
 
 
-def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
+def _run(work: StoredWork, key: IdempotencyKey, using: str) -> bool:
     """Run ``on_abandon`` and store its response; return whether it was stored. Raises LockLost if the key was answered
     meanwhile."""
     if ForeignCall.objects.using(using).filter(key_id=key.pk, recorded_at__isnull=True).exists():
@@ -93,19 +88,15 @@ def _run(on_abandon: OnAbandon, key: IdempotencyKey, using: str) -> bool:
     key.begin_call = partial(fence.begin_call, key, using=using, stuck_code=StuckCode.ON_ABANDON)
     try:
         with watched_key(key), boundary():
-            response = rendered(awaited(on_abandon(key)))
-        if not isinstance(response, HttpResponseBase):
-            raise TypeError(f"it returned {type(response).__name__}, not a response")
-        if responses.is_storable(response):
-            fence.finish(key, responses.stored_parts(response), using=using)
+            abandoned = work.abandon(key)
+        if abandoned.stored is not None:
+            fence.finish(key, abandoned.stored, using=using)
             return True
-        told = responses.described(response, withheld=key.request_body is None)
-        failure = f"The response of on_abandon cannot be stored: {told}"
+        failure = abandoned.failure
     except LockLost:
         raise
     except FAILURES as error:
-        withheld = key.request_body is None
-        failure = f"on_abandon failed: {_text.error_text(error, withheld=withheld)}"
-        logger.error("on_abandon of key %s failed", key.key_hash, exc_info=not withheld, extra=events.about(key))
+        failure = f"on_abandon failed: {_text.error_text(error, withheld=work.withheld)}"
+        logger.error("on_abandon of key %s failed", key.key_hash, exc_info=not work.withheld, extra=events.about(key))
     fence.mark_stuck(key, StuckCode.ON_ABANDON, failure, using=using)
     return False

@@ -1,0 +1,200 @@
+"""What the engine asks of an adapter: the work of one run, what becomes of its result, and the work of a stored key.
+
+The adapter of HTTP is ``idempotency._request``: its work is a view with a request.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from idempotency._store.fence import StoredResponse
+from idempotency._store.transactions import OwnTransaction
+from idempotency.conf import Isolation
+from idempotency.models import IdempotencyKey
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Outcome:
+    """What the work returned, or what an exception of it became."""
+
+    #: The caller gets it.
+    value: Any
+    #: The status under which it is stored: an error from 400, a failure of the server from 500.
+    code: int
+    #: Whether it finishes the key.
+    is_stored: bool
+    #: Whether a plain run commits its writes although it stores nothing.
+    keeps_writes: bool = False
+    #: The exception of which the adapter has made this outcome.
+    cause: Exception | None = None
+    #: Whether the caller gets the ``cause`` itself.
+    is_raised: bool = False
+
+    @property
+    def is_refusal(self) -> bool:
+        return 400 <= self.code < 500
+
+
+class Work(Protocol):
+    """The work of one run: it is called once in each attempt."""
+
+    #: The dotted path of the function, for messages.
+    name: str
+    #: The request for signals; None in a run of the completer.
+    context: Any
+    by_completer: bool
+    #: The time for which a duplicate waits for another run.
+    wait_seconds: float
+    #: All recovery points in order, with the first and the last; empty for a plain run.
+    points: tuple[str, ...]
+    #: Whether messages of errors must not be stored, because they may quote what is not stored.
+    withheld: bool
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the work of the last attempt is committed."""
+
+    def level(self) -> Isolation | None:
+        """Return the isolation level of a plain run."""
+
+    def other_databases(self, using: str) -> list[str]:
+        """Return the databases other than that of the key whose transactions a plain run opens and commits."""
+
+    def refuse_outer_transaction(self, using: str) -> None:
+        """Raise RuntimeError if a plain run must not be a savepoint of the open transaction."""
+
+    def current(self, run: "Run") -> AbstractContextManager[None]:
+        """Make the run known to the work in the block."""
+
+    def call(self) -> Outcome:
+        """Do the work once. Raises the exceptions of the work."""
+
+    def outcome(self, value: Any) -> Outcome:
+        """Return the outcome for a value that the work returns, or that a phase stores."""
+
+    def outcome_of(self, error: Exception) -> Outcome | None:
+        """Return the outcome for an exception of the work, or None to raise it."""
+
+    def refuse_unstorable(self, value: Any) -> None:
+        """Raise ResponseNotStorable for a value that a phase must not store."""
+
+    def stored(self, value: Any) -> StoredResponse:
+        """Return what is stored of a value."""
+
+    def restored(self, key: IdempotencyKey) -> Any:
+        """Return the stored value of a finished key."""
+
+    def replayed(self, key: IdempotencyKey) -> Any:
+        """Return the stored value of a finished key for a repeat of its caller."""
+
+    def described(self, value: Any) -> str:
+        """Return a description of a value that is not stored, for the last error of a key."""
+
+    def restore(self) -> bool:
+        """Restore the state before the first attempt. Return False if that is not possible."""
+
+    def note_committed(self) -> None:
+        """Record that the work is committed: ``is_committed`` is True, and ``put_back`` does nothing."""
+
+    def put_back(self) -> None:
+        """Restore the state in memory after a rollback, unless the work is committed."""
+
+
+class Run(Protocol):
+    """The run of a key, for its attempts and for its work."""
+
+    work: Work
+    using: str
+    #: The last transaction of the run.
+    transaction: OwnTransaction | None
+
+    @property
+    def key(self) -> Any:
+        """The claimed key; None before the claim of a plain run."""
+
+    @property
+    def level(self) -> Isolation | None:
+        """The isolation level of the last transaction."""
+
+
+@dataclass(slots=True, repr=False)
+class Rerun:
+    """The result of a run that an adapter has made from a stored key."""
+
+    #: How the run ended, for the last error of the key.
+    ended: str
+    #: The run of the key; None if its work was not reached, and the key is still locked.
+    run: Any = None
+    #: Whether the sender was refused.
+    is_refused: bool = False
+    #: The exception that ended the run.
+    error: BaseException | None = None
+    #: The stuck code and the reason if the work cannot be run.
+    stuck: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Abandoned:
+    """The result of ``on_abandon``: what is stored, or why nothing is."""
+
+    stored: StoredResponse | None
+    failure: str = ""
+
+
+class StoredWork(Protocol):
+    """The work of a stored key, made from its row. Its methods run in the environment of the key."""
+
+    #: Whether all parts of the work are stored. If not, only the client can send it again.
+    is_whole: bool
+    #: Whether messages of errors must not be stored.
+    withheld: bool
+
+    def declares(self, recovery_point: str) -> bool:
+        """Return whether the running code declares the recovery point."""
+
+    def run(self) -> Rerun:
+        """Run the work of the claimed key. Exceptions are part of the result."""
+
+    def has_on_abandon(self) -> bool | None:
+        """Return whether ``on_abandon`` settles the key; None if that is unknown now."""
+
+    def require_on_abandon(self) -> bool:
+        """Return whether ``on_abandon`` settles the key. Raises why that is unknown now."""
+
+    def abandon(self, key: IdempotencyKey) -> Abandoned:
+        """Call ``on_abandon`` with the claimed key. Raises its exceptions."""
+
+
+class Adapter(Protocol):
+    """A kind of work, for processes that know only the row of a key."""
+
+    def with_stored_work(self, key: IdempotencyKey, use: Callable[[StoredWork], Any]) -> Any:
+        """Call ``use`` with the stored work of a key, in the environment of the key, and return its result."""
+
+    def answer(self, value: Any) -> StoredResponse:
+        """Return what is stored of the value with which an operator answers a key. Raises ValueError with the reason why the
+        value cannot finish a key."""
+
+
+#: The adapters by the request method of their keys; that of HTTP has all other methods.
+_adapters: dict[str, Adapter] = {}
+HTTP = "HTTP"
+
+
+def register(method: str, adapter: Adapter) -> None:
+    """Register an adapter when the app starts."""
+    _adapters[method] = adapter
+
+
+def adapter_of(method: str) -> Adapter:
+    """Return the adapter of the keys with this request method."""
+    return _adapters.get(method) or _adapters[HTTP]
+
+
+def with_stored_work(key: IdempotencyKey, use: Callable[[StoredWork], Result]) -> Result:
+    """Call ``use`` with the stored work of a key, in the environment of the key, and return its result."""
+    result: Result = adapter_of(key.request_method).with_stored_work(key, use)
+    return result

@@ -1,0 +1,102 @@
+"""Repeat work in the process: after a serialization failure, and while another run holds the key."""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache
+from types import TracebackType
+
+from django.db import connections
+
+from idempotency import conf
+from idempotency._engine.adapter import Run
+from idempotency._store.database_errors import retryable_failure
+from idempotency._store.events import about
+from idempotency.exceptions import Unavailable
+
+logger = logging.getLogger("idempotency")
+
+#: A unique violation above READ COMMITTED may be a race; after this number of retries it counts as a bug of the work.
+_UNIQUE_RETRIES = 2
+_FIRST_WAIT_SECONDS = 0.02
+_LONGEST_WAIT_SECONDS = 0.5
+
+
+class Attempts:
+    """The attempts at work: ``for attempt in attempts: with attempt: return ...``. The block suppresses a serialization
+    failure, whose transaction was rolled back. The loop then restores the state of the work and continues. Effects outside
+    the database are repeated. The loop ends after SERIALIZATION_RETRIES, or if the state cannot be restored; the caller then
+    raises Unavailable ``conflict``."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._unique_violations = 0
+
+    def __iter__(self) -> "Iterator[Attempts]":
+        for count in range(conf.get().SERIALIZATION_RETRIES + 1):
+            if count:
+                time.sleep(_backoff_seconds(count))
+                if not self._run.work.restore():
+                    return
+            yield self
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        run = self._run
+        failure = retryable_failure(error, run.level, using=run.using) if isinstance(error, Exception) else None
+        self._unique_violations += failure == "unique"
+        if failure is None or self._unique_violations > _UNIQUE_RETRIES:
+            return False
+        key = run.key
+        logger.info(
+            "a request%s is run again inside the process: %s",
+            f" of key {key.key_hash}" if key is not None else "",
+            f"{failure} failure ({type(error).__name__})",  # Its message may quote the body.
+            extra=about(key) if key is not None else None,
+        )
+        return True
+
+
+def _backoff_seconds(attempt: int) -> float:
+    """Return the wait before attempt ``attempt`` (from 1), with full jitter."""
+    return random.uniform(0, min(0.002 * 2**attempt, 1.0))  # nosec B311  # spreads retries; no secret
+
+
+def conflict() -> Unavailable:
+    return Unavailable("Each attempt in the process had a serialization failure.", code="conflict")
+
+
+@cache
+def waiting_slots(number: int) -> threading.Semaphore:
+    """Return the slots of this process for runs that wait."""
+    return threading.BoundedSemaphore(number)
+
+
+class Wait:
+    """The wait for another run of the key: up to ``seconds``, and with at most MAX_WAITING_REQUESTS in this process."""
+
+    def __init__(self, seconds: float, *, using: str) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._pause = _FIRST_WAIT_SECONDS
+        self._using = using
+
+    def pause(self) -> bool:
+        """Wait, longer each time, and return True, to try again; return False when the time is over. Before a longer pause
+        the connection is closed, so that waiting runs do not exhaust the connections of the database."""
+        left = self._deadline - time.monotonic()
+        free = waiting_slots(conf.get().MAX_WAITING_REQUESTS)
+        if left <= 0 or not free.acquire(blocking=False):
+            return False
+        try:
+            connection = connections[self._using]
+            if self._pause > _FIRST_WAIT_SECONDS and not connection.in_atomic_block:
+                connection.close()
+            time.sleep(min(left, random.uniform(self._pause / 2, self._pause)))  # nosec B311  # spreads waiters; no secret
+            self._pause = min(self._pause * 2, _LONGEST_WAIT_SECONDS)
+        finally:
+            free.release()
+        return True

@@ -1,0 +1,138 @@
+"""The run of plain work: one transaction contains the claim, the writes of the work and the stored result.
+
+In a transaction that the caller has opened, such as a middleware, they are a savepoint of it.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from django.db import transaction
+from django.db.transaction import TransactionManagementError
+from django.db.utils import Error
+
+from idempotency._engine.adapter import Outcome, Work
+from idempotency._engine.attempts import Attempts, Wait, conflict
+from idempotency._store import claims, fence, savepoints
+from idempotency._store.claims import Claim, ClaimedRequest
+from idempotency._store.claims import Outcome as ClaimOutcome
+from idempotency._store.several_databases import OtherTransactions
+from idempotency._store.transactions import First, OwnTransaction, durable_transaction, in_outer_transaction
+from idempotency._text import first_line
+from idempotency.conf import Isolation
+from idempotency.exceptions import Unavailable
+
+logger = logging.getLogger("idempotency")
+
+
+class PlainRun:
+    """One run of plain work. The key is None before its claim."""
+
+    def __init__(self, work: Work, request: ClaimedRequest, using: str) -> None:
+        self.work, self.using = work, using
+        self.key: Any = None
+        self.transaction: OwnTransaction | None = None
+        self._request = request
+        self._is_nested = in_outer_transaction(using)
+        if self._is_nested:
+            work.refuse_outer_transaction(using)
+            savepoints.refuse_savepoint(work.level(), using=using)
+
+    @property
+    def level(self) -> Isolation | None:
+        return self.work.level()
+
+    def attempt(self, call: Callable[[], Outcome]) -> tuple[Claim, Outcome | None]:
+        """Claim the key and call; repeat after a serialization failure, and wait while another run holds the key. The outcome
+        is None if the key could not be claimed. In an outer transaction nothing is repeated, and nothing waits: its snapshot
+        and its locks stay."""
+        wait = Wait(self.work.wait_seconds, using=self.using)
+        try:
+            if self._is_nested:
+                return self._in_transaction(call)
+            for attempt in Attempts(self):
+                with attempt:
+                    while True:
+                        claim, outcome = self._in_transaction(call)
+                        if claim.outcome is not ClaimOutcome.IN_PROGRESS or not wait.pause():
+                            return claim, outcome
+            raise conflict()
+        except BaseException:
+            self.work.put_back()
+            raise
+
+    def _in_transaction(self, call: Callable[[], Outcome]) -> tuple[Claim, Outcome | None]:
+        """Claim the key and call in one transaction.
+
+        Other databases with ATOMIC_REQUESTS commit before the key, so that no result is stored if another COMMIT fails.
+        Raises Unavailable if the COMMIT of the key fails after another COMMIT. A retry in the process would repeat the other
+        writes unnoticed.
+        """
+        work, using = self.work, self.using
+        others = OtherTransactions(work.other_databases(using), last=using)
+        try:
+            first = claims.first_of_plain(self._request, using=using)
+            with self._block(first) as self.transaction:
+                claim = claims.claim_plain(self._request, using=using, first=first)
+                if claim.outcome is not ClaimOutcome.CLAIMED:
+                    return claim, None
+                self.key = claim.key
+                if self._is_nested:
+                    savepoints.hold(claim.key, using=using)
+                # Registered first: an exception in a hook of the work must not skip it.
+                transaction.on_commit(work.note_committed, using=using)
+                with others.opened():
+                    with work.current(self):
+                        outcome = call()
+                    commits = self._end(outcome, others)
+        except Error as error:
+            if not others.committed or work.is_committed:
+                raise
+            logger.error("COMMIT succeeded in %r, but failed for the key in %r: %s", others.committed, using, first_line(error))
+            raise Unavailable(code="database_unavailable") from None  # Attempts would retry an error with a cause.
+        if not commits:
+            work.put_back()
+        return claim, outcome
+
+    def _block(self, first: First) -> AbstractContextManager[OwnTransaction]:
+        if self._is_nested:
+            return savepoints.savepoint(using=self.using)
+        return durable_transaction(self.work.level(), using=self.using, first=first)
+
+    def _end(self, outcome: Outcome, others: OtherTransactions) -> bool:
+        """Write the result with the last statement of the transaction, or mark it for rollback; return whether it commits."""
+        if outcome.is_stored or outcome.keeps_writes:
+            self._refuse_rollback(outcome, others)
+        ends = None if others.used else self.transaction  # Other databases commit before this one.
+        if outcome.is_stored:
+            fence.finish(self.key, self.work.stored(outcome.value), using=self.using, ends=ends)
+        elif outcome.keeps_writes:
+            fence.set_free(self.key, outcome.code, using=self.using, ends=ends)
+        else:
+            others.set_rollback()
+            return False
+        others.prepare_commits()
+        return True
+
+    def _refuse_rollback(self, outcome: Outcome, others: OtherTransactions) -> None:
+        """Raise RolledBack for an error, or TransactionManagementError for a success, if the work has marked a transaction for
+        rollback. After a serialization failure, the caller runs the work again."""
+        for connection in others.marked_for_rollback():
+            if outcome.code >= 400:
+                raise RolledBack(outcome) from connection.rollback_exc
+            raise TransactionManagementError(
+                f"The view {self.work.name} responded with status {outcome.code}, but its transaction on "
+                f"{connection.alias!r} was marked for rollback: by set_rollback(True), by the exception handler of Django REST "
+                f"framework, or by a database error that the view has caught. Nothing is stored. Respond with an error, raise "
+                f"an exception, or put the statements that may fail into a transaction.atomic() of their own."
+            ) from connection.rollback_exc
+
+
+class RolledBack(Exception):
+    """The work returned an error, and had marked its transaction for rollback: the error is stored as if an exception had
+    become it. ``handle_exception()`` of Django REST framework sets the mark under ATOMIC_REQUESTS."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
