@@ -22,10 +22,10 @@ from django.test import RequestFactory, override_settings
 from django.urls import path, resolve
 
 from benchmarks import views
+from idempotency._engine import claims
+from idempotency._engine.claims import ClaimedRequest
 from idempotency._hidden import Hidden
-from idempotency._request import stored_request
-from idempotency._store import claims
-from idempotency._store.claims import ClaimedRequest
+from idempotency._http import stored_request
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey

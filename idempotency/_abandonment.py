@@ -8,11 +8,11 @@ from django.db import Error
 from idempotency import _text, conf, signals
 from idempotency._async import FAILURES
 from idempotency._boundary import boundary
+from idempotency._engine import claims, events, fence, rows, settlement
 from idempotency._engine.adapter import StoredWork, with_stored_work
+from idempotency._engine.errors import accepts_writes
 from idempotency._engine.hung import watched_key
 from idempotency._engine.replays import cause_of
-from idempotency._store import claims, events, fence, rows, settlement
-from idempotency._store.database_errors import accepts_writes
 from idempotency.exceptions import CallInDoubt, KeyStuck, LockLost, StuckCode
 from idempotency.models import ForeignCall, IdempotencyKey
 

@@ -10,9 +10,9 @@ from django.db.models import F, Func, JSONField, Q, QuerySet, TextField
 from django.db.models.functions import Cast, Now
 
 from idempotency import backends, conf
+from idempotency._engine import limits
+from idempotency._engine.transactions import First
 from idempotency._hidden import Hidden
-from idempotency._store import limits
-from idempotency._store.transactions import First
 from idempotency.models import StagedJob
 
 #: The condition of jobs that are due.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from idempotency._store.database_errors import drop_connection, has_ended
+from idempotency._engine.errors import drop_connection, has_ended
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 
 from django.db import Error, InterfaceError, connections, router
 
+from idempotency._engine.errors import connection_lost, sqlstate_of
 from idempotency._hidden import Hidden
-from idempotency._store.database_errors import connection_lost, sqlstate_of
 from idempotency._text import error_text, storable
 from idempotency.inbox import STAGED_JOBS, process_once
 from idempotency.models import ProcessedMessage

@@ -12,12 +12,12 @@ from django.db.models.functions import Now, RowNumber
 
 from idempotency import conf, signals
 from idempotency._boundary import boundary
+from idempotency._engine import claims, events, fence, rows, settlement
 from idempotency._engine.adapter import StoredWork, with_stored_work
+from idempotency._engine.errors import accepts_writes, connection_lost
 from idempotency._engine.key_run import KeyState
+from idempotency._engine.transactions import refuse_outer_transaction
 from idempotency._states import completer_delay_seconds, due_at
-from idempotency._store import claims, events, fence, rows, settlement
-from idempotency._store.database_errors import accepts_writes, connection_lost
-from idempotency._store.transactions import refuse_outer_transaction
 from idempotency._text import summary
 from idempotency.exceptions import LockLost, NotReplicated, StuckCode
 from idempotency.models import IdempotencyKey

@@ -22,8 +22,8 @@ from django.db.models.functions import Now
 
 from idempotency._batch import Batch, due, first_statement, seconds_of_batch
 from idempotency._boundary import drop_broken_connections
-from idempotency._store.database_errors import connection_lost, sqlstate_of
-from idempotency._store.transactions import durable_transaction
+from idempotency._engine.errors import connection_lost, sqlstate_of
+from idempotency._engine.transactions import durable_transaction
 from idempotency._text import error_text, storable
 from idempotency.backends import (
     MAX_ATTEMPTS,

@@ -1,6 +1,6 @@
 """The states of a key, as conditions of the ORM; they compare times with the clock of the database.
 
-Only this module defines them, but ``_store/statements.py`` has the same conditions in SQL, for claims and settlements.
+Only this module defines them, but ``_engine/statements.py`` has the same conditions in SQL, for claims and settlements.
 """
 
 from datetime import timedelta

@@ -17,8 +17,8 @@ class IdempotencyConfig(AppConfig):
     def ready(self) -> None:
         from idempotency import _prompt, signals  # noqa: F401
         from idempotency._engine import adapter
-        from idempotency._request import atomic_requests
-        from idempotency._request.rerun import HttpAdapter
+        from idempotency._http import atomic_requests
+        from idempotency._http.rerun import HttpAdapter
         from idempotency._text import escape_arguments
         from idempotency.checks import jobs, references, settings, views  # noqa: F401
 

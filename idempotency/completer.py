@@ -11,8 +11,8 @@ from functools import partial
 
 from django.db import connections, router
 
+from idempotency._engine.transactions import refuse_outer_transaction
 from idempotency._key_completion import AbandonedKeys, complete_by_id
-from idempotency._store.transactions import refuse_outer_transaction
 from idempotency.models import IdempotencyKey
 
 

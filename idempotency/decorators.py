@@ -1,4 +1,4 @@
-"""The decorator ``@idempotent``. It wraps a view; ``idempotency._request.entry`` then handles each request."""
+"""The decorator ``@idempotent``. It wraps a view; ``idempotency._http.entry`` then handles each request."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -10,11 +10,11 @@ from asgiref.sync import sync_to_async
 from django.http import HttpRequest, HttpResponseBase
 
 from idempotency._async import in_thread
-from idempotency._request.atomic_requests import EVERY_ALIAS, outside_of_atomic_requests
-from idempotency._request.entry import answer_request
-from idempotency._request.options import Options
-from idempotency._request.responses import SAFE_METHODS
-from idempotency._request.view_call import OUTSIDE, Call, View
+from idempotency._http.atomic_requests import EVERY_ALIAS, outside_of_atomic_requests
+from idempotency._http.entry import answer_request
+from idempotency._http.options import Options
+from idempotency._http.responses import SAFE_METHODS
+from idempotency._http.view import OUTSIDE, Call, View
 from idempotency.models import IdempotencyKey
 
 AnyView = TypeVar("AnyView", bound=View)

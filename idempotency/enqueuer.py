@@ -15,10 +15,10 @@ from django.db.models import Count, F, Max, Q
 from django.db.models.functions import Now
 
 from idempotency._batch import DUE, Batch, due, first_statement, read, seconds_of_batch
+from idempotency._engine import replication
+from idempotency._engine.transactions import durable_transaction
 from idempotency._hand_over import hand_over
 from idempotency._outcomes import Log, was_handed_over, write, write_after_rollback, write_left
-from idempotency._store import replication
-from idempotency._store.transactions import durable_transaction
 from idempotency.backends import BrokerUnavailable, TookEffect
 from idempotency.exceptions import NotReplicated
 from idempotency.models import StagedJob

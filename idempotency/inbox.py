@@ -14,11 +14,11 @@ from django.db.transaction import TransactionManagementError
 
 from idempotency import conf
 from idempotency._async import either_context
-from idempotency._store import replication
-from idempotency._store.cursors import changed_rows, own_cursor
-from idempotency._store.database_errors import has_ended
-from idempotency._store.limits import IDLE, LOCK, limit_waits, limit_waits_on_workers, lowered
-from idempotency._store.transactions import MARKER, refuse_without_autocommit
+from idempotency._engine import replication
+from idempotency._engine.cursors import changed_rows, own_cursor
+from idempotency._engine.errors import has_ended
+from idempotency._engine.limits import IDLE, LOCK, limit_waits, limit_waits_on_workers, lowered
+from idempotency._engine.transactions import MARKER, refuse_without_autocommit
 from idempotency.exceptions import MessageInProgress
 from idempotency.models import ProcessedMessage
 

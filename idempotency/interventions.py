@@ -21,11 +21,11 @@ from django.db.models.functions import Now
 from django.http import HttpResponse
 
 from idempotency import signals
+from idempotency._engine import events, replication, rows, settlement
 from idempotency._engine.adapter import HTTP, adapter_of
+from idempotency._engine.settlement import Decision
+from idempotency._engine.transactions import refuse_outer_transaction
 from idempotency._records import HOOKS_FAILED
-from idempotency._store import events, replication, rows, settlement
-from idempotency._store.settlement import Decision
-from idempotency._store.transactions import refuse_outer_transaction
 from idempotency.completer import complete_key
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import STAGED_JOBS, process_once

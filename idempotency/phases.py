@@ -19,11 +19,11 @@ from django.http import HttpResponseBase
 
 from idempotency import signals
 from idempotency._async import NeverEntered, either_context
+from idempotency._engine import events, fence, replication
 from idempotency._engine.adapter import Outcome
+from idempotency._engine.errors import drop_connection
 from idempotency._engine.key_run import KeyRun, run_of
-from idempotency._store import events, fence, replication
-from idempotency._store.database_errors import drop_connection
-from idempotency._store.transactions import OwnTransaction, durable_transaction
+from idempotency._engine.transactions import OwnTransaction, durable_transaction
 from idempotency._text import refuse_unstorable_json
 from idempotency.conf import ChosenIsolation
 from idempotency.exceptions import CallNotRecorded, LockLost, PhaseDidNotAdvance, UnknownRecoveryPoint

@@ -12,10 +12,10 @@ from django.conf import settings
 from django.urls import get_resolver
 
 from idempotency import conf
-from idempotency._request.lookup import METHODS, class_of, every_view, options_of
-from idempotency._request.options import Options
-from idempotency._request.outside import wrapped
-from idempotency._request.view_call import View
+from idempotency._http.options import Options
+from idempotency._http.outside import wrapped
+from idempotency._http.routes import METHODS, class_of, every_view, options_of
+from idempotency._http.view import View
 
 #: The methods whose options are read. GET is included to find protected views with safe methods only.
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")

@@ -20,10 +20,10 @@ from django.db.models import CharField, Exists, OuterRef, ProtectedError, Q, Que
 from django.db.models.functions import Cast, Now, Replace
 
 from idempotency._abandonment import settle
+from idempotency._engine.aliases import fields_elsewhere
+from idempotency._engine.errors import sqlstate_of
+from idempotency._engine.transactions import durable_transaction, refuse_without_autocommit
 from idempotency._states import held
-from idempotency._store.aliases import fields_elsewhere
-from idempotency._store.database_errors import sqlstate_of
-from idempotency._store.transactions import durable_transaction, refuse_without_autocommit
 from idempotency._text import error_text, summary
 from idempotency.exceptions import NotReplicated
 from idempotency.inbox import STAGED_JOBS, took_effect

@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start PostgreSQL in the folder of the settings; the workers of pytest-xdist use the running server."""
     tables.install()
     if UNMERGED:
-        from idempotency._store import round_trips
+        from idempotency._engine import round_trips
 
         round_trips.can_be_merged = lambda connection: False
     config.pluginmanager.register(tiers, "tiers")

@@ -95,7 +95,7 @@ def settings_table() -> str:
 
 def credentials_list() -> str:
     """Return the names of credentials that the app knows."""
-    from idempotency._request.credentials import NAMES
+    from idempotency._http.credentials import NAMES
 
     return _wrapped(", ".join(f"`{name}`" for name in NAMES))
 

@@ -1,6 +1,6 @@
 """What the engine asks of an adapter: the work of one run, what becomes of its result, and the work of a stored key.
 
-The adapter of HTTP is ``idempotency._request``: its work is a view with a request.
+The adapter of HTTP is ``idempotency._http``: its work is a view with a request.
 """
 
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from idempotency._store.fence import StoredResponse
-from idempotency._store.transactions import OwnTransaction
+from idempotency._engine.fence import StoredResponse
+from idempotency._engine.transactions import OwnTransaction
 from idempotency.conf import Isolation
 from idempotency.models import IdempotencyKey
 

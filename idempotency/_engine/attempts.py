@@ -12,8 +12,8 @@ from django.db import connections
 
 from idempotency import conf
 from idempotency._engine.adapter import Run
-from idempotency._store.database_errors import retryable_failure
-from idempotency._store.events import about
+from idempotency._engine.errors import retryable_failure
+from idempotency._engine.events import about
 from idempotency.exceptions import Unavailable
 
 logger = logging.getLogger("idempotency")

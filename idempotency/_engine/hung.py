@@ -4,9 +4,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from idempotency import conf
+from idempotency._engine import events, settlement
 from idempotency._engine.adapter import with_stored_work
 from idempotency._states import completer_delay_seconds
-from idempotency._store import events, settlement
 from idempotency._watchdog import watched
 from idempotency.models import IdempotencyKey
 

@@ -7,9 +7,9 @@ from enum import Enum
 from typing import Any, cast
 
 from idempotency import conf
+from idempotency._engine import fence, rows
 from idempotency._engine.adapter import Outcome, Work
-from idempotency._store import fence, rows
-from idempotency._store.transactions import OwnTransaction
+from idempotency._engine.transactions import OwnTransaction
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.exceptions import CallInDoubt, IdempotencyError, PhaseDidNotAdvance
 from idempotency.models import FINISHED, ForeignCall, IdempotencyKey

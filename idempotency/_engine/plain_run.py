@@ -12,13 +12,13 @@ from django.db import transaction
 from django.db.transaction import TransactionManagementError
 from django.db.utils import Error
 
+from idempotency._engine import claims, fence, savepoints
 from idempotency._engine.adapter import Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
-from idempotency._store import claims, fence, savepoints
-from idempotency._store.claims import Claim, ClaimedRequest
-from idempotency._store.claims import Outcome as ClaimOutcome
-from idempotency._store.several_databases import OtherTransactions
-from idempotency._store.transactions import First, OwnTransaction, durable_transaction, in_outer_transaction
+from idempotency._engine.claims import Claim, ClaimedRequest
+from idempotency._engine.claims import Outcome as ClaimOutcome
+from idempotency._engine.several_databases import OtherTransactions
+from idempotency._engine.transactions import First, OwnTransaction, durable_transaction, in_outer_transaction
 from idempotency._text import first_line
 from idempotency.conf import Isolation
 from idempotency.exceptions import Unavailable

@@ -4,11 +4,11 @@ import logging
 from typing import Any
 
 from idempotency import signals
+from idempotency._engine import events, replication, settlement
 from idempotency._engine.adapter import Work
-from idempotency._store import events, replication, settlement
-from idempotency._store.claims import Claim
-from idempotency._store.claims import Outcome as ClaimOutcome
-from idempotency._store.fence import storable_code
+from idempotency._engine.claims import Claim
+from idempotency._engine.claims import Outcome as ClaimOutcome
+from idempotency._engine.fence import storable_code
 from idempotency._text import error_text
 from idempotency.exceptions import (
     OPEN_TO_RETRIES,

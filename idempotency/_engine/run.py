@@ -14,17 +14,17 @@ from django.db import connections
 from django.db.utils import Error
 
 from idempotency import conf, signals
+from idempotency._engine import claims, events, fence, rows
 from idempotency._engine.adapter import Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict
+from idempotency._engine.claims import ClaimedRequest
+from idempotency._engine.claims import Outcome as ClaimOutcome
+from idempotency._engine.errors import drop_connection, retryable_failure, serialization_failed
 from idempotency._engine.key_run import KeyRun
+from idempotency._engine.late_releases import release_later
 from idempotency._engine.plain_run import PlainRun, RolledBack
 from idempotency._engine.replays import CannotRun, cause_of, of_other_run, refusal_of_stuck, unknown_point, without_running
-from idempotency._store import claims, events, fence, rows
-from idempotency._store.claims import ClaimedRequest
-from idempotency._store.claims import Outcome as ClaimOutcome
-from idempotency._store.database_errors import drop_connection, retryable_failure, serialization_failed
-from idempotency._store.late_releases import release_later
-from idempotency._store.transactions import (
+from idempotency._engine.transactions import (
     refuse_outer_transaction,
 )
 from idempotency._text import error_text, first_line

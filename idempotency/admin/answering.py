@@ -12,8 +12,8 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from idempotency import conf, interventions
-from idempotency._request import responses
-from idempotency._request.lookup import options_for
+from idempotency._http import responses
+from idempotency._http.routes import options_for
 from idempotency.admin.reading import MAX_SHOWN_CHARACTERS, pretty
 from idempotency.models import IdempotencyKey
 

@@ -14,7 +14,7 @@ from django.http import HttpRequest
 from django.utils.html import strip_tags
 from django.utils.translation import gettext, gettext_noop, ngettext
 
-from idempotency._store.aliases import fields_elsewhere
+from idempotency._engine.aliases import fields_elsewhere
 from idempotency._text import duration, error_text
 from idempotency.admin.reading import admin_url, first_line_of, viewable
 from idempotency.inbox import STAGED_JOBS

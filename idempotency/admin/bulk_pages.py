@@ -23,7 +23,7 @@ from django.urls import URLPattern, path, reverse
 from django.utils.functional import Promise
 from django.utils.translation import gettext
 
-from idempotency._request.atomic_requests import EVERY_ALIAS
+from idempotency._http.atomic_requests import EVERY_ALIAS
 from idempotency.admin.actions import note_field, noted, username
 from idempotency.admin.bulk import BulkAction, Group, Work, in_order, work_on
 from idempotency.admin.filters import AS_OF

@@ -9,8 +9,8 @@ from django.http.request import split_domain_port, validate_host
 from django.utils.translation import gettext as _
 
 from idempotency import conf
-from idempotency._request.credentials import NOT_STORED
-from idempotency._request.stored_request import address_of, client_headers, has_whole_query
+from idempotency._http.credentials import NOT_STORED
+from idempotency._http.stored_request import address_of, client_headers, has_whole_query
 from idempotency.admin.belongings import Linked
 from idempotency.admin.history import history_of
 from idempotency.admin.reading import MAX_SHOWN_CHARACTERS

@@ -8,8 +8,8 @@ from typing import Any
 from django.utils.dateparse import parse_datetime
 from django.utils.translation import gettext
 
-from idempotency._store.dialects import HISTORY_LIMIT
-from idempotency._store.history import HistoryEvent
+from idempotency._engine.dialects import HISTORY_LIMIT
+from idempotency._engine.history import HistoryEvent
 from idempotency.templatetags.idempotency_admin import aware
 
 #: Events that only the run itself writes, as its last one.

@@ -10,10 +10,10 @@ from django.utils.translation import gettext as _
 from django.utils.translation import npgettext
 
 from idempotency import conf
-from idempotency._request.lookup import has_on_abandon, options_for
-from idempotency._request.stored_request import urlconf_of
+from idempotency._engine.history import HistoryEvent
+from idempotency._http.routes import has_on_abandon, options_for
+from idempotency._http.stored_request import urlconf_of
 from idempotency._states import KeyState
-from idempotency._store.history import HistoryEvent
 from idempotency._text import duration
 from idempotency.admin.history import history_of, is_whole
 from idempotency.admin.reading import encodable, first_line_of

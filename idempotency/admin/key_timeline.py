@@ -9,8 +9,8 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 
 from idempotency import conf
+from idempotency._engine.history import HistoryEvent
 from idempotency._states import KeyState
-from idempotency._store.history import HistoryEvent
 from idempotency._text import duration
 from idempotency.admin.history import LOST, Event, LoggedRun, event_label, runs_of
 from idempotency.admin.timeline import Lane, Mark, Stretch, draw

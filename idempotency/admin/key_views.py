@@ -16,7 +16,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from idempotency._request.atomic_requests import EVERY_ALIAS
+from idempotency._http.atomic_requests import EVERY_ALIAS
 from idempotency._text import cut
 from idempotency.admin import answering, belongings, copying, key_page
 from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username

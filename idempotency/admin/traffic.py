@@ -21,7 +21,7 @@ from django.db.models import F, Sum
 from django.dispatch import receiver
 
 from idempotency import conf
-from idempotency._store.limits import limit_waits
+from idempotency._engine.limits import limit_waits
 from idempotency._text import error_text
 from idempotency.models import TrafficCount
 from idempotency.signals import RequestOutcome, request_answered

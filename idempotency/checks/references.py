@@ -6,7 +6,7 @@ from django.core.checks import CheckMessage, Error, Warning, register
 from django.db import router
 from django.db.models import DO_NOTHING, PROTECT, RESTRICT, ForeignObjectRel
 
-from idempotency._store.aliases import fields_elsewhere
+from idempotency._engine.aliases import fields_elsewhere
 from idempotency.models import IdempotencyKey, StagedJob
 
 

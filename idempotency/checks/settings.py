@@ -14,9 +14,9 @@ from django.db import OperationalError, connections, router
 from django.utils.module_loading import import_string
 
 from idempotency import conf, scopes
-from idempotency._request.problems import RENDERED_FROM
-from idempotency._store import engine
-from idempotency._store.database_errors import effective_isolation
+from idempotency._engine import database_product
+from idempotency._engine.errors import effective_isolation
+from idempotency._http.problems import RENDERED_FROM
 from idempotency._text import first_line
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.policy import views_to_check
@@ -128,9 +128,9 @@ def check_engine(app_configs: Any, databases: Sequence[str] | None = None, **kwa
                 text = f"The database {alias!r} cannot be reached: {first_line(error)}"
                 found.append(Error(text, hint="Start it, or correct DATABASES.", id="idempotency.E013"))
                 continue
-            problem, _ = engine.examine(connection)
+            problem, _ = database_product.examine(connection)
             hint = "Route the models of the app 'idempotency' to PostgreSQL."
-            found += [Error(problem, hint=hint, id=engine.CHECK_ID)] if problem else _mixed_levels(alias)
+            found += [Error(problem, hint=hint, id=database_product.CHECK_ID)] if problem else _mixed_levels(alias)
     return found
 
 

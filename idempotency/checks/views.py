@@ -14,11 +14,11 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connections, router, transaction
 
 from idempotency import conf, scopes
-from idempotency._request.lookup import class_of, options_of
-from idempotency._request.outside import foreign_dispatches, handlers, outside, wrapped
-from idempotency._request.view_call import View, access_is_checked_inside
-from idempotency._store.aliases import share_tables
-from idempotency._store.several_databases import atomic_aliases
+from idempotency._engine.aliases import share_tables
+from idempotency._engine.several_databases import atomic_aliases
+from idempotency._http.outside import foreign_dispatches, handlers, outside, wrapped
+from idempotency._http.routes import class_of, options_of
+from idempotency._http.view import View, access_is_checked_inside
 from idempotency.models import IdempotencyKey
 from idempotency.policy import Protected, allowed_methods, views_to_check
 

@@ -24,9 +24,9 @@ from pydantic import BaseModel
 from idempotency import conf, decorators
 from idempotency._async import awaited
 from idempotency._hidden import Hidden
-from idempotency._request.lookup import FINDERS, METHODS
-from idempotency._request.options import Options
-from idempotency._request.rebuilt import rebuilt_run_of
+from idempotency._http.options import Options
+from idempotency._http.rebuilt import rebuilt_run_of
+from idempotency._http.routes import FINDERS, METHODS
 from idempotency.policy import views_to_check
 from idempotency.scopes import set_other_sender
 

@@ -7,7 +7,7 @@ import ninja
 from ninja.openapi import schema
 from ninja.operation import Operation
 
-from idempotency._request.responses import SAFE_METHODS
+from idempotency._http.responses import SAFE_METHODS
 from idempotency.contrib.openapi import PROBLEM, PROBLEM_SCHEMA, describe
 from idempotency.policy import Protected, policy_of
 

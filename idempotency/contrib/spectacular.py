@@ -6,8 +6,8 @@ from typing import Any
 from drf_spectacular import openapi
 from drf_spectacular.plumbing import ResolvedComponent
 
-from idempotency._request.lookup import options_of
-from idempotency._request.responses import SAFE_METHODS
+from idempotency._http.responses import SAFE_METHODS
+from idempotency._http.routes import options_of
 from idempotency.contrib.openapi import PROBLEM, PROBLEM_SCHEMA, describe
 from idempotency.policy import Protected, policy_of
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from django.core.management.base import CommandError
 from django.db import InterfaceError, OperationalError
 
-from idempotency._store import aliases
-from idempotency._store.database_errors import is_read_only
+from idempotency._engine import aliases
+from idempotency._engine.errors import is_read_only
 from idempotency.backends import BrokerUnavailable
 
 logger = logging.getLogger("idempotency")

@@ -18,7 +18,7 @@ from django.db import connections
 
 from idempotency import conf
 from idempotency._async import FAILURES
-from idempotency._store.database_errors import drop_connection
+from idempotency._engine.errors import drop_connection
 from idempotency._watchdog import Watchdog
 from idempotency.backends import BATCH_SECONDS, BROKER_TIMEOUT_SECONDS
 from idempotency.management.failures import UNREACHABLE, in_one_line, is_unreachable, one_line_of

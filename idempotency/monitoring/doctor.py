@@ -14,9 +14,9 @@ from django.db import InterfaceError, OperationalError, connections, router
 from django.utils.translation import gettext as _
 
 from idempotency import conf
+from idempotency._engine import aliases, replication
 from idempotency._records import HOOKS_FAILED
 from idempotency._states import KeyState
-from idempotency._store import aliases, replication
 from idempotency._text import duration, first_line
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.monitoring import measures

@@ -12,10 +12,10 @@ from django.db import transaction
 from django.db.models import Q
 
 from idempotency import conf
-from idempotency._request.environment import in_environment
-from idempotency._request.lookup import has_on_abandon
-from idempotency._request.responses import stored_headers
-from idempotency._request.stored_request import can_rebuild
+from idempotency._http.environment import in_environment
+from idempotency._http.responses import stored_headers
+from idempotency._http.routes import has_on_abandon
+from idempotency._http.stored_request import can_rebuild
 from idempotency._states import IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
 from idempotency.exceptions import StuckCode

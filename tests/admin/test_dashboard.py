@@ -14,7 +14,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from idempotency._store.round_trips import numbered
+from idempotency._engine.round_trips import numbered
 from idempotency.admin import bulk, dashboard
 from idempotency.admin.actions import looked_at
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessHeartbeat, StagedJob, TrafficCount

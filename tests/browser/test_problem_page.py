@@ -11,8 +11,8 @@ from django.core.handlers.wsgi import WSGIRequest
 from django.http import HttpResponse, HttpResponseBase, HttpResponseRedirect
 from playwright.sync_api import Browser, Page, expect
 
-from idempotency._request import problems
-from idempotency._request.problems import problem_of
+from idempotency._http import problems
+from idempotency._http.problems import problem_of
 from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, Unavailable
 from tests.browser.conftest import SCREENSHOTS
 from tests.browser.visitor import Visitor

@@ -16,9 +16,9 @@ from django.http import HttpRequest, JsonResponse
 from django.test import Client
 from pytest_django import DjangoDbBlocker, Settings
 
-from idempotency._store import replication
-from idempotency._store.engine import is_citus
-from idempotency._store.transactions import durable_transaction
+from idempotency._engine import replication
+from idempotency._engine.database_product import is_citus
+from idempotency._engine.transactions import durable_transaction
 from idempotency.completer import complete_once
 from idempotency.enqueuer import backlog
 from idempotency.exceptions import NotReplicated

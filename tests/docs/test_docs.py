@@ -26,8 +26,8 @@ from django.test import RequestFactory
 from django.utils import timezone
 
 from idempotency import conf, exceptions
-from idempotency._request import problems
-from idempotency._request.problems import problem_of
+from idempotency._http import problems
+from idempotency._http.problems import problem_of
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.completer import CompletePass
 from idempotency.conf import Settings

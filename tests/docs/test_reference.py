@@ -17,9 +17,9 @@ from django.dispatch import Signal
 from kombu.transport.redis import Channel
 
 from idempotency import _prompt, _states, backends, conf, inbox, signals
-from idempotency._request import problems, stored_request
-from idempotency._request.problems import problem_of
-from idempotency._store.history import HistoryEvent
+from idempotency._engine.history import HistoryEvent
+from idempotency._http import problems, stored_request
+from idempotency._http.problems import problem_of
 from idempotency.admin.export import MAX_CHARACTERS
 from idempotency.checks import settings as setting_checks
 from idempotency.client import _rules

@@ -1,4 +1,4 @@
-"""The shape of the code: short modules and functions."""
+"""The shape of the code: short modules and functions, and an engine that knows no HTTP."""
 
 import ast
 from pathlib import Path
@@ -20,3 +20,14 @@ def test_a_module_has_300_lines_at_most_and_the_body_of_a_function_40(path: Path
             if body and (body[-1].end_lineno or 0) - body[0].lineno >= 40:
                 long.append(node.name)
     assert not long
+
+
+@pytest.mark.parametrize("path", sorted((APP / "_engine").glob("*.py")), ids=lambda path: path.name)
+def test_the_engine_imports_nothing_of_http(path: Path) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            imported |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+    assert not [name for name in imported if name.startswith(("django.http", "django.urls"))]

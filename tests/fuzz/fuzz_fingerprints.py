@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idempotency._hidden import Hidden
-from idempotency._request.fingerprint import fingerprint
+from idempotency._http.fingerprint import fingerprint
 from tests.fuzz import rule_27
 from tests.fuzz.examples import examples
 

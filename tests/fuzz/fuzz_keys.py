@@ -4,8 +4,8 @@ from django.test import RequestFactory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from idempotency._request.key_header import key_of
-from idempotency._request.problems import Problem
+from idempotency._http.key_header import key_of
+from idempotency._http.problems import Problem
 from tests.fuzz.examples import examples
 
 _factory = RequestFactory()

@@ -12,8 +12,8 @@ from django.db.transaction import TransactionManagementError
 from django.test.utils import CaptureQueriesContext
 
 from idempotency import inbox
-from idempotency._store import engine
-from idempotency._store.transactions import durable_transaction
+from idempotency._engine import database_product
+from idempotency._engine.transactions import durable_transaction
 from idempotency.contrib import rq as rq_backend
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import process_once
@@ -181,7 +181,7 @@ def test_the_statements_of_the_block_keep_their_own_lock_timeout(own):
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("citus", [False, True])
 def test_the_wait_is_limited_on_the_workers_of_citus_too(citus, monkeypatch):
-    monkeypatch.setattr(engine, "is_citus", lambda connection: citus)
+    monkeypatch.setattr(database_product, "is_citus", lambda connection: citus)
     with CaptureQueriesContext(connection) as captured:
         _first()
     texts = [query["sql"] or "" for query in captured]  # Django does not know each text that the server has prepared.

@@ -10,7 +10,7 @@ import pytest
 from django.db import DatabaseError, connection
 from django.db.models.functions import Now
 
-from idempotency._store.limits import IDLE, LOCK
+from idempotency._engine.limits import IDLE, LOCK
 from idempotency.backends import MAX_ATTEMPTS, OneByOne
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.interventions import retry_jobs

@@ -8,7 +8,7 @@ from django.db.models import F
 from django.db.models.functions import Now
 from django.utils import timezone
 
-from idempotency._store.engine import is_citus
+from idempotency._engine.database_product import is_citus
 from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from idempotency._store import claims, fence
-from idempotency._store.advisory_locks import lock_parameters
-from idempotency._store.claims import ClaimedRequest
+from idempotency._engine import claims, fence
+from idempotency._engine.advisory_locks import lock_parameters
+from idempotency._engine.claims import ClaimedRequest
 from idempotency.models import IdempotencyKey
 
 POINTS = ("started", "paid")

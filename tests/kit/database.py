@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from idempotency._store.engine import is_citus
+from idempotency._engine.database_product import is_citus
 from tests.kit.threads import Gate, background
 
 

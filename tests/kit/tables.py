@@ -24,7 +24,7 @@ def install() -> None:
 
 
 def _teardown(case: TransactionTestCase) -> None:
-    from idempotency._store import late_releases  # needs Django's settings, which the mutation tool lacks
+    from idempotency._engine import late_releases  # needs Django's settings, which the mutation tool lacks
 
     # Otherwise the thread would query deleted rows, possibly during a test that must not use a database.
     late_releases._waiting.clear()

@@ -20,7 +20,7 @@ from tests.mutation.choice import SAMPLED, SEED
 from tests.mutation.warm import signature
 
 ROOT = Path(__file__).resolve().parents[2]
-SQL_MODULES = ("idempotency/_store/statements.py", "idempotency/_store/advisory_locks.py")
+SQL_MODULES = ("idempotency/_engine/statements.py", "idempotency/_engine/advisory_locks.py")
 #: Operators of Cosmic Ray, without those that change ``X | None`` in annotations or the bare ``*`` of a signature.
 OPERATORS = (
     *("AddNot", "ReplaceUnaryOperator_Delete_Not", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue"),

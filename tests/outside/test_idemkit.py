@@ -24,9 +24,9 @@ from idemkit.conformance import BackendConformance
 from idemkit.core.state import ClaimResult, ClaimResultType, State, StoredRecord
 
 from idempotency import conf
+from idempotency._engine import claims, fence
 from idempotency._engine.attempts import Wait
-from idempotency._store import claims, fence
-from idempotency._store.claims import Claim, ClaimedRequest, Outcome
+from idempotency._engine.claims import Claim, ClaimedRequest, Outcome
 from idempotency.exceptions import LockLost
 from idempotency.models import STARTED, IdempotencyKey
 

@@ -14,7 +14,7 @@ from pytest_django import Settings
 
 from idempotency import interventions
 from idempotency._abandonment import settle
-from idempotency._store import claims
+from idempotency._engine import claims
 from idempotency.completer import complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey

@@ -10,7 +10,7 @@ from django.http import HttpRequest, HttpResponse
 from django.utils import timezone
 from pytest_django import Settings
 
-from idempotency._store.aliases import share_tables
+from idempotency._engine.aliases import share_tables
 from idempotency.decorators import idempotent
 from idempotency.management.commands.idempotency_worker import _LOOPS
 from idempotency.models import IdempotencyKey

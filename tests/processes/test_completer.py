@@ -20,9 +20,9 @@ from pytest_django import Settings
 from rest_framework.throttling import BaseThrottle
 from rest_framework.views import APIView
 
-from idempotency._request.rebuilt import rebuilt_run_of
-from idempotency._store import claims
-from idempotency._store.database_errors import accepts_writes
+from idempotency._engine import claims
+from idempotency._engine.errors import accepts_writes
+from idempotency._http.rebuilt import rebuilt_run_of
 from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.decorators import idempotent
 from idempotency.exceptions import OPEN_TO_RETRIES, KeyStuck, StuckCode

@@ -16,7 +16,7 @@ from django.views import View as ClassBasedView
 from django.views.decorators.csrf import csrf_protect
 from pytest_django import Settings
 
-from idempotency._request import stored_request
+from idempotency._http import stored_request
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey

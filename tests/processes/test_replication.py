@@ -17,8 +17,8 @@ from django.db import OperationalError, connection, transaction
 from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
 
-from idempotency._store import replication
-from idempotency._store.claims import claim_by_id
+from idempotency._engine import replication
+from idempotency._engine.claims import claim_by_id
 from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey, ProcessedMessage

@@ -15,7 +15,7 @@ from sentry_sdk.integrations.django import install_sql_hook
 
 from benchmarks import views
 from benchmarks.counts import Counts, count, create_table
-from idempotency._request import view_call
+from idempotency._engine.key_run import current_key
 from idempotency.models import IdempotencyKey, StagedJob
 from tests.kit.tables import truncate
 
@@ -116,7 +116,7 @@ def test_call_under_a_derived_key_is_one_statement_more() -> None:
             pass
 
     cost = len(first(views.ride).statements)
-    with patch.object(views, "charge", lambda: with_a_call(cast(IdempotencyKey, view_call.current_key.get()))):
+    with patch.object(views, "charge", lambda: with_a_call(cast(IdempotencyKey, current_key.get()))):
         counts = first(views.ride)
     assert (len(counts.statements), counts.commits) == (cost + 1, 5)
     assert (counts.updates, counts.hot_updates) == (4, 3)

@@ -17,7 +17,7 @@ from django.views.decorators.http import require_POST
 from pytest_django import Settings
 
 from benchmarks.counts import sent
-from idempotency._request.problems import problem_of
+from idempotency._http.problems import problem_of
 from idempotency.decorators import idempotent
 from idempotency.exceptions import InProgress
 from idempotency.jobs import stage_job

@@ -20,8 +20,8 @@ from django.test import RequestFactory
 from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 
 from idempotency._hidden import Hidden
-from idempotency._request.fingerprint import fingerprint, target
-from idempotency._request.stored_request import capture
+from idempotency._http.fingerprint import fingerprint, target
+from idempotency._http.stored_request import capture
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from tests.kit.serving import Sender, View

@@ -8,7 +8,7 @@ import pytest
 from django.http import HttpRequest, HttpResponse
 from pytest_django import Settings
 
-from idempotency._request import fingerprint
+from idempotency._http import fingerprint
 from idempotency.models import IdempotencyKey
 from tests.kit.database import statements
 from tests.kit.serving import Sender, View, another_client, problem

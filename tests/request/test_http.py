@@ -33,8 +33,8 @@ from django.views.decorators.csrf import csrf_exempt
 from pytest_django import Settings
 
 from idempotency import scopes
-from idempotency._request.key_header import key_of as key_carried_by
-from idempotency._request.problems import Problem
+from idempotency._http.key_header import key_of as key_carried_by
+from idempotency._http.problems import Problem
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from tests.factories import UserFactory

@@ -17,7 +17,7 @@ from django.utils.functional import SimpleLazyObject
 from pytest_django import Settings
 
 from idempotency import scopes
-from idempotency._request.stored_request import MAX_KEPT_BYTES
+from idempotency._http.stored_request import MAX_KEPT_BYTES
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey

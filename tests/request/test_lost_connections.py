@@ -9,8 +9,8 @@ import pytest
 from django.db import OperationalError, connection
 from django.http import HttpRequest, HttpResponse
 
-from idempotency._store import fence
-from idempotency._store.database_errors import drop_connection
+from idempotency._engine import fence
+from idempotency._engine.errors import drop_connection
 from idempotency.models import IdempotencyKey
 from tests.kit.serving import Sender, View, problem
 from tests.kit.threads import elsewhere

@@ -20,7 +20,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from idempotency._request.problems import _TITLES
+from idempotency._http.problems import _TITLES
 from idempotency.contrib import ninja
 from idempotency.contrib.ninja_openapi import NinjaAPI
 from idempotency.contrib.spectacular import AutoSchema

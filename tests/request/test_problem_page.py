@@ -9,8 +9,8 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.test import RequestFactory
 from pytest_django import Settings
 
-from idempotency._request import problems
-from idempotency._request.problems import problem_of
+from idempotency._http import problems
+from idempotency._http.problems import problem_of
 from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, NotReplicated, Unavailable
 from tests.kit.serving import Sender
 from tests.kit.views import Counted, plain

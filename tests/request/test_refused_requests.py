@@ -14,7 +14,7 @@ from rest_framework.authentication import SessionAuthentication
 from rest_framework.views import APIView
 
 from idempotency import interventions
-from idempotency._store import claims, settlement
+from idempotency._engine import claims, settlement
 from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.contrib.prometheus import DatabaseCollector
 from idempotency.decorators import idempotent

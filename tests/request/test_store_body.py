@@ -13,7 +13,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from idempotency._hidden import Hidden
-from idempotency._request.fingerprint import fingerprint
+from idempotency._http.fingerprint import fingerprint
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey

@@ -16,7 +16,7 @@ from rest_framework.permissions import IsAdminUser
 from rest_framework.views import APIView
 
 from idempotency import scopes
-from idempotency._request.rebuilt import rebuilt_run_of
+from idempotency._http.rebuilt import rebuilt_run_of
 from idempotency.completer import CompletePass, complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey

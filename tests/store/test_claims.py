@@ -15,11 +15,11 @@ from django.db import DataError, Error, OperationalError, connection, transactio
 from django.db.models.functions import Now
 
 from idempotency import interventions
+from idempotency._engine import claims, fence, rows, settlement
+from idempotency._engine.advisory_locks import HOLDER
+from idempotency._engine.claims import Claim, Outcome
+from idempotency._engine.dialects import HISTORY_LIMIT
 from idempotency._hidden import Hidden
-from idempotency._store import claims, fence, rows, settlement
-from idempotency._store.advisory_locks import HOLDER
-from idempotency._store.claims import Claim, Outcome
-from idempotency._store.dialects import HISTORY_LIMIT
 from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import ago, expire_lock, make_older, past_the_retention

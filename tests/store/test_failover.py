@@ -11,8 +11,8 @@ from django.db import OperationalError, connection
 from django.http import HttpResponse
 from pytest_django import Settings
 
-from idempotency._store import late_releases
-from idempotency._store.late_releases import release_later
+from idempotency._engine import late_releases
+from idempotency._engine.late_releases import release_later
 from idempotency.completer import complete_once
 from idempotency.enqueuer import enqueue_once
 from idempotency.inbox import process_once

@@ -5,7 +5,7 @@ import logging
 import pytest
 from django.db import transaction
 
-from idempotency._store import events, fence, rows, settlement
+from idempotency._engine import events, fence, rows, settlement
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory

@@ -8,12 +8,12 @@ import pytest
 from django.db import IntegrityError, connection, transaction
 from django.db.models.functions import Now
 
-from idempotency._request import view_call
-from idempotency._store import fence, rows, settlement
-from idempotency._store.advisory_locks import lock_parameters
-from idempotency._store.claims import Outcome
-from idempotency._store.dialects import HISTORY_LIMIT
-from idempotency._store.transactions import durable_transaction
+from idempotency._engine import fence, rows, settlement
+from idempotency._engine.advisory_locks import lock_parameters
+from idempotency._engine.claims import Outcome
+from idempotency._engine.dialects import HISTORY_LIMIT
+from idempotency._engine.transactions import durable_transaction
+from idempotency._http import view
 from idempotency.exceptions import LockLost
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
@@ -238,9 +238,9 @@ def test_runs_of_different_keys_that_stage_a_job_and_finish_side_by_side_do_not_
 
     def last_phase(number: int) -> None:
         with durable_transaction("serializable", using="default"):
-            token = view_call.current_key.set(held[number])
+            token = view.current_key.set(held[number])
             stage_job("rides_demo.jobs.send_ride_receipt")
-            view_call.current_key.reset(token)
+            view.current_key.reset(token)
             finish(held[number])
             written.wait(60)
 

@@ -17,10 +17,10 @@ from django.http import HttpResponse
 from pytest_django import Settings
 
 from idempotency import enqueuer, interventions, reaper
-from idempotency._store import settlement
-from idempotency._store.advisory_locks import HOLDER
-from idempotency._store.dialects import POSTGRESQL
-from idempotency._store.statements import ANYWHERE, AT_PLACE, TABLE, Statements
+from idempotency._engine import settlement
+from idempotency._engine.advisory_locks import HOLDER
+from idempotency._engine.dialects import POSTGRESQL
+from idempotency._engine.statements import ANYWHERE, AT_PLACE, TABLE, Statements
 from idempotency.admin import traffic
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey

@@ -18,8 +18,8 @@ from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
 from idempotency import interventions
+from idempotency._engine import fence, replication
 from idempotency._engine.attempts import waiting_slots
-from idempotency._store import fence, replication
 from idempotency.completer import complete_once
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import NotReplicated

@@ -17,9 +17,9 @@ from pytest_django import Settings
 
 from benchmarks import views as bench
 from benchmarks.counts import create_table
+from idempotency._engine import round_trips, transactions
+from idempotency._engine.transactions import durable_transaction
 from idempotency._hidden import Hidden
-from idempotency._store import round_trips, transactions
-from idempotency._store.transactions import durable_transaction
 from idempotency.models import IdempotencyKey
 from tests.kit.cutting import CHUNK_BYTES, Cut, cutting_proxy
 from tests.kit.serving import Sender
@@ -111,7 +111,7 @@ def test_each_statement_is_a_round_trip(
     merged: bool, citus: bool, trips: int, merge: Callable[[bool], None], bench_table: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     merge(merged)
-    for name in (round_trips, transactions.engine):
+    for name in (round_trips, transactions.database_product):
         monkeypatch.setattr(name, "is_citus", lambda connection: citus)
     bench.plain(bench.request())
     assert messages(lambda: bench.plain(bench.request())) == trips

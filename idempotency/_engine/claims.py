@@ -1,0 +1,300 @@
+"""Claims: take the lock of a key, or find out why that is not possible.
+
+On PostgreSQL a claim is one statement. Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", whose
+SELECT and INSERT under SERIALIZABLE are one upsert here.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from django.db import Error, connections
+
+from idempotency._engine import statements
+from idempotency._engine.advisory_locks import HOLDER, lock_parameters, way_of
+from idempotency._engine.errors import connection_lost, refuse_second_wait, serialization_failed
+from idempotency._engine.history import HistoryEvent
+from idempotency._engine.late_releases import release_later
+from idempotency._engine.rows import born, execute, fetch, fetch_key, key_of_row, statements_for, token_parameter, vendor
+from idempotency._engine.transactions import First
+from idempotency._hidden import Hidden, Parameters
+from idempotency.exceptions import OPEN_TO_RETRIES
+from idempotency.models import IdempotencyKey, random_seed
+
+#: The number of attempts if other runs change the row concurrently. Each time another run has progressed.
+_CLAIM_TRIES = 10
+
+
+class Outcome(Enum):
+    CLAIMED = "claimed"
+    FINISHED = "finished"
+    MISMATCH = "mismatch"
+    IN_PROGRESS = "in progress"
+    STUCK = "stuck"
+    UNKNOWN_POINT = "unknown recovery point"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ClaimedRequest:
+    """The columns of a request that a claim stores, to compare a retry with it and to run it again."""
+
+    scope: str
+    idempotency_key: str
+    user_id: Any
+    request_method: str
+    request_path: str
+    request_body: bytes | None
+    request_content_type: str
+    request_headers: dict[str, str]
+    remote_addr: str
+    request_fingerprint: str
+    #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
+    made_alike: Callable[[str], str | None]
+    #: The time for which a finished or refused key is kept; None: forever.
+    retention_hours: int | None
+    #: Why the request cannot be stored: raised by a claim that would store it.
+    unstorable: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Claim:
+    """The result of a claim. While another run holds the key, ``lock_seconds`` is the remaining time of its lock; 1 if that is
+    unknown."""
+
+    outcome: Outcome
+    key: Any = None
+    lock_seconds: float = 1
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Found:
+    """The result of a claim statement: the columns of the claimed key, or the existing key with the remaining seconds of its
+    lock; and the time before the statement."""
+
+    sent: float
+    claimed: tuple[Any, ...] | None = None
+    key: IdempotencyKey | None = None
+    expired: bool = False
+    lock_seconds: float = 0
+    verdict: str = ""
+
+
+def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, using: str) -> Claim:
+    """Claim the key of a phased view, in autocommit. On CLAIMED the row is locked with the token of this claim. Otherwise
+    nothing was written, except that an expired key may have been retired. The argument ``recovery_points`` has all from which
+    the view can continue: the first and those it declares. Raises ``request.unstorable`` if the claim would store the request,
+    because the key is new or nothing was begun for it."""
+    postgresql = vendor(using) == "postgresql"
+    in_one = postgresql and request.unstorable is None
+    text = statements_for(using)
+    parameters = _parameters(request, using)
+    parameters.value["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
+    for _ in range(_CLAIM_TRIES):
+        try:
+            found = _look(text.claim_phased if in_one else text.read, parameters, request, using)
+            key = found.key
+            if key is not None:
+                if found.expired:
+                    _retire(key, request, using)
+                    continue
+                if refusal := _refusal(found, request):
+                    return refusal
+                if key.recovery_point not in recovery_points:
+                    return Claim(Outcome.UNKNOWN_POINT, key)
+                if key.request_fingerprint != request.request_fingerprint:  # It was made in another way.
+                    alike = replace(request, request_fingerprint=key.request_fingerprint)
+                    return claim_phased(alike, recovery_points, using=using)
+            if not in_one:
+                if request.unstorable is not None and (key is None or key.untouched):
+                    raise request.unstorable
+                found = _look(text.upsert, parameters, request, using)
+        except Error as error:
+            claimed = IdempotencyKey(scope=request.scope, idempotency_key=request.idempotency_key)
+            _raise_unless_race(error, claimed, parameters, using)
+            continue
+        if found.claimed is not None:
+            # A claim clears the mark of a stuck key, and an unfinished key has no response.
+            return Claim(Outcome.CLAIMED, _key_of_claim(found, request, parameters, using, finished_at=None))
+        # Another claim has inserted or changed the key, and the next attempt reads it; or a plain view holds the key.
+        if key is None and postgresql and (refusal := _refusal_by_holder(parameters, using)):
+            return refusal
+    return Claim(Outcome.IN_PROGRESS)
+
+
+def first_of_plain(request: ClaimedRequest, *, using: str) -> First:
+    """Return the claim of a plain view, which may be sent with BEGIN."""
+    text = statements_for(using)
+    return First(text.claim_plain if vendor(using) == "postgresql" else text.insert_plain, _parameters(request, using))
+
+
+def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
+    """Claim the key of a plain view in its transaction, which may have begun with ``first``. On CLAIMED the row is inserted,
+    and visible after COMMIT. Until then advisory locks refuse a duplicate; on SQLite the duplicate waits for the write lock.
+    Otherwise only an expired row changes."""
+    postgresql, text = vendor(using) == "postgresql", statements_for(using)
+    parameters = first.parameters
+    for attempt in range(_CLAIM_TRIES):
+        ran = first.ran and attempt == 0
+        found = _parsed(Hidden(first.row), 0.0, request, using) if ran else _look(first.text, parameters, request, using)
+        if found.claimed is not None:
+            key = _key_of_claim(found, request, parameters, using)
+            key.born_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.
+            return Claim(Outcome.CLAIMED, key)
+        if found.verdict == "same":  # A run of the same request holds the key, and has not committed.
+            return Claim(Outcome.IN_PROGRESS)
+        if found.verdict == "other":  # Another run holds the key: its holder tells whether the request is the same.
+            return _refusal_by_holder(parameters, using) or Claim(Outcome.IN_PROGRESS)
+        if not postgresql:
+            found = _look(text.read, parameters, request, using)
+        if found.key is None:
+            continue  # The row was inserted or deleted concurrently.
+        if not found.expired:
+            # A plain view leaves no unfinished row: the view was phased before a deploy.
+            return _refusal(found, request) or Claim(Outcome.UNKNOWN_POINT, found.key)
+        _retire(found.key, request, using)
+    return Claim(Outcome.IN_PROGRESS)
+
+
+def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = False) -> IdempotencyKey | None:
+    """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next run is due. If this run
+    fails too, the key is due again after ``delay_seconds``. Return None if the key is not due, locked, finished, stuck or
+    refused."""
+    parameters: Parameters = Hidden(
+        {
+            "id": pk,
+            "claim_token": token_parameter(uuid.uuid4(), using),
+            "delay": delay_seconds,
+            "early": early,
+            "event": HistoryEvent.CLAIMED,
+            "detail": "reaper" if early else "completer",
+        }
+    )
+    try:
+        return fetch_key(statements_for(using).claim_by_id, parameters, using)
+    except Error as error:
+        _raise_unless_race(error, IdempotencyKey(pk=pk), parameters, using)
+        return None
+
+
+def _look(text: str, parameters: Parameters, request: ClaimedRequest, using: str) -> _Found:
+    sent = time.monotonic()
+    with _one_wait():
+        values = Hidden(fetch(text, parameters, using))
+    return _parsed(values, sent, request, using)
+
+
+def _retire(key: IdempotencyKey, request: ClaimedRequest, using: str) -> None:
+    with _one_wait():
+        execute(statements_for(using).retire, Hidden({"id": key.pk, "scope": request.scope}), using)
+
+
+@contextmanager
+def _one_wait() -> Iterator[None]:
+    try:
+        yield
+    except Error as error:
+        refuse_second_wait(error)
+        raise
+
+
+def _parsed(values: Hidden[tuple[Any, ...] | None], sent: float, request: ClaimedRequest, using: str) -> _Found:
+    if values.value is None:
+        return _Found(sent)
+    parts = Hidden(statements.parts(values.value))
+    verdict = parts.value[2]
+    if parts.value[0] is not None:
+        return _Found(sent, parts.value[0])
+    met = Hidden(parts.value[1])
+    if met.value[0] is None:
+        return _Found(sent, verdict=verdict)
+    expired, lock_seconds = met.value[-2:]
+    key = key_of_row(
+        statements.MET, Hidden(met.value[:-2]), using, scope=request.scope, idempotency_key=request.idempotency_key
+    )
+    return _Found(sent, None, key, bool(expired), lock_seconds, verdict)
+
+
+def _raise_unless_race(error: Error, key: IdempotencyKey, parameters: Parameters, using: str) -> None:
+    """Raise the error of a claim statement, unless another claim won under a high level of isolation. After a lost connection
+    or standby, release the claim: it may have been committed."""
+    if serialization_failed(error) and not connections[using].in_atomic_block:
+        return
+    sent = vendor(using) == "postgresql" and connections[using].connection is not None
+    if sent and connection_lost(error, using):
+        key.fence = _token_of(parameters)
+        release_later(key, "The result of the claim was lost with the connection.", using=using)
+    raise error
+
+
+def _token_of(parameters: Parameters) -> uuid.UUID:
+    return uuid.UUID(str(parameters.value["claim_token"]))
+
+
+def _key_of_claim(found: _Found, request: ClaimedRequest, parameters: Parameters, using: str, **known: Any) -> IdempotencyKey:
+    claimed = Hidden(found.claimed or ())
+    key = key_of_row(
+        statements.CLAIMED,
+        Hidden(claimed.value[:-2]),
+        using,
+        scope=request.scope,
+        idempotency_key=request.idempotency_key,
+        request_method=request.request_method,
+        request_path=request.request_path,
+        request_fingerprint=request.request_fingerprint,
+        claim_token=_token_of(parameters),
+        stuck_at=None,
+        stuck_code="",
+        stuck_reason="",
+        response_code=None,
+        response_headers=None,
+        response_body=None,
+        **known,
+    )
+    age_seconds, key.place = claimed.value[-2:]
+    key.born_monotonic, key.fence = born(found.sent, age_seconds), key.claim_token
+    return key
+
+
+def _refusal(found: _Found, request: ClaimedRequest) -> Claim | None:
+    """Return why the found key cannot be claimed, or None. A mismatch is first: another request must learn nothing else."""
+    key: Any = found.key
+    stored, own = key.request_fingerprint, request.request_fingerprint
+    if (alike := own if way_of(own) == way_of(stored) else request.made_alike(stored)) is None:
+        return Claim(Outcome.IN_PROGRESS, key)
+    if alike != stored:
+        return Claim(Outcome.MISMATCH, key)
+    if key.finished_at is not None:
+        return Claim(Outcome.FINISHED, key)
+    if found.lock_seconds > 0:
+        return Claim(Outcome.IN_PROGRESS, key, lock_seconds=found.lock_seconds)
+    if key.stuck_at is not None and key.stuck_code not in OPEN_TO_RETRIES:
+        return Claim(Outcome.STUCK, key)
+    return None
+
+
+def _refusal_by_holder(parameters: Parameters, using: str) -> Claim | None:
+    held, another_request = fetch(HOLDER, parameters, using) or (False, False)
+    return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS) if held else None
+
+
+def _parameters(request: ClaimedRequest, using: str) -> Parameters:
+    # The field of the project's user model runs here.
+    user_id = IdempotencyKey._meta.get_field("user").get_db_prep_save(request.user_id, connections[using])
+    locks = lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
+    return Hidden(
+        locks
+        | {name: getattr(request, name) for name in statements.REQUEST}
+        | {
+            "user_id": user_id,
+            "request_headers": json.dumps(request.request_headers),
+            "claim_token": token_parameter(uuid.uuid4(), using),
+            "seed": random_seed(),
+            "event": HistoryEvent.CLAIMED,
+            "detail": "client",
+        }
+    )

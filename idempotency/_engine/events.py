@@ -1,0 +1,39 @@
+"""Log lines and signals about a key."""
+
+import logging
+from typing import Any
+
+from django.db import transaction
+from django.dispatch import Signal
+
+from idempotency import signals
+from idempotency._engine.rows import read
+from idempotency._engine.transactions import in_outer_transaction
+from idempotency.models import IdempotencyKey
+
+logger = logging.getLogger("idempotency")
+
+
+def about(key: IdempotencyKey) -> dict[str, str]:
+    return {"key_hash": key.key_hash}
+
+
+def emit(signal: Signal, key: IdempotencyKey | None, request: Any, **more: Any) -> None:
+    signal.send_robust(sender=IdempotencyKey, key=key, request=request, **more)
+
+
+def emit_committed(signal: Signal, key: IdempotencyKey, request: Any, **more: Any) -> None:
+    """Send a signal about the work of a key: now, or after the COMMIT of an outer transaction that contains the work."""
+    using = str(key._state.db)
+    if in_outer_transaction(using):
+        # A function of this app: backends._callbacks() does not count it.
+        transaction.on_commit(lambda: emit(signal, key, request, **more), using=using)
+    else:
+        emit(signal, key, request, **more)
+
+
+def announce_stuck(pk: int, request: Any, *, using: str) -> None:
+    key = read(pk, using=using)
+    if key is not None:
+        logger.warning("key %s is stuck (%s): %s", key.key_hash, key.stuck_code, key.stuck_reason, extra=about(key))
+    emit(signals.key_stuck, key, request)

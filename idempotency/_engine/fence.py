@@ -1,0 +1,186 @@
+"""The fence: conditional updates of a claimed key.
+
+The WHERE clause of each UPDATE contains the random token of the claim. If another claim has taken over the key, the UPDATE
+changes no row, LockLost is raised, and the transaction is rolled back.
+Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", whose lock has no token.
+"""
+
+import json
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from django.db import connections
+
+from idempotency._engine import replication, statements
+from idempotency._engine.cursors import is_instrumented
+from idempotency._engine.events import about
+from idempotency._engine.history import HistoryEvent
+from idempotency._engine.rows import execute, fetch, statements_for, token_parameter
+from idempotency._engine.transactions import OwnTransaction, refuse_outer_transaction
+from idempotency._hidden import Hidden, Parameters
+from idempotency._text import storable, summary
+from idempotency._watchdog import note_progress
+from idempotency.exceptions import KeyStuck, LockLost, StuckCode
+from idempotency.models import FINISHED, IdempotencyKey
+
+logger = logging.getLogger("idempotency")
+
+_MAX_CODE_LENGTH = 50
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StoredResponse:
+    """The parts of a response to store."""
+
+    code: int
+    headers: dict[str, str]
+    #: None: the body is not stored.
+    body: bytes | None
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters of a statement that stores the response."""
+        return {"code": self.code, "headers": json.dumps(self.headers), "body": self.body}
+
+
+def advance(key: IdempotencyKey, recovery_point: str, *, using: str, ends: OwnTransaction | None = None) -> None:
+    """Set the recovery point and renew the lock. Raises LockLost if another claim has taken over the key. If the transaction
+    ``ends`` sends its last statement with COMMIT, this is its last statement, and LockLost is raised there."""
+    event: dict[str, Any] = {"event": HistoryEvent.RECOVERY_POINT, "detail": recovery_point}
+    _fenced("advance", key, using, ends=ends, recovery_point=recovery_point, **event)
+
+
+def renew(key: IdempotencyKey, *, using: str, ends: OwnTransaction | None = None) -> None:
+    """Renew the lock, and mark that the request has begun something. Raises LockLost if another claim has taken over the key,
+    or the key is stuck."""
+    _fenced("renew", key, using, ends=ends)
+
+
+def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = "") -> None:
+    """Commit that a call with a derived key begins: renew the lock, and write the call into the history. Raises LockLost if
+    another claim has taken over the key, or it is stuck with another code than ``stuck_code``. Raises RuntimeError in a
+    transaction, whose rollback would erase the call."""
+    refuse_outer_transaction(using)
+    called: dict[str, Any] = {"event": HistoryEvent.CALL_BEGUN, "detail": summary(name)}
+    _fenced("begin_call", key, using, stuck_code=stuck_code, **called)
+
+
+def finish(
+    key: IdempotencyKey,
+    response: StoredResponse,
+    *,
+    using: str,
+    untouched: bool = False,
+    ends: OwnTransaction | None = None,
+) -> None:
+    """Store the response. Raises LockLost if another claim has taken over the
+    key. With ``untouched``, raises LockLost also if something was begun: if the response to a COMMIT was lost, the run may
+    not know of it."""
+    statement = "finish_untouched" if untouched else "finish"
+    if key.recovery_point == FINISHED:  # The row of a plain view was inserted as finished.
+        statement = "finish_plain"
+    event: dict[str, Any] = {"event": HistoryEvent.FINISHED, "detail": f"status {response.code}"}
+    _fenced(statement, key, using, ends=ends, **response.parameters(), **event)
+
+
+def set_free(key: IdempotencyKey, code: int, *, using: str, ends: OwnTransaction | None = None) -> None:
+    """Let the client of a plain view use its key again, although the writes of the view are committed. The row expires under
+    another scope. It has the status of the response, but neither headers nor body."""
+    event: dict[str, Any] = {"event": HistoryEvent.FINISHED, "detail": f"status {code}, not stored"}
+    _fenced("set_free", key, using, ends=ends, code=code, **event)
+
+
+def release(key: IdempotencyKey, error: str, *, using: str) -> None:
+    """Unlock an unfinished key and store ``error``; do nothing if it is finished, or another claim has taken it over.
+
+    Raises NotReplicated if a failover may undo that, and lock the key again (CONFIRM_REPLICATED).
+    """
+    try:
+        _fenced("release", key, using, error=storable(error), event=HistoryEvent.ERROR, detail=summary(error))
+    except LockLost:
+        logger.info("key %s was taken over by another run before it was released", key.key_hash, extra=about(key))
+        replication.confirm(using)
+
+
+def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:
+    """Unlock a key whose client gets a refusal, and store ``error``.
+
+    If nothing was begun, only a retry of the client runs the key from now on.
+    Raises LockLost if another claim has taken over the key, because its response may be another one.
+    """
+    described: dict[str, Any] = {"error": storable(error), "detail": summary(error)}
+    if key.untouched:
+        _fenced("refuse", key, using, event=HistoryEvent.REFUSED, **described)
+    else:
+        _fenced("release", key, using, event=HistoryEvent.ERROR, **described)
+
+
+def leave_to_client(key: IdempotencyKey, error: str, *, using: str) -> None:
+    """Unlock a key of which only the client can send the request again: ``refuse`` without LockLost, because no client gets
+    a response now."""
+    with suppress(LockLost):
+        refuse(key, error, using=using)
+
+
+def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> None:
+    """Mark a claimed key as stuck. Raises LockLost if another claim has taken it over."""
+    parameters: dict[str, Any] = stuck_parameters(code, reason)
+    _fenced("mark_stuck", key, using, **parameters)
+    key.stuck_code = parameters["code"]
+
+
+def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransaction | None = None, **values: Any) -> None:
+    text: str = getattr(statements_for(using), statement)
+    parameters: Parameters = Hidden(values)
+    del values
+    parameters.value |= {"id": key.pk, "place": key.place, "reached": key.recovery_point}
+    parameters.value["token"] = token_parameter(key.fence, using)
+    if ends is not None:
+
+        def note(row: tuple[Any, ...]) -> None:
+            key.place = row[0]
+            note_progress(key)
+
+        if key.place is not None and ends.end_with(_or_fail(text), parameters, note):
+            return
+        ends.refuse_if_ended()
+    if key.place is not None and not is_instrumented(connections[using]):
+        # The row is at another place after a rollback or an update.
+        row = fetch(text + statements.AT_PLACE, parameters, using) or fetch(text + statements.ANYWHERE, parameters, using)
+        if row is None:
+            raise LockLost
+        (key.place,) = row
+    elif execute(text, parameters, using) != 1:
+        raise LockLost
+    note_progress(key)
+
+
+@cache
+def _or_fail(text: str) -> str:
+    """Return a fenced statement that divides by zero if it changes no row, so that a COMMIT behind it does nothing."""
+    # The texts are those of this app.
+    elsewhere = f"{text} AND NOT EXISTS (SELECT FROM here){statements.ANYWHERE}"  # nosec B608  # see above
+    return (
+        f"WITH here AS ({text}{statements.AT_PLACE}), elsewhere AS ({elsewhere}), "  # noqa: S608  # nosec B608  # see above
+        "changed AS (SELECT ctid FROM here UNION ALL SELECT ctid FROM elsewhere) "
+        "SELECT (SELECT ctid FROM changed), 1 / (SELECT count(*) FROM changed)"
+    )
+
+
+def storable_code(code: object) -> str:
+    """Return a stuck code that the column accepts. A project's subclass of KeyStuck may have any value as its code."""
+    return "".join(filter(str.isprintable, str(code or "")))[:_MAX_CODE_LENGTH].strip() or KeyStuck.code
+
+
+def stuck_parameters(code: str, reason: str) -> dict[str, Any]:
+    code = storable_code(code)
+    return {
+        "code": code,
+        "reason": storable(reason),
+        # Reset the attempts, because the next deploy may declare the recovery point.
+        "counting": 0 if code == StuckCode.UNKNOWN_RECOVERY_POINT else 1,
+        "event": HistoryEvent.STUCK,
+        "detail": summary(reason),
+    }

@@ -1,0 +1,220 @@
+"""The first statement of a transaction in one round trip with BEGIN, and the last one in one with COMMIT.
+
+libpq's pipeline mode sends several statements before it reads a result. After an error PostgreSQL skips the rest, so a COMMIT
+behind a statement that fails does nothing. It is known which statement failed: an error of the COMMIT is never taken for one
+of the statement before it. psycopg's own pipeline costs more processor time than a round trip over a unix socket.
+Source: PostgreSQL, "Pipeline Mode" of libpq.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import psycopg
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import debug_transaction
+from psycopg.abc import PQGen
+from psycopg.adapt import PyFormat, Transformer
+from psycopg.errors import error_from_result
+from psycopg.pq import ConnStatus, ExecStatus, PipelineStatus, TransactionStatus
+from psycopg.pq.abc import PGconn, PGresult
+from psycopg.waiting import Ready, Wait
+
+from idempotency import conf
+from idempotency._engine.cursors import is_instrumented, numbered
+from idempotency._engine.database_product import is_citus
+from idempotency._hidden import Hidden, Parameters
+from idempotency.exceptions import LockLost, TransactionEnded
+
+_GOOD = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
+#: libpq before 14 has no pipeline mode.
+_SUPPORTED = psycopg.Pipeline.is_supported()
+#: A connection that has lost prepared statements so often prepares no more. A pooler may change the server behind it. For
+#: statements of its own psycopg may send DEALLOCATE ALL after a rollback.
+_MAX_LOSSES = 2
+#: The server has no statement of this name, or its plan does not fit to a changed table.
+_STALE = (psycopg.errors.InvalidSqlStatementName, psycopg.errors.FeatureNotSupported)
+
+
+#: A statement with numbered parameters, and the types of these.
+_Key = tuple[str, tuple[int, ...]]
+
+
+class StaleStatement(psycopg.errors.SerializationFailure):
+    """The server has lost a prepared statement, or has another one of its name. The transaction was rolled back, and may
+    succeed on a retry."""
+
+
+class Result(NamedTuple):
+    """The first row of a statement, None if there is none; the number of rows that it returned or changed; and the values of
+    the SHOW statements before it."""
+
+    row: tuple[Any, ...] | None
+    rows: int
+    shown: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """The names of the prepared statements of one connection, and how often it has sent the others."""
+
+    names: dict[_Key, bytes] = field(default_factory=dict)
+    uses: Counter[_Key] = field(default_factory=Counter)
+    losses: int = 0
+
+
+def can_be_merged(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether transactions of an open connection begin and end this way."""
+    usable = _SUPPORTED and isinstance(connection.connection, psycopg.Connection)
+    return usable and conf.get().MERGE_ROUND_TRIPS and not is_citus(connection) and not is_instrumented(connection)
+
+
+def can_send(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether ``run`` may send a statement alone, in the open transaction or in autocommit. It costs less processor
+    time than a cursor. psycopg sends the BEGIN of a transaction of Django's only with a cursor."""
+    own = connection.connection
+    return can_be_merged(connection) and (own.autocommit or own.info.transaction_status != TransactionStatus.IDLE)
+
+
+def run(
+    connection: BaseDatabaseWrapper,
+    text: str,
+    parameters: Parameters,
+    *,
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> Result:
+    """Send a statement with those before and after it; return its result.
+
+    Raises TransactionManagementError if ``after`` would end a broken transaction.
+    Raises LockLost for a division by zero in the statement itself, by which a fence fails.
+    Raises TransactionEnded for a square root of a negative number in it, by which the marker of a transaction fails.
+    Raises the first other error.
+    """
+    connection.validate_thread_sharing()
+    connection.validate_no_broken_transaction()
+    with debug_transaction(connection, in_log([*before, text, *after])), connection.wrap_database_errors:
+        return _run(connection.connection, text, parameters, before, after)
+
+
+def _run(
+    own: "psycopg.Connection[Any]", text: str, parameters: Parameters, before: Sequence[str], after: Sequence[str]
+) -> Result:
+    server, prepared = own.pgconn, _prepared(own)
+    query, names = numbered(text)
+    transformer = Transformer(own)
+    # A partial of libpq's functions would show the values.
+    values = Hidden(transformer.dump_sequence([parameters.value[name] for name in names], [PyFormat.AUTO] * len(names)))
+    types, formats = transformer.types or (), transformer.formats
+    sends: list[Callable[[], None]] = [partial(server.send_query_params, each.encode(), None) for each in before]
+    key, place = (query, types), len(before)
+    if (name := prepared.names.get(key)) is None and _is_worth_preparing(own, key):
+        name = b"idempotency_" + hashlib.sha256(repr(key).encode()).hexdigest()[:16].encode()
+        sends.append(partial(server.send_prepare, name, query.encode(), types))
+        place += 1
+    if name is None:
+        sends.append(lambda: server.send_query_params(query.encode(), values.value, types, formats))
+    else:
+        sends.append(lambda: server.send_query_prepared(name, values.value, formats))
+    sends += [partial(server.send_query_params, each.encode(), None) for each in after]
+    results = _exchange(own, sends)
+    if name is not None and len(results) > place:
+        prepared.names[key] = name  # It stays, whatever becomes of the transaction.
+    if results[-1].status not in _GOOD:
+        raise _error(own, results[-1], key if len(results) == place + 1 else None, name)
+    result = results[place]
+    transformer.set_pgresult(result)
+    row = transformer.load_row(0, tuple) if result.ntuples else None
+    return Result(row, result.command_tuples or 0, shown(results[: len(before)]))
+
+
+def in_log(statements: Sequence[str]) -> str:
+    """Return the text of a message for Django's query log, without the statements that only read a setting."""
+    return "; ".join(text for text in statements if not text.startswith("SHOW "))
+
+
+def shown(results: Sequence[PGresult]) -> tuple[str, ...]:
+    """Return the values of the SHOW statements among ``results``."""
+    return tuple((result.get_value(0, 0) or b"").decode() for result in results if result.ntuples)
+
+
+def _error(own: "psycopg.Connection[Any]", result: PGresult, failed: _Key | None, name: bytes | None) -> Exception:
+    """Return the exception for a failed result. ``failed`` is the key of the statement, None if another one failed."""
+    error = error_from_result(result, encoding=own.info.encoding)
+    prepared = _prepared(own)
+    if error.sqlstate is None:  # As in psycopg's cursors, a broken connection.
+        return psycopg.OperationalError(own.pgconn.get_error_message())
+    if failed is not None and isinstance(error, psycopg.errors.DivisionByZero):
+        return LockLost()
+    if failed is not None and isinstance(error, psycopg.errors.InvalidArgumentForPowerFunction):
+        return TransactionEnded()
+    if name is not None and isinstance(error, psycopg.errors.DuplicatePreparedStatement):
+        prepared.losses += 1
+        return StaleStatement(*error.args)
+    if isinstance(error, _STALE) and failed in prepared.names:
+        prepared.names.clear()
+        prepared.losses += 1
+        return StaleStatement(*error.args)
+    return error
+
+
+def _is_worth_preparing(own: "psycopg.Connection[Any]", key: _Key) -> bool:
+    prepared = _prepared(own)
+    prepared.uses[key] += 1
+    # With other cursors the views have statements that psycopg prepares, and drops with all others after a rollback.
+    settled = issubclass(own.cursor_factory, psycopg.ClientCursor) and prepared.losses < _MAX_LOSSES
+    return settled and own.prepare_threshold is not None and prepared.uses[key] > own.prepare_threshold
+
+
+def _prepared(own: "psycopg.Connection[Any]") -> _Prepared:
+    found: _Prepared = vars(own).setdefault("_idempotency_prepared", _Prepared())
+    return found
+
+
+def _exchange(own: "psycopg.Connection[Any]", sends: list[Callable[[], None]]) -> list[PGresult]:
+    """Send statements and return their results up to the first error. The connection is closed if the exchange does not end."""
+    with own.lock:
+        try:
+            return own.wait(_exchanging(own.pgconn, sends))
+        finally:
+            if own.pgconn.pipeline_status != PipelineStatus.OFF:
+                own.close()
+
+
+def _exchanging(server: PGconn, sends: list[Callable[[], None]]) -> PQGen[list[PGresult]]:
+    server.enter_pipeline_mode()
+    for send in sends:
+        send()
+    server.pipeline_sync()
+    while server.flush():
+        ready = yield Wait.RW
+        if ready and ready & Ready.R:
+            server.consume_input()
+    results: list[PGresult] = []
+    try:
+        yield from _received(server, results)
+    except psycopg.OperationalError:
+        if not results or results[-1].status in _GOOD:
+            raise
+        return results  # The server named the reason, such as a time limit, before it closed the connection.
+    server.exit_pipeline_mode()
+    return results
+
+
+def _received(server: PGconn, results: list[PGresult]) -> PQGen[None]:
+    while True:
+        while server.is_busy():
+            yield Wait.R
+            server.consume_input()
+        result = server.get_result()
+        if result is None:
+            if server.status != ConnStatus.OK:  # libpq has closed it, and nothing else will come.
+                raise psycopg.OperationalError(server.get_error_message())
+            continue
+        if result.status == ExecStatus.PIPELINE_SYNC:
+            return
+        if not results or results[-1].status in _GOOD:
+            results.append(result)

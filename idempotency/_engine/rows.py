@@ -1,0 +1,139 @@
+"""Run statements, and make keys of the rows that they return."""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import psycopg
+from django.db import OperationalError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import CursorWrapper
+from django.db.models import DEFERRED
+
+from idempotency import conf
+from idempotency._engine import database_product, round_trips, statements
+from idempotency._engine.cursors import changed_rows, classified_errors, is_instrumented, numbered, own_cursor, positional
+from idempotency._engine.round_trips import Result, StaleStatement
+from idempotency._hidden import Hidden, Parameters
+from idempotency.exceptions import LockLost
+from idempotency.models import IdempotencyKey
+
+_ATTRIBUTES = [field.attname for field in IdempotencyKey._meta.concrete_fields]
+
+
+@cache
+def vendor(using: str) -> str:
+    return connections[using].vendor
+
+
+_statements = cache(statements.Statements)
+
+
+def statements_for(using: str) -> statements.Statements:
+    limits = conf.get()
+    return _statements(vendor(using), limits.LOCK_TIMEOUT_SECONDS, limits.abandoned_after_seconds)
+
+
+def execute(text: str, parameters: Parameters, using: str) -> int:
+    """Run a statement that returns no row; return the number of rows that it has changed."""
+    return _run(text, parameters, using, lambda cursor: Result(None, changed_rows(cursor))).rows
+
+
+def fetch(text: str, parameters: Parameters, using: str) -> tuple[Any, ...] | None:
+    """Return the first row of a statement, or None."""
+    return _run(text, parameters, using, lambda cursor: Result(cursor.fetchone(), cursor.rowcount)).row
+
+
+def _run(text: str, parameters: Parameters, using: str, read: Callable[[CursorWrapper], Result]) -> Result:
+    connection = connections[using]
+    postgresql = connection.vendor == "postgresql"
+    if postgresql:
+        database_product.opened(connection)
+        if round_trips.can_send(connection):
+            with classified_errors(connection):
+                return _sent(connection, text, parameters)
+    bound: Hidden[Any] = parameters
+    factory: type[psycopg.Cursor[Any]] = psycopg.Cursor
+    if is_instrumented(connection):
+        text, names = positional(text)
+        bound = Hidden(tuple(parameters.value[name] for name in names))
+    elif postgresql and not connection.settings_dict["OPTIONS"].get("server_side_binding"):
+        # psycopg parses a text of over 4,096 characters with named parameters at each use. Django's log of a cursor with
+        # server-side binding needs them.
+        factory = psycopg.RawCursor
+        text, names = numbered(text)
+        bound = Hidden([parameters.value[name] for name in names])
+    with own_cursor(using, factory) as cursor:
+        cursor.execute(text, bound.value)
+        return read(cursor)
+
+
+def _sent(connection: BaseDatabaseWrapper, text: str, parameters: Parameters) -> Result:
+    """Send a statement; in autocommit once more if the server has lost it."""
+    try:
+        return round_trips.run(connection, text, parameters)
+    except OperationalError as error:
+        if not isinstance(error.__cause__, StaleStatement) or not connection.connection.autocommit:
+            raise
+        return round_trips.run(connection, text, parameters)
+
+
+def read(pk: int, *, using: str) -> IdempotencyKey | None:
+    return fetch_key(statements_for(using).read_by_id, Hidden({"id": pk}), using)
+
+
+def fetch_key(text: str, parameters: Parameters, using: str) -> IdempotencyKey | None:
+    """Return the key of a row with ``statements.READ`` and its age. Its fence is the token of the current claim."""
+    sent = time.monotonic()
+    row = Hidden(fetch(text, parameters, using))
+    if row.value is None:
+        return None
+    key = key_of_row(statements.READ, Hidden(row.value[:-2]), using)
+    age_seconds, place = row.value[-2:]
+    key.born_monotonic = born(sent, age_seconds)
+    key.fence, key.place = key.claim_token, place
+    return key
+
+
+def born(sent: float, age_seconds: float) -> float:
+    """Return the creation of a key on this process's monotonic clock, from the age that a statement returned.
+
+    The age ends at the start of the statement, which may have waited for a lock since. The argument ``sent`` is a time before
+    that start, so the key counts as too old rather than too young: a downstream service may have forgotten an old key.
+    """
+    return sent - age_seconds
+
+
+def read_own(key: IdempotencyKey, *, using: str) -> IdempotencyKey:
+    """Return a fresh copy of a key that this run holds. Raises LockLost if another claim has taken it over."""
+    fresh = read(key.pk, using=using)
+    if fresh is None or fresh.fence != key.fence:
+        raise LockLost
+    return fresh
+
+
+def key_of_row(names: tuple[str, ...], values: Hidden[Sequence[Any]], using: str, **known: Any) -> IdempotencyKey:
+    """Return a key with the columns ``names`` and the attributes ``known``; other fields are deferred."""
+    columns, attributes = Hidden(list(values.value)), Hidden(known)
+    del known  # The converters of the project's user model run here, and the receivers of signals.
+    for position, converters, expression in _converters(names, using):
+        for converter in converters:
+            columns.value[position] = converter(columns.value[position], expression, connections[using])
+    attributes.value.update(zip(names, columns.value, strict=True))
+    key = IdempotencyKey(*[attributes.value.get(name, DEFERRED) for name in _ATTRIBUTES])
+    key._state.adding, key._state.db = False, using
+    return key
+
+
+def token_parameter(token: uuid.UUID | None, using: str) -> Any:
+    return token if token is None or vendor(using) == "postgresql" else token.hex
+
+
+@cache
+def _converters(names: tuple[str, ...], using: str) -> list[tuple[int, list[Any], Any]]:
+    compiler = IdempotencyKey.objects.using(using).all().query.get_compiler(using)
+    fields = {field.attname: field for field in IdempotencyKey._meta.concrete_fields}
+    converters = compiler.get_converters([fields[name].get_col(statements.TABLE) for name in names])
+    return [(position, *of_column) for position, of_column in converters.items()]

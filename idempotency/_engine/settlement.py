@@ -1,0 +1,167 @@
+"""Changes of a key from outside its run: it becomes stuck, or an operator decides about it.
+
+Each change is one conditional UPDATE in autocommit. A decision names the claim token, and optionally the recovery point, that
+the operator saw. If a run has claimed or moved the key since, nothing changes. A decision that moves the key also writes a
+new token: of two operators who act at once one succeeds, and a late run is fenced off.
+"""
+# ruff: noqa: S608 - only names and conditions of this module are formatted into statements; values are parameters
+
+import logging
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from idempotency._engine.events import about, announce_stuck
+from idempotency._engine.fence import StoredResponse, stuck_parameters
+from idempotency._engine.history import HistoryEvent
+from idempotency._engine.rows import execute, fetch, statements_for, token_parameter
+from idempotency._engine.statements import CLEAR_STUCK, TABLE
+from idempotency._hidden import Hidden, Parameters
+from idempotency._text import storable, summary
+from idempotency.exceptions import StuckCode
+from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
+
+logger = logging.getLogger("idempotency")
+
+#: The number of runs that hang before a key becomes stuck. Each of them costs the process of a loop.
+MOST_HANGS = 3
+#: A name of 100 characters and a note of 150 fit.
+_MAX_DETAIL_LENGTH = 300
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Decision:
+    """The decision of an operator about a key, and the state that the operator saw. If ``at`` is None it is not compared."""
+
+    pk: int
+    seen: uuid.UUID | None
+    at: str | None
+    by: str
+    note: str
+    using: str
+
+    @property
+    def signed(self) -> str:
+        return f"by {self.by}: {self.note}" if self.note else f"by {self.by}"
+
+
+def _calls(using: str) -> str:
+    """Return an expression whose value changes with each foreign call that is begun, recorded or deleted, and with each
+    ``key.call()``."""
+    begun = statements_for(using).dialect.seconds_between.format("k.created_at", "k.call_begun_at")
+    return (
+        "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above
+        f"|| '/' || COALESCE(CAST({begun} AS text), '') "
+        f"FROM {ForeignCall._meta.db_table} AS c WHERE c.key_id = k.id)"
+    )
+
+
+def give_up(pk: int, code: str, reason: str, *, using: str, request: Any = None) -> bool:
+    """Mark a key as stuck if no run holds it, and announce it; return whether this call did it."""
+    if not _give_up(pk, code, reason, using):
+        return False
+    announce_stuck(pk, request, using=using)
+    return True
+
+
+def _give_up(pk: int, code: str, reason: str, using: str) -> bool:
+    return execute(statements_for(using).give_up, Hidden({"id": pk, **stuck_parameters(code, reason)}), using) > 0
+
+
+def mark_hung(key: IdempotencyKey, place: str, *, delay_seconds: float, using: str) -> bool:
+    """End the claim of a run that hangs at ``place``, so that the completer does not take the key before ``delay_seconds``.
+    After the last of ``MOST_HANGS`` hangs, mark the key as stuck; return whether this call did it. Nothing changes if the run
+    has renewed its lock, or another run has claimed the key."""
+    text, error = statements_for(using), storable(f"The run hung at {place}.")
+    statement = (
+        f"UPDATE {TABLE} AS k SET claim_token = %(new_token)s, locked_at = NULL, hangs = k.hangs + 1, "  # nosec B608  # see the noqa above
+        f"next_run_at = {text.dialect.later.format('%(delay)s')}, last_error = %(error)s, stuck_reason = "
+        f"CASE WHEN k.stuck_code = '{StuckCode.ON_ABANDON}' THEN %(error)s ELSE k.stuck_reason END, history = {text.history} "
+        f"WHERE k.id = %(id)s AND k.claim_token = %(token)s AND k.finished_at IS NULL AND {text.unlocked} RETURNING hangs"
+    )
+    parameters: Parameters = Hidden({"id": key.pk, "delay": delay_seconds, "error": error})
+    parameters.value |= {"event": HistoryEvent.HUNG, "detail": summary(place)}
+    parameters.value["token"] = token_parameter(key.fence, using)
+    parameters.value["new_token"] = token_parameter(uuid.uuid4(), using)
+    row = fetch(statement, parameters, using)
+    if row is None or row[0] < MOST_HANGS:
+        return False
+    return _give_up(key.pk, StuckCode.HUNG, f"{row[0]} runs hung. The last one hung at {place}.", using)
+
+
+def release_lock(decision: Decision) -> bool:
+    return _change(
+        decision, "locked_at = NULL", "k.locked_at IS NOT NULL", event=HistoryEvent.LOCK_RELEASED, detail=decision.signed
+    )
+
+
+def hand_back(decision: Decision) -> bool:
+    text = statements_for(decision.using)
+    return _change(
+        decision,
+        f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, hangs = 0, handed_back_at = {text.now}, {CLEAR_STUCK}",
+        f"{text.unlocked} AND k.refused_at IS NULL AND k.stuck_code <> '{StuckCode.ON_ABANDON}'",
+        event=HistoryEvent.HANDED_BACK,
+        detail=f"to the completer, {decision.signed}",
+    )
+
+
+def answer(decision: Decision, response: StoredResponse, *, calls: str | None) -> bool:
+    text = statements_for(decision.using)
+    return _change(
+        decision,
+        f"recovery_point = '{FINISHED}', finished_at = {text.now}, expires_at = {text.expiry}, "
+        f"locked_at = NULL, refused_at = NULL, {CLEAR_STUCK}, "
+        "response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
+        text.unlocked + (f" AND {_calls(decision.using)} = %(calls)s" if calls is not None else ""),
+        event=HistoryEvent.ANSWERED,
+        detail=f"status {response.code}, {decision.signed}",
+        calls=calls,
+        **response.parameters(),
+    )
+
+
+def acknowledge(decision: Decision) -> bool:
+    return _change(
+        decision,
+        f"acknowledged_at = {statements_for(decision.using).now}",
+        "k.stuck_at IS NOT NULL AND (k.acknowledged_at IS NULL OR k.acknowledged_at < k.stuck_at)",
+        event=HistoryEvent.ACKNOWLEDGED,
+        detail=decision.signed,
+        moves=False,
+    )
+
+
+def calls_of(pk: int, *, using: str) -> str:
+    """Return a text that changes with each call of the key; empty if there is no such key."""
+    row = fetch(f"SELECT {_calls(using)} FROM {TABLE} AS k WHERE k.id = %(id)s", Hidden({"id": pk}), using)  # nosec B608  # see the noqa above
+    return row[0] if row else ""
+
+
+def _change(decision: Decision, changes: str, condition: str, *, moves: bool = True, **values: Any) -> bool:
+    """Change an unfinished key if it was not claimed since the operator saw it, and write the history."""
+    using = decision.using
+    parameters: Parameters = Hidden(values)
+    del values
+    same = "k.claim_token = %(seen)s" if decision.seen else "k.claim_token IS NULL"
+    if decision.at is not None:
+        same += " AND k.recovery_point = %(at)s"
+    if moves:
+        changes = f"claim_token = %(token)s, {changes}"
+    statement = (
+        f"UPDATE {TABLE} AS k SET {changes}, history = {statements_for(using).history} "  # nosec B608  # see the noqa above
+        f"WHERE k.id = %(id)s AND {same} AND k.finished_at IS NULL AND {condition} RETURNING scope, idempotency_key"
+    )
+    event, detail = parameters.value["event"], summary(parameters.value["detail"], _MAX_DETAIL_LENGTH)
+    parameters.value |= {
+        "id": decision.pk,
+        "at": decision.at,
+        "seen": token_parameter(decision.seen, using),
+        "token": token_parameter(uuid.uuid4(), using),
+        "detail": detail,
+    }
+    if (row := Hidden(fetch(statement, parameters, using))).value is None:
+        return False
+    changed = IdempotencyKey(scope=row.value[0], idempotency_key=row.value[1])
+    logger.warning("key %s: %s %s", changed.key_hash, event, detail, extra=about(changed))
+    return True

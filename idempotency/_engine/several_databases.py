@@ -1,0 +1,119 @@
+"""The transactions of ATOMIC_REQUESTS, and their COMMITs around that of the key."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import TransactionManagementError
+from psycopg.pq import TransactionStatus
+
+from idempotency._engine.errors import has_ended
+
+_BEGUN = (TransactionStatus.ACTIVE, TransactionStatus.INTRANS, TransactionStatus.INERROR)
+
+
+def atomic_aliases(view: Callable[..., Any] | None = None) -> list[str]:
+    """Return the databases with ATOMIC_REQUESTS from which the view is not excluded; without a view, all of them."""
+    left_out = getattr(view, "_non_atomic_requests", ())
+    return [name for name, of in connections.settings.items() if of.get("ATOMIC_REQUESTS") and name not in left_out]
+
+
+@contextmanager
+def atomic_request(view: Callable[..., Any]) -> Iterator[None]:
+    """Run the block in a transaction on each database with ATOMIC_REQUESTS, unless the view is ``non_atomic_requests``."""
+    with ExitStack() as stack:
+        for alias in atomic_aliases(view):
+            stack.enter_context(transaction.atomic(using=alias))
+        yield
+
+
+class OtherTransactions:
+    """The transactions of a plain view in the databases with ATOMIC_REQUESTS other than that of its key, ``last``. They
+    commit before the key. A database to which the view sends nothing takes no part: psycopg sends BEGIN with the first
+    statement."""
+
+    def __init__(self, aliases: list[str], *, last: str) -> None:
+        self._last, self._aliases = last, aliases
+        #: The databases to which a statement was sent in the block.
+        self._used: set[str] = set()
+        #: The databases whose COMMIT has succeeded.
+        self.committed: list[str] = []
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Run the block in the transactions, and commit them at its end."""
+        with ExitStack() as stack:
+            for alias in self._aliases:
+                stack.enter_context(transaction.atomic(using=alias))
+                stack.enter_context(_first_statement_noted(connections[alias], partial(self._used.add, alias)))
+            yield
+
+    def set_rollback(self) -> None:
+        """Mark them for rollback, with the transaction of the key."""
+        for alias in (self._last, *self._aliases):
+            transaction.set_rollback(True, using=alias)
+
+    @property
+    def used(self) -> list[str]:
+        """Return the databases to which the view has sent something. COPY and the methods of psycopg's connection pass no
+        wrapper, so look at the transaction too."""
+        return [alias for alias in self._aliases if alias in self._used or _has_begun(connections[alias])]
+
+    def marked_for_rollback(self) -> list[Any]:
+        """Return the connections, with that of the key, whose COMMIT would be a rollback of what the view has sent."""
+        return [connections[alias] for alias in (self._last, *self.used) if connections[alias].needs_rollback]
+
+    def prepare_commits(self) -> None:
+        """Check for errors of the COMMITs while all can still be rolled back. Do nothing if no other database was used.
+
+        The on_commit hooks of the other databases are moved to the COMMIT of the key. A serialization failure or a lost
+        connection can still make a COMMIT fail.
+        Raises IntegrityError for a deferred constraint.
+        Raises TransactionManagementError for a transaction that is broken or that the view has ended, whose COMMIT would be a
+        silent rollback.
+        """
+        used = self.used
+        for alias in (self._last, *used) if used else ():
+            _refuse_failing_commit(connections[alias])
+        for alias in self._aliases:
+            connection = connections[alias]
+            if len(connection.atomic_blocks) > 1 or connection.needs_rollback:
+                continue  # A TestCase never commits. The hooks of a rollback are dropped.
+            hooks, connection.run_on_commit = connection.run_on_commit, []
+            for _, hook, robust in hooks:  # type: ignore[misc]  # the stubs know two of the three
+                transaction.on_commit(hook, using=self._last, robust=robust)
+            if alias in used:
+                transaction.on_commit(partial(self.committed.append, alias), using=alias)
+
+
+def _refuse_failing_commit(connection: BaseDatabaseWrapper) -> None:
+    if has_ended(connection):
+        raise TransactionManagementError(f"The view has ended its transaction on {connection.alias!r} by COMMIT or ROLLBACK.")
+    connection.validate_no_broken_transaction()
+    if connection.features.can_defer_constraint_checks:
+        connection.check_constraints()
+
+
+def _has_begun(connection: BaseDatabaseWrapper) -> bool:
+    # Django itself sends BEGIN to other databases than PostgreSQL.
+    own = connection.connection
+    return connection.vendor == "postgresql" and own is not None and own.info.transaction_status in _BEGUN
+
+
+@contextmanager
+def _first_statement_noted(connection: BaseDatabaseWrapper, note: Callable[[], None]) -> Iterator[None]:
+    """Call ``note`` when a cursor of the connection sends a statement in the block."""
+
+    def wrapper(execute: Callable[..., Any], *statement: Any) -> Any:
+        note()
+        return execute(*statement)
+
+    connection.execute_wrappers.append(wrapper)
+    try:
+        yield
+    finally:
+        # The view may have left a wrapper of its own, or have removed this one.
+        connection.execute_wrappers = [other for other in connection.execute_wrappers if other is not wrapper]

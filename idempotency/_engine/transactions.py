@@ -1,0 +1,289 @@
+"""Transactions: their isolation level, their time limits, and their first and last statement."""
+
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import debug_transaction
+from django.db.utils import DatabaseError, Error, OperationalError
+from psycopg import IsolationLevel, generators
+from psycopg.errors import error_from_result
+from psycopg.pq import DiagnosticField, ExecStatus
+
+from idempotency import conf
+from idempotency._engine import database_product, round_trips
+from idempotency._engine.call_stack import nearest_function
+from idempotency._engine.cursors import classified_errors
+from idempotency._engine.errors import NOT_SUPPORTED, drop_connection, has_ended, refuse_second_wait, sqlstate_of
+from idempotency._engine.limits import IDLE, LOCK, Limits
+from idempotency._hidden import Hidden, Parameters
+from idempotency.conf import Isolation
+from idempotency.exceptions import TransactionEnded
+
+_LEVELS: dict[Isolation, IsolationLevel] = {
+    "read committed": IsolationLevel.READ_COMMITTED,
+    "repeatable read": IsolationLevel.REPEATABLE_READ,
+    "serializable": IsolationLevel.SERIALIZABLE,
+}
+#: A setting that lasts as long as the transaction. Its id is no marker on Citus, where the workers write.
+MARKER = "current_setting('idempotency.transaction', true)"
+_OR_ENDED = f", sqrt(CASE WHEN {MARKER} = %(marker)s THEN 1 ELSE -1 END)"
+
+_CURE = (
+    " All its work is rolled back. In a view, @idempotent opens this transaction: run such code between two phases of a phased "
+    "view (recovery_points=[...]). If it must not run twice, run it there in foreign_call()."
+)
+_DURABLE = "transaction.atomic(durable=True) was entered inside a transaction of this app." + _CURE
+_CLOSED = "The connection was closed inside a transaction of this app, for example by close_old_connections()." + _CURE
+
+#: A hook of Django that ``atomic()`` calls, if the connection has it, to begin a transaction.
+_BEGIN_HOOK = "_start_transaction_under_autocommit"
+
+
+@dataclass(slots=True, repr=False)
+class First:
+    """The first statement of a transaction. If it was sent with BEGIN, ``ran`` is true, and ``row`` is its result."""
+
+    text: str
+    parameters: Parameters
+    ran: bool = False
+    row: tuple[Any, ...] | None = None
+
+
+class OwnBlock(transaction.Atomic):
+    """The block of a transaction of this app. A durable block directly inside it breaks the transaction, because the view may
+    hide the error."""
+
+    def __init__(self, using: str, *, durable: bool) -> None:
+        self.is_broken = False
+        super().__init__(using, savepoint=True, durable=durable)
+
+    @property
+    def _from_testcase(self) -> bool:
+        # Django reads this of the innermost block before it enters a durable one.
+        if sys._getframe(1).f_code is transaction.Atomic.__enter__.__code__:
+            self.is_broken = True
+            transaction.set_rollback(True, using=self.using)
+            raise RuntimeError(_DURABLE)
+        return False
+
+    @_from_testcase.setter
+    def _from_testcase(self, value: bool) -> None:
+        """Ignore the value that ``Atomic`` sets."""
+
+
+class OwnTransaction:
+    """The transaction of ``durable_transaction``, or a savepoint of ``savepoints.savepoint``, which is not ``durable``."""
+
+    def __init__(
+        self,
+        connection: BaseDatabaseWrapper,
+        isolation: Isolation | None = None,
+        *,
+        of_phase: bool = False,
+        first: First | None = None,
+        durable: bool = True,
+    ) -> None:
+        self.block = OwnBlock(connection.alias, durable=durable)
+        self._connection, self._isolation, self._of_phase, self._first = connection, isolation, of_phase, first
+        self._begun = False
+        #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
+        self._marker = ""
+        self._last: tuple[str, Parameters, Callable[[Any], None]] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether this thread is in the transaction."""
+        return self.block in connections[self._connection.alias].atomic_blocks
+
+    def begin(self) -> None:
+        """Begin with the level, the time limits and the first statement, in one round trip if round trips are merged. After an
+        error the connection is outside of a transaction, or closed."""
+        connection, first = self._connection, self._first
+        del vars(connection)[_BEGIN_HOOK]  # for this transaction only
+        self._begun = True
+        limit = conf.get().LOCK_TIMEOUT_SECONDS * 1000
+        limits = Limits(connection, {IDLE: limit} | ({LOCK: limit} if self._of_phase else {}))
+        begin = [*self._statements_of_begin(), *limits.show, *limits.set]
+        try:
+            with connection.wrap_database_errors:
+                # Otherwise psycopg would send its own BEGIN before the first statement. It accepts one that was sent.
+                connection.connection.autocommit = False
+            if first is not None and round_trips.can_be_merged(connection):
+                first.ran = True
+                with classified_errors(connection):
+                    _, _, shown = result = round_trips.run(connection, first.text, first.parameters, before=begin)
+                first.row = result.row
+            else:
+                shown = _send_beginning(connection, begin)
+            if other := limits.corrections(shown):
+                _send_beginning(connection, other)
+        except BaseException as failure:
+            _leave(connection)
+            if isinstance(failure, Error) and sqlstate_of(failure) == NOT_SUPPORTED:
+                drop_connection(connection)
+                raise OperationalError(*failure.args) from None  # A standby refused BEGIN: treat it as a broken connection.
+            raise
+
+    def _statements_of_begin(self) -> list[str]:
+        own: psycopg.Connection[Any] = self._connection.connection
+        level = _LEVELS[self._isolation] if self._isolation is not None else own.isolation_level
+        begin = ["BEGIN" + (f" ISOLATION LEVEL {level.name.replace('_', ' ')}" if level is not None else "")]
+        if self._of_phase:
+            self._marker = uuid.uuid4().hex
+            begin += [f"SET LOCAL idempotency.transaction = '{self._marker}'"]
+        return begin
+
+    def end_with(self, text: str, parameters: Parameters, then: Callable[[Any], None]) -> bool:
+        """Send this statement with COMMIT at the end of the block, and call ``then`` with its row after that. It must fail with
+        a division by zero if it changes no row, and end with its list of columns. Return False, and do nothing, if the
+        transaction does not end that way."""
+        # Ask again: the view may have installed a wrapper.
+        if not (self._begun and round_trips.can_be_merged(self._connection)):
+            return False
+        self._connection.validate_no_broken_transaction()
+        if self._marker:
+            text, parameters = text + _OR_ENDED, Hidden({**parameters.value, "marker": self._marker})
+        self._last = text, parameters, then
+        return True
+
+    def refuse_if_ended(self) -> None:
+        """Raise TransactionEnded if the view has ended the transaction of a phase. The merged end asks by itself."""
+        connection = self._connection
+        if self._marker:
+            with connection.cursor() as cursor:
+                cursor.execute(f"SELECT {MARKER}")
+                if cursor.fetchone() != (self._marker,):
+                    raise TransactionEnded
+        elif self._of_phase and has_ended(connection):
+            raise TransactionEnded
+
+    def end(self) -> None:
+        """Send the last statement with COMMIT, if there is one. Django's own COMMIT then finds no transaction, and sends
+        nothing. Nothing is committed on an error.
+        Raises LockLost if the statement changed no row.
+        Raises TransactionEnded if the view has ended the transaction of a phase."""
+        if self._last is not None:
+            text, parameters, then = self._last
+            with classified_errors(self._connection):
+                then(round_trips.run(self._connection, text, parameters, after=["COMMIT"]).row)
+
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Raise RuntimeError instead of any other error after the connection was closed in the block, or a durable block was
+        entered."""
+        try:
+            yield
+        except Exception as error:
+            if self._connection.closed_in_transaction:
+                raise RuntimeError(_CLOSED) from error
+            if self.block.is_broken:
+                raise RuntimeError(_DURABLE) from error
+            raise
+
+
+def in_outer_transaction(using: str) -> bool:
+    """Return whether a transaction is open. As in Django's ``atomic(durable=True)``, that of a ``TestCase`` does not count."""
+    blocks = connections[using].atomic_blocks
+    return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
+
+
+def refuse_without_autocommit(using: str) -> None:
+    """Raise RuntimeError if Django's autocommit is off, also inside ``atomic()``, which then commits nothing."""
+    connection = connections[using]
+    if not (connection.commit_on_exit if connection.in_atomic_block else connection.get_autocommit()):
+        raise RuntimeError(
+            f"Django's autocommit is off on the connection to {using!r}, so nothing would be committed. Remove AUTOCOMMIT from "
+            "DATABASES, or call transaction.set_autocommit(True) before."
+        )
+
+
+def refuse_outer_transaction(using: str) -> None:
+    """Raise RuntimeError inside a transaction, whose rollback would undo committed phases, and without autocommit."""
+    refuse_without_autocommit(using)
+    if in_outer_transaction(using):
+        raise RuntimeError(
+            "A phased view, a phase or a call was entered inside a transaction, whose rollback would undo its committed work. "
+            "Leave the outer transaction.atomic() first. Phases and calls cannot be nested in a phase either. "
+            + nearest_function()
+        )
+
+
+@contextmanager
+def durable_transaction(
+    isolation: Isolation | None, *, using: str, of_phase: bool = False, first: First | None = None
+) -> Iterator[OwnTransaction]:
+    """Run the block in its own transaction at the level ``isolation``; None is the connection's own level. On return it is
+    committed; on an exception it is rolled back. After the lock timeout of a key without a
+    statement, the database ends the transaction. Otherwise the locks of a lost host would last until TCP gives up, perhaps
+    hours. With ``of_phase``, each statement
+    waits at most that long for a lock, and the end refuses a transaction that the view has ended. The statement ``first`` is
+    sent with BEGIN where that is possible, else it must be the first of the block. In ``TestCase`` the block is a savepoint.
+    Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if CONFIRM_REPLICATED is set."""
+    if isolation not in (None, *_LEVELS):
+        raise ValueError(f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not {isolation!r}.")
+    refuse_outer_transaction(using)
+    connection = connections[using]
+    own = OwnTransaction(connection, isolation, of_phase=of_phase, first=first)
+    # Django keeps the error that once broke a transaction, and would name it as the cause of later errors.
+    connection.rollback_exc = None  # type: ignore[attr-defined]
+    begun = False
+    try:
+        if connection.vendor == "postgresql" and not connection.in_atomic_block:
+            if connection.connection is not None and connection.connection.closed:
+                connection.close()  # Django opens a new one.
+            database_product.opened(connection)  # Receivers of ``connection_created`` may begin transactions of theirs.
+            vars(connection)[_BEGIN_HOOK] = own.begin
+        with classified_errors(connection, own=False), own.block, own.named_errors():
+            begun = True
+            yield own
+            own.end()
+    except DatabaseError as error:
+        if not begun:  # On SQLite with ``transaction_mode``, BEGIN takes the write lock.
+            refuse_second_wait(error)
+        raise
+    finally:
+        vars(connection).pop(_BEGIN_HOOK, None)
+
+
+def _send_beginning(connection: BaseDatabaseWrapper, statements: list[str]) -> tuple[str, ...]:
+    """Send the statements in one message; return the values of SHOW. The lock timeout of Citus is a message of its own."""
+    if database_product.is_citus(connection) and LOCK in statements[-1]:
+        shown = _send(connection, statements[:-1])
+        _send(connection, statements[-1:])
+        return shown
+    return _send(connection, statements)
+
+
+def _send(connection: BaseDatabaseWrapper, statements: list[str]) -> tuple[str, ...]:
+    own: psycopg.Connection[Any] = connection.connection
+    with debug_transaction(connection, round_trips.in_log(statements)), connection.wrap_database_errors, own.lock:
+        own.pgconn.send_query("; ".join(statements).encode())
+        results = own.wait(generators.execute(own.pgconn))
+        result = results[-1]
+        if result.status not in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
+            # As in psycopg's cursors, an error without SQLSTATE is a broken connection.
+            told = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
+            raise error_from_result(result) if told else psycopg.OperationalError(own.pgconn.get_error_message())
+        return round_trips.shown(results)
+
+
+def _leave(connection: BaseDatabaseWrapper) -> None:
+    """Roll back a transaction that Django does not know of, or close the connection."""
+    own: psycopg.Connection[Any] | None = connection.connection
+    if own is None:
+        return
+    try:
+        own.rollback()
+        own.autocommit = True
+    except psycopg.Error:
+        drop_connection(connection)
+    except BaseException:
+        drop_connection(connection)
+        raise

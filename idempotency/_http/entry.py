@@ -1,0 +1,161 @@
+"""The entry point of a protected request: read its key and scope, capture it, and run its view."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from django.db.utils import Error
+from django.http import HttpResponseBase
+
+from idempotency import conf, scopes, signals
+from idempotency._engine import events
+from idempotency._engine.errors import connection_lost, exceeded_time_limit
+from idempotency._engine.key_run import KeyRun
+from idempotency._engine.run import run_claimed, run_phased, run_plain
+from idempotency._engine.several_databases import atomic_request
+from idempotency._hidden import Hidden
+from idempotency._http import bodies, key_header, problems, stored_request
+from idempotency._http.nesting import join, outer_run
+from idempotency._http.options import Options
+from idempotency._http.problems import REFUSALS, Problem, problem_of
+from idempotency._http.rebuilt import RebuiltRun, rebuilt_run_of
+from idempotency._http.responses import HTTP_EXCEPTIONS, SAFE_METHODS
+from idempotency._http.view import Call
+from idempotency._http.work import ViewWork
+from idempotency._text import error_text, summary
+from idempotency.exceptions import NotReplicated, Unavailable
+from idempotency.signals import RequestOutcome
+
+logger = logging.getLogger("idempotency")
+
+#: The codes of problems that are raised before the claim, of requests with a key.
+_NOT_CLAIMED = frozenset({"body_incomplete", "scope_missing"})
+
+_TIME_LIMIT = (
+    "the view %s exceeded %s, and PostgreSQL rolled its transaction back. A plain view or a phase must send a statement at "
+    "least every LOCK_TIMEOUT_SECONDS (%d), or more often if the database has a stricter limit. Make slow calls between phases."
+)
+
+
+def answer_request(call: Call, options: Options) -> HttpResponseBase:
+    """Return the response to one request. A Problem becomes its error response."""
+    request = call.request
+    outer = outer_run(request)
+    if outer is None or outer.call.request is not request:
+        request.idempotency_key = None  # type: ignore[attr-defined]
+    if request.method in SAFE_METHODS:
+        return _unprotected(call)
+    try:
+        if outer is None and (rebuilt := rebuilt_run_of(request)) is not None:
+            return _rebuilt(call, options, rebuilt)
+        bodies.note_stream(request)
+        if call.seen_request is not request:
+            bodies.read_into_memory(request)
+        if not _applies(call, options):
+            return _unprotected(call)
+        if outer is not None and join(outer, call, options):
+            return call()  # type: ignore[no-any-return]
+        key = key_header.key_of(request, call.seen_request, options.key_from)
+        if key is not None:
+            return _announced(call, options, key)
+        if options.required:
+            raise problems.key_missing()
+        if (refusal := _refusal(call, options)) is not None:
+            return refusal
+        return _unprotected(call)
+    except Problem as problem:
+        # The frames of its traceback hold what the client sent, and the renderer may raise.
+        return problem.with_traceback(None).response(request)
+
+
+def _applies(call: Call, options: Options) -> bool:
+    """Return whether the request is to be protected. An exception of ``applies`` is handled like an exception of the
+    view."""
+    if options.applies is None:
+        return True
+    answer = options.applies(call.seen_request)
+    if not isinstance(answer, bool):
+        raise TypeError(f"The function applies of the view {call.name} must return True or False, not {type(answer).__name__}.")
+    return answer
+
+
+def _refusal(call: Call, options: Options) -> HttpResponseBase | None:
+    return options.validate(call.seen_request) if options.validate is not None else None
+
+
+def _unprotected(call: Call) -> HttpResponseBase:
+    """Call the view with the transactions of ATOMIC_REQUESTS, from which it was excluded for all methods."""
+    with atomic_request(call.view):
+        return call()  # type: ignore[no-any-return]
+
+
+def _rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpResponseBase:
+    rebuilt.run = KeyRun(rebuilt.key, ViewWork(call, options, by_completer=True))
+    try:
+        return run_claimed(rebuilt.run)  # type: ignore[no-any-return]
+    except NotReplicated:
+        raise  # The completer ends its pass.
+    except REFUSALS as refusal:
+        raise problem_of(refusal) from None
+
+
+def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
+    request, using = call.request, options.alias(call.request)
+    with _problems(using, call, options):
+        if not (scope := scopes.scope_of(call.seen_request, options.scope)):
+            raise problems.scope_missing()
+        if (refusal := _refusal(call, options)) is not None:
+            return refusal
+        framework = call.seen_request is not request
+        captured = stored_request.capture(request, scope, key, options, view=call.name, framework=framework)
+        run = run_plain if options.recovery_points is None else run_phased
+        return run(ViewWork(call, options), captured, using=using)  # type: ignore[no-any-return]
+
+
+def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
+    """Run a protected request, and send ``request_answered`` with the outcome of the request and its time."""
+    start, outcome = time.monotonic(), RequestOutcome.FAILED
+    try:
+        response = _protected(call, options, key)
+        if response.status_code < 500:
+            outcome = RequestOutcome.REPLAYED if conf.get().REPLAYED_HEADER in response else RequestOutcome.RAN
+        return response
+    except Problem as problem:
+        if problem.status < 500:
+            outcome = RequestOutcome.REFUSED if problem.code in _NOT_CLAIMED else RequestOutcome.CONFLICT
+        raise
+    except Exception as error:
+        status = getattr(error, "status_code", None)  # of other libraries too, in which it may be a text
+        if isinstance(error, HTTP_EXCEPTIONS) or (isinstance(status, int) and status < 500):
+            outcome = RequestOutcome.RAN  # The framework makes a 4xx of it.
+        raise
+    finally:
+        seconds = time.monotonic() - start
+        claimed = call.request.idempotency_key  # type: ignore[attr-defined]
+        # Only the work of a run can still be rolled back, with an outer transaction.
+        emit = events.emit if claimed is None or outcome is not RequestOutcome.RAN else events.emit_committed
+        emit(signals.request_answered, claimed, call.request, outcome=outcome, seconds=seconds)
+
+
+@contextmanager
+def _problems(using: str, call: Call, options: Options) -> Iterator[None]:
+    """Raise Problem for what refuses the run, and for the loss of the database or of its standby. If the view itself has
+    exceeded a time limit of its transaction, say so."""
+    try:
+        yield
+    except REFUSALS as refusal:
+        if isinstance(refusal, NotReplicated):
+            logger.warning("a response from the database %r is not confirmed: %s", using, str(refusal))
+        raise problem_of(refusal) from None
+    except Error as error:
+        if not connection_lost(error, using):
+            raise
+        code = "database_unavailable"
+        if (limit := exceeded_time_limit(error)) is not None:
+            code = "time_limit_exceeded"
+            logger.error(_TIME_LIMIT, call.name, limit, conf.get().LOCK_TIMEOUT_SECONDS)
+        else:
+            text = summary(error_text(error, withheld=not options.store_body))
+            logger.warning("the database %r cannot be reached: %s", using, text)
+        raise problem_of(Unavailable(code=code)) from error

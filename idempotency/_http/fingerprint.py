@@ -1,0 +1,248 @@
+"""The fingerprint of a request, which distinguishes a retry from a different request.
+
+JSON is compared by value: the order of members and white space do not matter. The order of an array, null against absent,
+and the notation of a number (``1.0`` against ``1``) do matter. A multipart body is compared by its fields and files, because
+each attempt has a new boundary. All other bodies are compared by bytes. So is JSON with a duplicate member, which has no
+single value. The kind of comparison is part of the fingerprint.
+
+A fingerprint begins with the way in which it was made: its version, ``h`` if it includes the host, and ``k`` with the id of
+its secret. A request is compared in the way of the stored fingerprint, so changed settings or secrets do not reject
+retries. A release that changes the computation must keep the old one for at least one retention.
+"""
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Callable
+from io import BytesIO
+from operator import itemgetter
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from django.conf import settings
+from django.core.exceptions import BadRequest, DisallowedHost
+from django.core.files.uploadedfile import UploadedFile
+from django.core.files.uploadhandler import load_handler
+from django.core.handlers.asgi import ASGIRequest
+from django.http import HttpRequest, QueryDict
+from django.http.multipartparser import MultiPartParser
+from django.utils.datastructures import MultiValueDict
+from django.utils.encoding import escape_uri_path, force_bytes, force_str
+
+from idempotency._engine.advisory_locks import way_of
+from idempotency._hidden import Hidden
+
+#: The version of new fingerprints. A change of the computation needs a new number.
+VERSION = 1
+_WAY = re.compile(rf"v{VERSION}(?P<host>h?)(?:k(?P<secret>[0-9a-f]+))?")
+#: A field of Django's forms that differs on each page.
+_CSRF_FIELD = "csrfmiddlewaretoken"
+_CSRF_PAIR = re.compile(rb"(?:^|&)csrfmiddlewaretoken=[^&]*")
+#: The characters of a query that are not percent-encoded.
+_AS_SENT = "%/?:@!$&'()*+,;=~-._#[]"
+
+
+Parsed = TypeVar("Parsed")
+
+
+class _NotByValue(ValueError):
+    """This JSON text has no single value."""
+
+
+def fingerprint(request: HttpRequest, body: Hidden[bytes | None], *, keyed: bool = False, by_host: bool = False) -> str:
+    """Return the fingerprint of a request with this body; a multipart request is compared by its parsed parts.
+
+    If it is ``keyed``, with the SECRET_KEY, values cannot be guessed from it.
+    Raises BadRequest for a multipart body in an unreadable charset.
+    """
+    way = f"v{VERSION}{'h' * by_host}{f'k{_name(settings.SECRET_KEY)}' if keyed else ''}"
+    return _made(way, request, body, by_host=by_host)
+
+
+def made_alike(stored: str, request: HttpRequest, body: Hidden[bytes | None]) -> str | None:
+    """Return the fingerprint of a request, made in the way of a stored one. Return None if its version is unknown, or if its
+    secret is neither SECRET_KEY nor in SECRET_KEY_FALLBACKS."""
+    way = way_of(stored)
+    if (found := _WAY.fullmatch(way)) is None or (found["secret"] and found["secret"] not in map(_name, _secrets())):
+        return None
+    return _made(way, request, body, by_host=bool(found["host"]))
+
+
+def _made(way: str, request: HttpRequest, body: Hidden[bytes | None], *, by_host: bool) -> str:
+    place = []
+    if urlconf := chosen_urlconf(request):
+        place.append(b"urlconf " + urlconf.encode())
+    if by_host:
+        place += [b"host " + host_of(request).lower().encode(), request.META.get("SCRIPT_NAME", "").encode()]
+    parts = [(request.method or "").encode(), target(request).encode(), *_content(request, body), *place]
+    digest = _empty_digest(way.partition("k")[2])
+    for part in parts:
+        digest.update(b"%d:" % len(part))
+        digest.update(part)
+    return f"{way}:{digest.hexdigest()}"
+
+
+def _empty_digest(name: str) -> Any:
+    """Return a digest that is keyed with the secret of this name, or is not keyed if the name is empty."""
+    if not name:
+        return hashlib.sha256()
+    secret = next(each for each in _secrets() if _name(each) == name)
+    return hmac.new(hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest(), digestmod=hashlib.sha256)
+
+
+def _secrets() -> list[str | bytes]:
+    return [settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
+
+
+def _name(secret: str | bytes) -> str:
+    """Return an id of a secret that does not reveal it."""
+    return hashlib.sha256(b"idempotency.fingerprint.name" + force_bytes(secret)).hexdigest()[:8]
+
+
+def target(request: HttpRequest) -> str:
+    """Return path and query in ASCII: the bytes of the client, percent-encoded where needed."""
+    query = request.META.get("QUERY_STRING", "")
+    try:
+        sent = query.encode("utf-8" if isinstance(request, ASGIRequest) else "latin-1")
+    except UnicodeEncodeError:
+        sent = query.encode()
+    return escape_uri_path(request.path_info) + (f"?{quote(sent, safe=_AS_SENT)}" if query else "")
+
+
+def chosen_urlconf(request: HttpRequest) -> str:
+    """Return the name of the URLconf that a middleware chose for this request, or an empty string."""
+    urlconf = getattr(request, "urlconf", None)
+    return urlconf if isinstance(urlconf, str) else getattr(urlconf, "__name__", "")
+
+
+def host_of(request: HttpRequest) -> str:
+    """Return the host that the client used; behind a proxy it may be in another header."""
+    try:
+        return request.get_host()
+    except DisallowedHost:
+        host: str = request.META.get("HTTP_HOST", "")
+        return host
+
+
+def content_length(request: HttpRequest) -> int:
+    """Return CONTENT_LENGTH as Django reads it. A middleware may have set it to a number, or deleted it."""
+    try:
+        return int(request.META.get("CONTENT_LENGTH") or 0)
+    except ValueError:
+        return 0
+
+
+def is_multipart(request: HttpRequest) -> bool:
+    """Return whether the body has fields and files to compare. Django does not parse a body without a length."""
+    return request.content_type == "multipart/form-data" and content_length(request) != 0
+
+
+def is_parsed(request: HttpRequest) -> bool:
+    """Return whether the fields and files of a multipart body are in ``POST`` and ``FILES``: Django parses the body of a POST,
+    and a middleware may have parsed that of another method (Django Ninja has one)."""
+    fields = getattr(request, "_post", None)
+    if hasattr(request, "_body"):
+        # A parser of Django REST framework may leave data of its own in ``_post``.
+        return request.method == "POST" and (fields is None or isinstance(fields, QueryDict))
+    # Django leaves empty fields in a request that it does not parse.
+    return request.method == "POST" or bool(fields or getattr(request, "_files", None))
+
+
+def _content(request: HttpRequest, body: Hidden[bytes | None]) -> tuple[bytes, bytes]:
+    if is_multipart(request):
+        return b"multipart", _multipart(request)
+    return _content_of_body(request.content_type or "", body.value or b"")
+
+
+def _content_of_body(content_type: str, body: bytes) -> tuple[bytes, bytes]:
+    if content_type == "application/json" or content_type.endswith("+json"):
+        try:
+            return b"json", _canonical_json(body)
+        except (ValueError, RecursionError):
+            pass
+    if content_type == "application/x-www-form-urlencoded":
+        body = _CSRF_PAIR.sub(b"", body)
+    return b"bytes", body
+
+
+def _canonical_json(body: bytes) -> bytes:
+    # Each float becomes a string: the mark, which no client knows, and its text. An integer has no second notation.
+    mark = secrets.token_urlsafe(8)
+    value = json.loads(body, parse_float=mark.__add__, parse_constant=_refuse_constant, object_pairs_hook=_object)
+    # In this text, other strings contain no NUL.
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).replace(f'"{mark}', "\0").encode()
+
+
+def _refuse_constant(name: str) -> None:
+    raise _NotByValue(name)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if not pairs:
+        return {}
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise _NotByValue
+    return members
+
+
+def _multipart(request: HttpRequest) -> bytes:
+    """Return the sorted fields and files, each file by its hash. The files are rewound."""
+    # Code of the project runs here: the upload handlers, and the files that they make.
+    parts = _parts(request)
+    if "_body" in vars(request) and _has_unreadable_text(parts.value[0]):
+        # A parser of the view may tell such bytes apart.
+        parts = _parsed(request, "latin-1")
+    files = Hidden([[name, [_file(file) for file in files]] for name, files in _sorted(parts.value[1])])
+    fields = [pair for pair in _sorted(parts.value[0]) if pair[0] != _CSRF_FIELD]
+    return json.dumps([fields, files.value]).encode()
+
+
+_Parts = tuple[QueryDict, "MultiValueDict[str, UploadedFile[Any]]"]
+
+
+def _parts(request: HttpRequest) -> Hidden[_Parts]:
+    if is_parsed(request):
+        return Hidden((request.POST, request.FILES))
+    # Parse a copy, because the view may parse the body itself.
+    return _parsed(request, request.encoding or settings.DEFAULT_CHARSET)
+
+
+def _parsed(request: HttpRequest, encoding: str) -> Hidden[_Parts]:
+    handlers = [load_handler(path, request) for path in settings.FILE_UPLOAD_HANDLERS]
+    return Hidden(readable(MultiPartParser(request.META, BytesIO(request.body), handlers, encoding).parse))
+
+
+def _has_unreadable_text(fields: QueryDict) -> bool:
+    """Return whether a field is not text in the charset of the request."""
+    return any("\ufffd" in text for name, values in fields.lists() for text in (name, *values))
+
+
+def _sorted(parts: "MultiValueDict[str, Any]") -> list[tuple[str, list[Any]]]:
+    return sorted(parts.lists(), key=itemgetter(0))
+
+
+def readable(read: Callable[[], Parsed]) -> Parsed:
+    """Return the result of ``read``, which parses a multipart body. Raises BadRequest for an unreadable charset."""
+    try:
+        return read()
+    except (LookupError, ValueError) as error:
+        raise BadRequest(
+            "A charset of the multipart body is unknown, or a part of the body is not valid in its charset."
+        ) from error
+
+
+def _file(file: "UploadedFile[Any]") -> list[str | None]:
+    # Django returns the charset as bytes, despite its annotation.
+    charset = force_str(file.charset, "latin-1", strings_only=True)
+    return [file.name, file.content_type, charset, _digest(file)]
+
+
+def _digest(file: "UploadedFile[Any]") -> str:
+    digest = hashlib.sha256()
+    for chunk in file.chunks():
+        digest.update(chunk)
+    file.seek(0)
+    return digest.hexdigest()

@@ -1,0 +1,174 @@
+"""Run a stored request: call its view in the environment of a request, but without middleware.
+
+The completer calls the view directly. No URL leads here, so no client can reach this code.
+"""
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from django.core.exceptions import PermissionDenied
+from django.db import Error
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.urls import Resolver404
+from django.utils.translation import gettext
+
+from idempotency import conf, scopes
+from idempotency._async import FAILURES, awaited
+from idempotency._engine.adapter import Abandoned, Rerun
+from idempotency._engine.fence import StoredResponse
+from idempotency._engine.replays import CannotRun, cause_of
+from idempotency._http import responses
+from idempotency._http.environment import Environment, in_environment
+from idempotency._http.options import OnAbandon, Options
+from idempotency._http.rebuilt import RebuiltRun
+from idempotency._http.routes import has_on_abandon, match_of, on_abandon_of, options_for, options_of
+from idempotency._http.stored_request import can_rebuild, refuse_partial, sender_is_no_user, sender_of
+from idempotency._http.view import rendered
+from idempotency._text import error_text
+from idempotency.exceptions import KeyStuck, StuckCode
+from idempotency.models import IdempotencyKey
+
+
+class HttpAdapter:
+    """The adapter of HTTP; see ``idempotency._engine.adapter``."""
+
+    def with_stored_work(self, key: IdempotencyKey, use: Callable[["StoredView"], Any]) -> Any:
+        return in_environment(key, lambda environment: use(StoredView(key, environment)))
+
+    def answer(self, value: HttpResponse) -> StoredResponse:
+        """Clients stop retrying only after a stored 2xx or 4xx."""
+        code = value.status_code
+        if not (200 <= code < 300 or 400 <= code < 500) or not responses.is_storable(value):
+            text = gettext("A client may retry after status %(code)s: choose a 2xx, or a 4xx such as 409, 410 or 422.")
+            raise ValueError(text % {"code": code})
+        if len(value.content) > (limit := conf.get().MAX_STORED_BODY_BYTES):
+            text = gettext("The body is longer than %(limit)s bytes (MAX_STORED_BODY_BYTES).")
+            raise ValueError(text % {"limit": limit})
+        if code in (204, 205) and value.content:
+            raise ValueError(gettext("A response with status %(code)s has no body.") % {"code": code})
+        return responses.stored_parts(value)
+
+
+class StoredView:
+    """The view of a stored request."""
+
+    def __init__(self, key: IdempotencyKey, environment: Environment) -> None:
+        self._key, self._environment = key, environment
+        self._on_abandon: OnAbandon | None = None
+        self.is_whole = can_rebuild(key)
+        self.withheld = key.request_body is None
+
+    def declares(self, recovery_point: str) -> bool:
+        options = options_for(self._key) if self._environment.failure is None else None
+        return options is not None and recovery_point in options.every_point()
+
+    def run(self) -> Rerun:
+        rebuilt = RebuiltRun(self._key, self._environment.request)
+        try:
+            response = _call(rebuilt, self._environment)
+        except KeyStuck as stuck:  # CannotRun, or raised by PREPARE_REQUEST.
+            code, reason = cause_of(stuck)
+            return Rerun(f"The completer cannot run this request: {reason}", rebuilt.run, error=stuck, stuck=(code, reason))
+        except FAILURES as error:
+            return Rerun(error_text(error), rebuilt.run, isinstance(error, responses.HTTP_EXCEPTIONS), error)
+        told = responses.described(response, withheld=False)  # A request without its body was not run.
+        is_refused = responses.is_refusal(response) or responses.is_login_redirect(response, self._environment.required())
+        return Rerun(f"A decorator or the framework, outside of @idempotent, responded with {told}", rebuilt.run, is_refused)
+
+    def has_on_abandon(self) -> bool | None:
+        return has_on_abandon(self._key) if self._environment.failure is None else None
+
+    def require_on_abandon(self) -> bool:
+        self._environment.required()
+        self._on_abandon = on_abandon_of(self._key)
+        return self._on_abandon is not None
+
+    def abandon(self, key: IdempotencyKey) -> Abandoned:
+        if self._on_abandon is None:
+            raise RuntimeError("The view has no on_abandon.")
+        response = rendered(awaited(self._on_abandon(key)))
+        if not isinstance(response, HttpResponseBase):
+            raise TypeError(f"it returned {type(response).__name__}, not a response")
+        if responses.is_storable(response):
+            return Abandoned(responses.stored_parts(response))
+        told = responses.described(response, withheld=self.withheld)
+        return Abandoned(None, f"The response of on_abandon cannot be stored: {told}")
+
+
+def _call(rebuilt: RebuiltRun, environment: Environment) -> HttpResponseBase:
+    """Call the view of a claimed key with the rebuilt request, and return its response. Raises the exceptions of the view.
+
+    Raises CannotRun if the request cannot be rebuilt, has no protected view, or its sender is unknown or refused.
+    Raises the failure of the environment.
+    """
+    key = rebuilt.key
+    refuse_partial(key)
+    request = environment.required()
+    if key.user_id is not None:
+        user = sender_of(key)  # Also if PREPARE_REQUEST has set another one: a user who is gone must not run anything.
+        if not environment.sender_set:
+            request.user = user
+    try:
+        match = match_of(key)
+    except Resolver404:
+        raise CannotRun(StuckCode.VIEW_MISSING, f"The URLconf has no view for {request.path_info} any more.") from None
+    options = options_of(match.func, key.request_method)
+    if options is None:
+        # An undecorated view would run without the key.
+        reason = f"The view for {request.path_info} is not protected with @idempotent any more."
+        raise CannotRun(StuckCode.VIEW_MISSING, reason)
+    request.resolver_match = match
+    with rebuilt.current():
+        _name_sender(request, key, options, environment)
+        try:
+            response: HttpResponseBase = awaited(match.func(request, *match.args, **match.kwargs))
+        except PermissionDenied:
+            _stop_if_part_is_done(request, key, f"with status {HTTPStatus.FORBIDDEN}")
+            raise
+        if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            _stop_if_part_is_done(request, key, f"with status {response.status_code}")
+        elif responses.is_login_redirect(response, request):
+            _stop_if_part_is_done(request, key, f"with a redirect to {response['Location']}")
+        return response
+
+
+def _name_sender(request: HttpRequest, key: IdempotencyKey, options: Options, environment: Environment) -> None:
+    """Let Django REST framework use the sender. Raises CannotRun if the sender is not a Django user and is not set."""
+    if key.user_id is None and not environment.sender_set and not _is_anybodys(request, key, options):
+        raise CannotRun(
+            StuckCode.USER_MISSING,
+            "The sender of the request is not a Django user, and IDEMPOTENCY['PREPARE_REQUEST'] did not set it. The function "
+            "must set request.user or request.auth. If the client's request had neither, the attributes that scope= reads "
+            "suffice.",
+        )
+    # Django REST framework uses these without authentication, as in force_authenticate().
+    vars(request).setdefault("_force_auth_user", request.user)
+    if hasattr(request, "auth"):
+        vars(request).setdefault("_force_auth_token", request.auth)
+
+
+def _is_anybodys(request: HttpRequest, key: IdempotencyKey, options: Options) -> bool:
+    """Return whether no sender is needed: the scope is a session, or is the same without a sender."""
+    if sender_is_no_user(key):
+        return False
+    if options.scope in (None, scopes.session, scopes.user_or_session) and key.scope.startswith("session:"):
+        return True
+    try:
+        return scopes.scope_of(request, options.scope) == key.scope
+    except Error:
+        raise
+    except Exception:
+        return False  # The scope reads data that only the client sends.
+
+
+def _stop_if_part_is_done(request: HttpRequest, key: IdempotencyKey, told: str) -> None:
+    """Raise CannotRun if a check outside @idempotent has refused the sender, and part of the request is done. If nothing is
+    done, the caller releases the key, and the client may retry."""
+    reached = hasattr(request, "idempotency_key")  # @idempotent sets the attribute.
+    if not reached and not key.untouched:
+        raise CannotRun(
+            StuckCode.USER_MISSING,
+            f"The sender may not make this request any more: a check before @idempotent refused it {told}. Part of its work is "
+            "done.",
+        )

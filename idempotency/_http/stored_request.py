@@ -1,0 +1,253 @@
+"""The stored request: capture it for a claim, and rebuild it for the completer.
+
+Only this module knows the format. The column ``request_headers`` contains headers of the client and marks; marks have
+lower-case names, which no stored header has.
+"""
+
+import json
+import secrets
+from contextlib import suppress
+from functools import partial
+from io import BytesIO
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote
+
+from asgiref.sync import sync_to_async
+from django.contrib.auth import get_user_model
+from django.contrib.auth.models import AnonymousUser
+from django.core.exceptions import BadRequest
+from django.core.handlers.wsgi import WSGIRequest
+from django.db.utils import Error
+from django.http import HttpRequest
+from django.utils.functional import SimpleLazyObject
+
+from idempotency import conf
+from idempotency._engine.claims import ClaimedRequest
+from idempotency._engine.replays import CannotRun
+from idempotency._hidden import Hidden
+from idempotency._http.bodies import FORM, body_to_store, parse
+from idempotency._http.credentials import without_credentials
+from idempotency._http.fingerprint import (
+    chosen_urlconf,
+    fingerprint,
+    host_of,
+    is_multipart,
+    made_alike,
+    target,
+)
+from idempotency._http.kept import give_back, kept_values
+from idempotency._http.key_header import header
+from idempotency._http.options import Options
+from idempotency._text import printable
+from idempotency.exceptions import StuckCode
+from idempotency.models import IdempotencyKey
+from idempotency.scopes import is_no_user, user_of
+
+#: Stored for the rebuilt request, with host, scheme and mount point.
+_KEPT_HEADERS = ("Accept", "Accept-Language", "X-Api-Version", "Api-Version", "Stripe-Version")
+#: The mark of a query whose credentials are not stored.
+_CREDENTIALS = "credentials"
+#: The mark with the mount point of the site, unless it is the root.
+_SCRIPT_NAME = "script_name"
+#: The mark of a multipart request, whose fields are stored as a form.
+_MULTIPART = "multipart"
+#: The mark of a form that a middleware has parsed although the method is not POST: one of Django Ninja, or one that overrides
+#: the method.
+_PARSED = "parsed"
+#: The mark of an authenticated sender that is not a Django user.
+_NO_USER = "no_user"
+#: The mark with the URLconf that a middleware chose, for instance by host.
+_URLCONF = "urlconf"
+#: The mark with the values that ``keep=`` names, as JSON text: a column of JSON does not take each text.
+_KEPT = "kept"
+#: The maximum size of that text. The values should be identifiers; rows can be read again.
+MAX_KEPT_BYTES = 4096
+
+
+def capture(
+    request: HttpRequest, scope: str, key: Hidden[str], options: Options, *, view: str, framework: bool
+) -> ClaimedRequest:
+    """Return the parts of the request that a claim stores. The body is read. Raises Problem ``body_incomplete`` for a
+    truncated body, and the exceptions of Django for a body that is too large or invalid. If the values of ``keep=`` cannot be
+    stored, ``unstorable`` has the error, which names the ``view``: a request that is only answered needs them no more. With
+    ``framework``, the view has parsers of its own, as in Django REST framework."""
+    body, content_type = body_to_store(request, framework=framework)
+    snapshot, unstorable = _kept(request, options, view)
+    user, no_user = user_of(request), is_no_user(request)
+    marks = {
+        _NO_USER: "true" if no_user else "",
+        _MULTIPART: "true" if is_multipart(request) and content_type == FORM else "",
+        _PARSED: "true" if request.method != "POST" and getattr(request, "_post", None) else "",
+        _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
+        _URLCONF: chosen_urlconf(request),
+    }
+    # An empty body contains no secret, and the completer can run it.
+    is_stored = body.value is not None and (options.store_body or not body.value)
+    path, is_cut = without_credentials(target(request))
+    return ClaimedRequest(
+        scope=scope,
+        idempotency_key=key.value,
+        user_id=user.pk if user is not None else None,
+        request_method=(request.method or "")[:20],
+        request_path=path,
+        request_body=body.value if is_stored else None,
+        request_content_type=printable(content_type),
+        request_headers=_client_headers(request)
+        | _given(marks)
+        # The completer cannot run a request without its body and its whole query.
+        | _given({_CREDENTIALS: "true"} if is_cut else {_KEPT: snapshot.value if is_stored else ""}),
+        remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
+        # Parts that are not stored must not be guessed from the fingerprint.
+        request_fingerprint=fingerprint(
+            request, body, keyed=is_cut or not options.store_body, by_host=conf.get().FINGERPRINT_HOST
+        ),
+        made_alike=partial(made_alike, request=request, body=body),
+        retention_hours=options.hours_kept(),
+        unstorable=unstorable,
+    )
+
+
+def _client_headers(request: HttpRequest) -> dict[str, str]:
+    headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
+    return headers | {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
+
+
+def _given(marks: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in marks.items() if value}
+
+
+def _kept(request: HttpRequest, options: Options, view: str) -> tuple[Hidden[str], Exception | None]:
+    """Return the values of ``keep=`` as JSON text, empty if there are none, and why they cannot be stored. To read a lazy value
+    may raise any exception, for instance if the row behind it was deleted. Raises database errors, after which the client
+    retries."""
+    if not options.keep:
+        return Hidden(""), None
+    try:
+        text = Hidden(json.dumps(kept_values(request, options.keep, view).value))
+    except Error:
+        raise
+    except Exception as error:
+        return Hidden(""), error
+    if (length := len(text.value)) > MAX_KEPT_BYTES:
+        return Hidden(""), ValueError(
+            f"The values of the option keep of the view {view} have {length:,} bytes as JSON; at most {MAX_KEPT_BYTES:,} "
+            f"are stored. Name identifiers, and read the rows again."
+        )
+    return text, None
+
+
+def urlconf_of(key: IdempotencyKey) -> str | None:
+    urlconf: str | None = key.request_headers.get(_URLCONF)
+    return urlconf
+
+
+def client_headers(key: IdempotencyKey) -> dict[str, str]:
+    """Return the headers of the client that are stored, without marks."""
+    return {name: key.request_headers[name] for name in _KEPT_HEADERS if name in key.request_headers}
+
+
+def address_of(key: IdempotencyKey) -> tuple[str, str, str]:
+    """Return the parts of the address to which the client sent the request: scheme, host, and path with query. The host is as
+    the client sent it, or empty. The path begins with one slash, so it cannot change the host."""
+    kept = key.request_headers
+    path = f"{kept.get(_SCRIPT_NAME, '')}{key.request_path}"
+    return kept.get("scheme", "http"), kept.get("Host", ""), f"/{path.lstrip('/')}"
+
+
+def sender_is_no_user(key: IdempotencyKey) -> bool:
+    return _NO_USER in key.request_headers
+
+
+def has_whole_query(key: IdempotencyKey) -> bool:
+    """Return whether the query is stored as the client sent it, with no credential left out."""
+    return _CREDENTIALS not in key.request_headers
+
+
+def can_rebuild(key: IdempotencyKey) -> bool:
+    """Return whether all parts of the request are stored."""
+    return key.request_body is not None and has_whole_query(key)
+
+
+def refuse_partial(key: IdempotencyKey) -> None:
+    """Raise CannotRun if a part of the request is not stored."""
+    if not can_rebuild(key):
+        missing = "The body" if key.request_body is None else "A credential in the query"
+        reason = f"{missing} of the request was not stored, so only its client can send it again."
+        raise CannotRun(StuckCode.BODY_NOT_KEPT, reason)
+
+
+def rebuild(key: IdempotencyKey) -> HttpRequest:
+    """Return the request of a key, without the parts that are not stored. Its user is read at the first access, in the
+    database that the router names then."""
+    request = _request_of(key)
+    if _PARSED in key.request_headers:
+        with suppress(BadRequest):  # In a charset that only the parsers of the view can read.
+            parse(request)
+    # The original request passed the CSRF check; otherwise there would be no key.
+    request._dont_enforce_csrf_checks = True  # type: ignore[attr-defined]
+    user: Any = AnonymousUser() if key.user_id is None else SimpleLazyObject(partial(sender_of, key))
+    request.user = user
+    request.auser = sync_to_async(partial(_loaded_user, request))
+    if urlconf := urlconf_of(key):
+        request.urlconf = urlconf
+    give_back(request, json.loads(key.request_headers.get(_KEPT, "{}")), key)
+    return request
+
+
+def _request_of(key: IdempotencyKey) -> WSGIRequest:
+    body, content_type = bytes(key.request_body or b""), key.request_content_type
+    if _MULTIPART in key.request_headers:
+        body, content_type = _multipart(body)
+    request = WSGIRequest(_environ(key, body, content_type))
+    # The body counts as read, because a stream could not serve a second attempt.
+    request._body = body
+    return request
+
+
+def _environ(key: IdempotencyKey, body: bytes, content_type: str) -> dict[str, Any]:
+    path, _, query = key.request_path.partition("?")
+    kept = key.request_headers
+    host, scheme = kept.get("Host", ""), kept.get("scheme", "http")
+    environ = {f"HTTP_{name.upper().replace('-', '_')}": kept[name] for name in _KEPT_HEADERS if name in kept}
+    return environ | {
+        "REQUEST_METHOD": key.request_method,
+        "SCRIPT_NAME": kept.get(_SCRIPT_NAME, "").encode().decode("latin-1"),  # as WSGI has it
+        "PATH_INFO": unquote(path, "latin-1"),
+        "QUERY_STRING": query,
+        "CONTENT_TYPE": content_type,
+        "CONTENT_LENGTH": str(len(body)),
+        "REMOTE_ADDR": key.remote_addr,
+        "SERVER_NAME": host.rpartition(":")[0] or host or "localhost",
+        "SERVER_PORT": "443" if scheme == "https" else "80",
+        "SERVER_PROTOCOL": "HTTP/1.1",
+        "wsgi.url_scheme": scheme,
+        "wsgi.input": BytesIO(body),
+        **({"HTTP_HOST": host} if host else {}),
+    }
+
+
+def _multipart(fields: bytes) -> tuple[bytes, str]:
+    """Return the stored fields as a multipart body, and its content type. The boundary is random, so no value contains it."""
+    boundary, parts = secrets.token_hex(16), []
+    for name, value in parse_qsl(fields.decode(), keep_blank_values=True):
+        # RFC 2231 encodes any name, but may triple its length, and the header of a part is limited to 1,024 bytes.
+        quoted = name.isprintable() and not {'"', "\\"} & set(name)
+        named = f'name="{name}"' if quoted else f"name*=UTF-8''{quote(name, safe='')}"
+        parts.append(f"--{boundary}\r\nContent-Disposition: form-data; {named}\r\n\r\n{value}\r\n")
+    return f"{''.join(parts)}--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}; charset=utf-8"
+
+
+def sender_of(key: IdempotencyKey) -> Any:
+    """Return the user who sent the request. Raises CannotRun if this user is deleted or not active any more."""
+    user_id: Any = key.user_id
+    user = get_user_model()._default_manager.filter(pk=user_id).first()
+    if user is None or not getattr(user, "is_active", True):
+        raise CannotRun(
+            StuckCode.USER_MISSING, f"The sender of the request, the user {key.user_id}, is deleted or not active any more."
+        )
+    return user
+
+
+def _loaded_user(request: HttpRequest) -> Any:
+    _ = request.user.__class__  # Reads the user.
+    return request.user

@@ -1,0 +1,120 @@
+"""The work of a run that a request asks for: its view. The adapter of HTTP; see ``idempotency._engine.adapter``."""
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+from django.http import HttpResponseBase
+
+from idempotency import conf
+from idempotency._engine.adapter import Outcome, Run
+from idempotency._engine.fence import StoredResponse
+from idempotency._engine.several_databases import atomic_aliases
+from idempotency._http import responses
+from idempotency._http.nesting import ViewRun
+from idempotency._http.options import Options
+from idempotency._http.request_state import RequestState
+from idempotency._http.view import Call
+from idempotency.conf import Isolation
+from idempotency.exceptions import ResponseNotStorable
+from idempotency.http import keeps_writes
+from idempotency.models import IdempotencyKey
+
+
+class ViewWork:
+    """A view with its request."""
+
+    def __init__(self, call: Call, options: Options, *, by_completer: bool = False) -> None:
+        self._call, self._options = call, options
+        #: None before the first attempt.
+        self._before: RequestState | None = None
+        self.name = call.name
+        self.by_completer = by_completer
+        self.context = None if by_completer else call.request
+        # The worker of a request in the main thread has only this thread.
+        self.wait_seconds = 0 if threading.current_thread() is threading.main_thread() else options.wait_seconds
+        self.points = options.every_point()
+        self.withheld = not options.store_body
+
+    # What a plain run asks
+
+    def level(self) -> Isolation | None:
+        return self._options.level()
+
+    def other_databases(self, using: str) -> list[str]:
+        return [alias for alias in atomic_aliases(self._call.view) if alias != using]
+
+    def refuse_outer_transaction(self, using: str) -> None:
+        """Raise RuntimeError in the transaction of ATOMIC_REQUESTS. Django opened it around an unprotected view that has called
+        this one. The protection would depend on that view, and retries in the process would be lost unnoticed."""
+        match = self._call.request.resolver_match
+        if using in atomic_aliases(match.func if match is not None else None):
+            raise RuntimeError(
+                f"The view {self.name} was entered inside the transaction of ATOMIC_REQUESTS. Exclude the view that calls it: "
+                "transaction.non_atomic_requests(view)."
+            )
+
+    # The call
+
+    def current(self, run: Run) -> AbstractContextManager[None]:
+        self._before = self._before or RequestState(self._call)
+        return ViewRun(self._call, self._options, run).bound()
+
+    def call(self) -> Outcome:
+        return self._outcome(self._call.response())
+
+    def outcome(self, value: HttpResponseBase) -> Outcome:
+        return self._outcome(self._call.rendered(value))
+
+    def outcome_of(self, error: Exception) -> Outcome | None:
+        if (answer := responses.answer_to(error, self._call)) is not None:
+            return self._outcome(answer, error)
+        if isinstance(error, responses.HTTP_EXCEPTIONS):
+            return Outcome(None, responses.status_of(error), is_stored=False, cause=error, is_raised=True)
+        return None
+
+    def _outcome(self, response: HttpResponseBase, cause: Exception | None = None) -> Outcome:
+        is_stored = responses.is_stored(response)
+        if is_stored and self.by_completer:
+            is_stored = not responses.is_login_redirect(response, self._call.request)
+        return Outcome(response, response.status_code, is_stored, keeps_writes(response), cause)
+
+    # What is stored
+
+    def refuse_unstorable(self, value: HttpResponseBase) -> None:
+        if not (responses.is_storable(value) or responses.is_refusal(value)):
+            raise ResponseNotStorable(
+                f"A response with status {value.status_code} is never stored. Return it outside the phase: the key is "
+                f"released, and a retry continues from the last recovery point."
+            )
+
+    def stored(self, value: HttpResponseBase) -> StoredResponse:
+        return responses.stored_parts(value)
+
+    def restored(self, key: IdempotencyKey) -> HttpResponseBase:
+        return responses.stored_response(key)
+
+    def replayed(self, key: IdempotencyKey) -> HttpResponseBase:
+        response = responses.stored_response(key)
+        response[conf.get().REPLAYED_HEADER] = "true"
+        return response
+
+    def described(self, value: Any) -> str:
+        return responses.described(value, withheld=self.withheld)
+
+    # The state before the first attempt
+
+    @property
+    def is_committed(self) -> bool:
+        return self._before is not None and self._before.committed
+
+    def note_committed(self) -> None:
+        if self._before is not None:
+            self._before.note_committed()
+
+    def restore(self) -> bool:
+        return self._before is None or self._before.restore()
+
+    def put_back(self) -> None:
+        if self._before is not None:
+            self._before.put_back()
