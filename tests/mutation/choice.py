@@ -3,8 +3,8 @@
 #: Modules of which all mutants are tested, in this order.
 WHOLE = (
     *("fence", "round_trips", "phases", "claims", "statements", "advisory_locks", "settlement"),
-    *("phased_run", "phased", "plain", "retry"),
-    *("view_call", "responses", "replays", "stored_request", "bodies", "inbox"),
+    *("run", "plain_run", "key_run", "attempts", "request_state", "limits", "several_databases", "savepoints"),
+    *("view", "work", "responses", "replays", "stored_request", "bodies", "inbox"),
     *("enqueuer", "_batch", "_hand_over", "_outcomes", "completer"),
 )
 #: Modules of which a sample of this size is tested; the seed determines the sample.
