@@ -101,7 +101,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, server: AmqpServer) -> Iterator[Cel
     backend.app.finalize()
     monkeypatch.setattr(_hand_over, "backend_of", lambda queue, using: backend)
     yield backend
-    with suppress(AttributeError):
+    with suppress(AttributeError, KeyError):
         backend._drop_producer()
     backend.app.close()
     gc.collect()
