@@ -72,7 +72,7 @@ test-configurations:
 	@touch $@
 
 CORE := $(addprefix tests/,store/test_keys.py store/test_round_trips.py request/test_decorators.py request/test_signals.py request/test_lost_connections.py \
-	store/test_replication.py request/test_in_test_cases.py request/test_phases.py request/test_after_commit.py request/test_foreign_calls.py \
+	store/test_replication.py request/test_in_test_cases.py request/test_phases.py request/test_after_commit.py request/test_at_most_once_calls.py \
 	request/test_calls_in_doubt.py request/test_http.py request/test_retries_in_process.py request/test_scopes.py \
 	request/test_async.py request/test_isolation.py processes/test_abandonment.py processes/test_completer.py \
 	processes/test_rebuilt_requests.py processes/test_completer_and_deploys.py processes/test_reaper.py jobs/test_enqueuer.py \
@@ -133,7 +133,7 @@ failover:
 
 # Branch coverage of the app by its tests in process, and what is not covered; docs/contributing/coverage.md.
 ON_SQLITE := $(addprefix tests/,store/test_keys.py store/test_claims.py store/test_fence.py request/test_phases.py \
-	request/test_foreign_calls.py request/test_calls_in_doubt.py processes/test_completer.py processes/test_rebuilt_requests.py \
+	request/test_at_most_once_calls.py request/test_calls_in_doubt.py processes/test_completer.py processes/test_rebuilt_requests.py \
 	processes/test_reaper.py jobs/test_enqueuer.py jobs/test_inbox.py processes/test_doctor.py)
 coverage:
 	$(call set-up,coverage,test)

@@ -10,6 +10,7 @@ from idempotency._async import FAILURES
 from idempotency._boundary import boundary
 from idempotency._engine import claims, events, fence, rows, settlement
 from idempotency._engine.adapter import StoredWork, with_stored_work
+from idempotency._engine.calls import Calls
 from idempotency._engine.errors import accepts_writes
 from idempotency._engine.hung import watched_key
 from idempotency._engine.replays import cause_of
@@ -85,11 +86,12 @@ def _run(work: StoredWork, key: IdempotencyKey, using: str) -> bool:
         fence.mark_stuck(key, doubt.code, doubt.reason, using=using)
         return False
     fence.mark_stuck(key, StuckCode.ON_ABANDON, BEGUN, using=using)
-    key.begin_call = partial(fence.begin_call, key, using=using, stuck_code=StuckCode.ON_ABANDON)
+    key.calls = Calls(key, using=using, stuck_code=StuckCode.ON_ABANDON)
     try:
         with watched_key(key), boundary():
             abandoned = work.abandon(key)
         if abandoned.stored is not None:
+            key.calls.refuse_unsettled()
             fence.finish(key, abandoned.stored, using=using)
             return True
         failure = abandoned.failure

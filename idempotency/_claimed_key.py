@@ -1,17 +1,17 @@
-"""The part of a key that works inside a protected run only: its phases, its response, and keys for other systems."""
+"""The part of a key that works inside a protected run only: its phases, its response, and its downstream calls."""
 
 import hashlib
 import hmac
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Literal, overload
 
 from django.db import models
 from django.http import HttpResponseBase
 
-from idempotency._async import either_context
-from idempotency._hidden import Hidden
+from idempotency._async import EitherContext
+from idempotency._call_handles import AtMostOnceCall, KeyedCall
 from idempotency.exceptions import DownstreamKeyExpired
 
 _NOT_PHASED = (
@@ -28,8 +28,8 @@ class ClaimedKey(models.Model):
 
     #: The ``KeyRun`` of this instance; None on an instance that was only read.
     run: Any = None
-    #: A function that commits the start of a call with a derived key; None where no such call may be made.
-    begin_call: Callable[[str], None] | None = None
+    #: The ``Calls`` of this attempt or of ``on_abandon``; None where no call may be made.
+    calls: Any = None
     #: The token of the claim that this instance represents, or that was current when ``rows.read()`` read the key. Not a field:
     #: refresh_from_db() must not adopt another claim's.
     fence: uuid.UUID | None = None
@@ -72,25 +72,56 @@ class ClaimedKey(models.Model):
             )
         return hmac.new(bytes(self.seed), name.encode(), hashlib.sha256).hexdigest()
 
-    @either_context(holds_transaction=False)
-    def call(self, name: str, valid_seconds: int | None = None) -> Iterator[str]:
-        """Open a block for the call ``name`` to a downstream service, and yield the key that ``derive()`` returns for the call.
+    @overload
+    def call(
+        self, name: str, valid_seconds: int | None = None, *, at_most_once: Literal[False] = False
+    ) -> EitherContext[KeyedCall]: ...
 
-        When the block begins, one fenced statement records that the request has begun a call, and renews the lock. It is
-        committed before the block runs. The end of the block writes nothing. If the process is suspended inside the block for
-        longer than the lock timeout, it may still make the call after another run has taken the key over. An async view uses
-        ``async with``.
+    @overload
+    def call(self, name: str, valid_seconds: None = None, *, at_most_once: Literal[True]) -> EitherContext[AtMostOnceCall]: ...
+
+    def call(
+        self, name: str, valid_seconds: int | None = None, *, at_most_once: bool = False
+    ) -> EitherContext[KeyedCall] | EitherContext[AtMostOnceCall]:
+        """Open a block for the call ``name`` to a downstream service: ``with key.call(name) as call:``.
+        An async view uses ``async with``.
+
+        The attribute ``call.key`` is the key to pass to the service. It is the value of
+        ``derive(name)``.
+
+        When the block begins, one fenced statement records that the request has begun a call, and
+        renews the lock. It is committed before the block runs. If the process is suspended inside
+        the block for longer than the lock timeout, it may still make the call after another run has
+        taken the key over.
+
+        Set ``at_most_once=True`` if the service does not support idempotency keys. In the block, if
+        ``call.due``, call the service and then ``call.record(result)``. The intent to call is
+        committed before the block. When the block ends, also by an exception, the recorded result is
+        committed. It is committed even if another claim has taken over the key, because the call was
+        made. If a failover has lost the intent, the end of the block writes it again, even without a
+        result. If the block recorded nothing, and the view catches the exception of the block and
+        continues, the next phase or call raises CallInDoubt. After ``call.retryable()`` the next
+        phase raises CallNotRecorded.
 
         Raises the errors of ``derive()``.
-        Raises CallInDoubt while a foreign call is in doubt.
-        Raises LockLost when another claim has taken the key over, or the key is stuck.
+        Raises CallInDoubt if an at-most-once call of the key was begun before and has no recorded
+        result. The key then becomes stuck.
+        Raises LockLost if another claim has taken over the key, or the key is stuck.
         Raises RuntimeError in a phase, in a transaction, and outside a phased request.
+        With ``at_most_once=True``:
+        Raises CallNotRecorded if the block recorded nothing.
+        Raises NotReplicated if the standbys do not confirm the recorded result
+        (CONFIRM_REPLICATED).
+        Raises RuntimeError if this run has already made a call of this name.
+        Raises ValueError if ``valid_seconds`` is set, because no retry repeats the call.
         """
-        if self.begin_call is None:
+        if self.calls is None:
             raise RuntimeError(_NOT_PHASED)
-        downstream_key = Hidden(self.derive(name, valid_seconds))
-        self.begin_call(name)
-        yield downstream_key.value
+        if not at_most_once:
+            return self.calls.keyed(name, valid_seconds)  # type: ignore[no-any-return]
+        if valid_seconds is not None:
+            raise ValueError("No retry repeats a call with at_most_once=True, so valid_seconds has no effect. Remove it.")
+        return self.calls.at_most_once(name)  # type: ignore[no-any-return]
 
     def phases(self) -> Iterator[str]:
         """Yield the recovery point to continue from, until the key is finished."""

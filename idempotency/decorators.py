@@ -133,7 +133,7 @@ def _protected(view: View, options: Options) -> View:
         # The transaction belongs to the thread of the request. That thread runs the view on the event loop.
         if options.recovery_points is None:
             return call.returned(await sync_to_async(answer_request)(call, options))
-        # A client that hangs up rolls a plain view back. A phased view may be in a foreign call, so it goes on, as under WSGI.
+        # A client that hangs up rolls a plain view back. A phased view may be in a call, so it goes on, as under WSGI.
         return call.returned(await in_thread(answer_request, call, options))
 
     made: View = protected_async if iscoroutinefunction(view) else protected

@@ -16,7 +16,7 @@ class StuckCode(StrEnum):
     VIEW_GAVE_UP = "view_gave_up"
     #: The view ended the transaction of a phase, whose writes may be committed.
     TRANSACTION_ENDED = "transaction_ended"
-    #: A foreign call has no recorded result.
+    #: An at-most-once call has no recorded result.
     CALL_IN_DOUBT = "call_in_doubt"
     #: A derived key is older than its validity at the downstream service.
     DOWNSTREAM_KEY_EXPIRED = "downstream_key_expired"
@@ -140,9 +140,9 @@ class NotReplicated(Unavailable):
 
 
 class CallNotRecorded(IdempotencyError):
-    """A foreign_call block ended without call.record(), so a retry could not know its result. End it with
-    call.record(result). If the call took no effect, use call.retryable() and end no phase after it: a retry then calls again.
-    """
+    """A block of key.call(name, at_most_once=True) ended without call.record(), so a retry could not know its result. End
+    the block with call.record(result). If the call took no effect, use call.retryable() and end no phase after it: a retry
+    then calls again."""
 
 
 class KeyStuck(IdempotencyError):

@@ -74,7 +74,7 @@ def complete_now(
 
 
 def calls_of(pk: int, *, using: str | None = None) -> str:
-    """Return a text that changes with each ``foreign_call`` and ``key.call()`` of the key, for ``answer``."""
+    """Return a text that changes with each ``key.call()`` of the key, and with each recorded result, for ``answer``."""
     return settlement.calls_of(pk, using=_alias(using))
 
 

@@ -216,7 +216,7 @@ class IdempotencyKey(ClaimedKey):
 
     @property
     def untouched(self) -> bool:
-        """True until an attempt commits a phase, or begins a ``foreign_call`` or a ``key.call()``."""
+        """True until an attempt commits a phase or begins a ``key.call()``."""
         return self.recovery_point == STARTED and not self.begun
 
     @property

@@ -17,7 +17,7 @@ class NotSent(Exception):
 def send_text(ride_id: int, text: str) -> str:
     """Send ``text`` to the pilot of a ride; return the id of the message.
 
-    The function calls another service, so no transaction may be open.
+    The function calls a downstream service, so no transaction may be open.
 
     Raises NotSent if the text was certainly not sent.
     Raises httpx.HTTPError if the result is unknown.

@@ -14,7 +14,7 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 from idempotency.decorators import idempotent
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import atomic_phase
 from rides_demo import payments, texts
 from rides_demo.auth import token_required
 from rides_demo.models import AuditRecord, Ride
@@ -37,8 +37,8 @@ def refund_abandoned_ride(key: IdempotencyKey) -> HttpResponse:
     ride = Ride.objects.select_related("user").filter(idempotency_key=key).first()
     charge_id = (ride.stripe_charge_id or payments.find_charge(ride)) if ride else None
     if charge_id:
-        with key.call("refund") as downstream_key:
-            payments.refund_charge(charge_id, downstream_key)
+        with key.call("refund") as call:
+            payments.refund_charge(charge_id, call.key)
     message = "The ride could not be booked in time. Nothing was charged, or the charge was refunded."
     return error_response(HTTPStatus.GONE, "ride_abandoned", message)
 
@@ -61,8 +61,8 @@ def create_ride(request: HttpRequest) -> HttpResponse:
             case "ride_created":
                 ride = Ride.objects.select_related("user").get(idempotency_key=key)
                 try:
-                    with key.call("charge", valid_seconds=payments.CHARGE_KEY_SECONDS) as downstream_key:
-                        charge_id = payments.charge_ride(ride, downstream_key)
+                    with key.call("charge", valid_seconds=payments.CHARGE_KEY_SECONDS) as call:
+                        charge_id = payments.charge_ride(ride, call.key)
                 except payments.PaymentDeclined as declined:
                     with atomic_phase(key) as phase:
                         phase.set_response(error_response(HTTPStatus.PAYMENT_REQUIRED, "payment_declined", str(declined)))
@@ -125,14 +125,14 @@ def _change_target(request: HttpRequest, ride: Ride) -> HttpResponse:
 def text_pilot(request: HttpRequest, ride_id: int) -> HttpResponse:
     """Text the pilot that the rider is waiting.
 
-    The text service has no idempotency keys, so ``foreign_call`` never repeats a call whose result
-    is unknown.
+    The text service has no idempotency keys, so the call is made at most once: no retry repeats it
+    while its result is unknown.
     """
     key = request.idempotency_key
     if not Ride.objects.filter(user=request.user, pk=ride_id).exists():
         return not_found()
     for _ in key.phases():
-        with foreign_call(key, "text") as call:
+        with key.call("text", at_most_once=True) as call:
             if call.due:
                 try:
                     call.record(texts.send_text(ride_id, "Your rider is waiting."))

@@ -62,7 +62,7 @@ NOTES = {
         "The headers that a second run needs, and the values of `keep=`. No credentials and no cookies."
     ),
     "IdempotencyKey.request_fingerprint": "Its version and a hash of method, path, query and body.",
-    "IdempotencyKey.seed": "Random bytes, from which `derive()` makes keys for other systems.",
+    "IdempotencyKey.seed": "Random bytes, from which `derive()` makes downstream keys.",
     "IdempotencyKey.recovery_point": "The last committed phase: `started` first, `finished` last.",
     "IdempotencyKey.last_error": "The error of the last run that failed.",
     "StagedJob.id": "Ordered by time; the id that the broker knows the job by.",

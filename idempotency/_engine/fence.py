@@ -19,7 +19,7 @@ from idempotency._engine.cursors import is_instrumented
 from idempotency._engine.events import about
 from idempotency._engine.history import HistoryEvent
 from idempotency._engine.rows import execute, fetch, statements_for, token_parameter
-from idempotency._engine.transactions import OwnTransaction, refuse_outer_transaction
+from idempotency._engine.transactions import OwnTransaction
 from idempotency._hidden import Hidden, Parameters
 from idempotency._text import storable, summary
 from idempotency._watchdog import note_progress
@@ -59,10 +59,8 @@ def renew(key: IdempotencyKey, *, using: str, ends: OwnTransaction | None = None
 
 
 def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = "") -> None:
-    """Commit that a call with a derived key begins: renew the lock, and write the call into the history. Raises LockLost if
-    another claim has taken over the key, or it is stuck with another code than ``stuck_code``. Raises RuntimeError in a
-    transaction, whose rollback would erase the call."""
-    refuse_outer_transaction(using)
+    """Renew the lock before a call to a downstream service, and write the call into the history. Raises LockLost if another
+    claim has taken over the key, or it is stuck with another code than ``stuck_code``."""
     called: dict[str, Any] = {"event": HistoryEvent.CALL_BEGUN, "detail": summary(name)}
     _fenced("begin_call", key, using, stuck_code=stuck_code, **called)
 

@@ -1,18 +1,18 @@
-"""The run of a claimed key: its recovery point, its calls and its result; and the key of the running code."""
+"""The run of a claimed key: its recovery point and its result; and the key of the running code."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any, cast
 
 from idempotency import conf
-from idempotency._engine import fence, rows
+from idempotency._engine import rows
 from idempotency._engine.adapter import Outcome, Work
+from idempotency._engine.calls import Calls, refuse_finished
 from idempotency._engine.transactions import OwnTransaction
 from idempotency.conf import ChosenIsolation, Isolation
-from idempotency.exceptions import CallInDoubt, IdempotencyError, PhaseDidNotAdvance
-from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
+from idempotency.exceptions import PhaseDidNotAdvance
+from idempotency.models import FINISHED, IdempotencyKey
 
 #: The key of the running code, to which staged jobs refer.
 current_key: ContextVar[IdempotencyKey | None] = ContextVar("idempotency_key", default=None)
@@ -42,13 +42,10 @@ class KeyRun:
     def _take(self, key: IdempotencyKey) -> None:
         self.key = key
         self.level = conf.get().PHASE_ISOLATION
-        self._called: set[str] = set()
-        self._open_calls: set[str] = set()
-        #: Foreign calls without a recorded result, with the error that a later phase raises.
-        self._unsettled: dict[str, IdempotencyError] = {}
+        self.calls = Calls(key, using=self.using)
         self._moved = False
         self._outcome: Outcome | None = None
-        key.run, key.begin_call = self, self._begin_call
+        key.run, key.calls = self, self.calls
 
     def begin_attempt(self) -> None:
         """Begin an attempt. A second one reads the key again, and raises LockLost if it was taken over."""
@@ -57,9 +54,7 @@ class KeyRun:
             self._take(rows.read_own(self.key, using=self.using))
         self._started = True
         if resumed:
-            # An earlier attempt may have begun a call that this one does not reach.
-            begun = ForeignCall.objects.using(self.using).filter(key_id=self.key.pk, recorded_at=None)
-            self._unsettled = {name: call_in_doubt(name) for name in begun.values_list("name", flat=True)}
+            self.calls.read_doubts()
 
     @property
     def finished(self) -> bool:
@@ -93,20 +88,13 @@ class KeyRun:
         return self._outcome is not None and outcome.value is self._outcome.value
 
     def begin_phase(self, isolation: ChosenIsolation) -> Isolation | None:
-        """Return the isolation of the transaction of a phase. Raises RuntimeError inside a foreign call."""
-        if self._open_calls:
-            raise RuntimeError(
-                "A phase cannot begin inside a foreign_call block: end the block first, so that its result is stored."
-            )
+        """Return the isolation of the transaction of a phase. Raises RuntimeError inside an at-most-once call."""
+        self.calls.refuse_open()
         self.level = conf.get().PHASE_ISOLATION if isolation == "from settings" else isolation
         return self.level
 
-    def note_begun(self) -> None:
-        """Record a commit that outlives this attempt: the key is not untouched any more."""
-        self.key.begun = True
-
     def note_moved(self, recovery_point: str) -> None:
-        self.note_begun()
+        self.key.begun = True  # This commit outlives the attempt.
         self._moved = self._moved or recovery_point != self.key.recovery_point
         self.key.recovery_point = recovery_point
 
@@ -120,67 +108,9 @@ class KeyRun:
         self.key = key or self.key
         self.end = KeyState.FINISHED if done else KeyState.STUCK if self.key.stuck_code else KeyState.RELEASED
 
-    # Calls
-
-    def _begin_call(self, name: str) -> None:
-        """Commit that a call with a derived key begins; see ``IdempotencyKey.call``."""
-        run_of(self.key)
-        self.refuse_beside_doubt()
-        fence.begin_call(self.key, name, using=self.using)
-        self.note_begun()
-
-    def refuse_repeated_call(self, name: str) -> None:
-        """Check whether a foreign call may begin.
-        Raises RuntimeError for a second call with this name.
-        Raises CallInDoubt if another call is in doubt.
-        """
-        if name in self._called:
-            raise RuntimeError(f"This run has already made the call {name!r}, and would reuse its result. Use another name.")
-        self.refuse_beside_doubt(name)
-
-    def refuse_beside_doubt(self, name: str | None = None) -> None:
-        """Raise CallInDoubt if a call other than ``name`` is in doubt. Another call could repeat its work, and a response
-        that no phase stored would ignore it."""
-        for other, obstacle in self._unsettled.items():
-            if isinstance(obstacle, CallInDoubt) and other != name and other not in self._open_calls:
-                raise obstacle
-
-    def refuse_unsettled_calls(self) -> None:
-        for obstacle in self._unsettled.values():
-            raise obstacle
-
-    def note_call_begun(self, name: str) -> CallInDoubt:
-        """Record that a call begins. Return the error that later phases raise until it is settled."""
-        doubt = self._unsettled[name] = call_in_doubt(name)
-        return doubt
-
-    def note_call_settled(self, name: str, obstacle: IdempotencyError | None = None) -> None:
-        """Record that a call has its result, or with ``obstacle`` that it took no effect."""
-        self._unsettled.pop(name, None)
-        if obstacle is not None:
-            self._unsettled[name] = obstacle
-            self._called.discard(name)
-
-    @contextmanager
-    def call_open(self, name: str) -> Iterator[None]:
-        self._open_calls.add(name)
-        try:
-            yield
-            self._called.add(name)
-        finally:
-            self._open_calls.discard(name)
-
-
-def call_in_doubt(name: str) -> CallInDoubt:
-    return CallInDoubt(
-        f"The call {name!r} was begun, and its result was never recorded. It may have taken effect, and another call could "
-        f"repeat the work. Check the called service for the result, then answer the key in the admin."
-    )
-
 
 def run_of(key: IdempotencyKey) -> KeyRun:
     """Return the run of the key. Raises RuntimeError if there is none, and if the key is finished."""
     run: KeyRun = key.bound_run()
-    if run.finished:
-        raise RuntimeError("This key is finished: no phase or call can follow the stored response.")
+    refuse_finished(key)
     return run

@@ -165,7 +165,7 @@ def settle(run: KeyRun, end: Outcome | BaseException) -> Outcome:
             if not run.finished:
                 _release(key, error_text(cause, withheld=withheld), using=using)
         case _ if run.finished or (end.is_stored and end.code < 500 and not _is_early(run, end)):
-            run.refuse_beside_doubt()
+            run.calls.refuse_doubt()
             raise _not_committed(end) from end.cause
         # The caller of a rebuilt request is gone, and its repeat might get another early error: that one is not stored.
         case _ if end.is_stored and _is_early(run, end) and not run.work.by_completer:

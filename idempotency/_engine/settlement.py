@@ -46,8 +46,8 @@ class Decision:
 
 
 def _calls(using: str) -> str:
-    """Return an expression whose value changes with each foreign call that is begun, recorded or deleted, and with each
-    ``key.call()``."""
+    """Return an expression whose value changes with each ``key.call()``, and with each at-most-once call whose result is
+    recorded or whose intent is deleted."""
     begun = statements_for(using).dialect.seconds_between.format("k.created_at", "k.call_begun_at")
     return (
         "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above

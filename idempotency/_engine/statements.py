@@ -242,7 +242,7 @@ class Statements:
 
     @cached_property
     def begin_call(self) -> str:
-        """Renew the lock before a call with a derived key. The key of ``on_abandon`` is stuck with its own code."""
+        """Renew the lock before a call to a downstream service. The key of ``on_abandon`` is stuck with its own code."""
         return (
             f"UPDATE {TABLE} AS k SET locked_at = {self.now}, {_BEGUN}, call_begun_at = {self.now}, "  # nosec B608  # see the docstring
             f"history = {self.history} WHERE {_FENCE} AND {_REACHED} AND k.stuck_code = %(stuck_code)s"

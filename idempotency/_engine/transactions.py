@@ -37,7 +37,7 @@ _OR_ENDED = f", sqrt(CASE WHEN {MARKER} = %(marker)s THEN 1 ELSE -1 END)"
 
 _CURE = (
     " All its work is rolled back. In a view, @idempotent opens this transaction: run such code between two phases of a phased "
-    "view (recovery_points=[...]). If it must not run twice, run it there in foreign_call()."
+    "view (recovery_points=[...]). If it must not run twice, run it there in key.call(name, at_most_once=True)."
 )
 _DURABLE = "transaction.atomic(durable=True) was entered inside a transaction of this app." + _CURE
 _CLOSED = "The connection was closed inside a transaction of this app, for example by close_old_connections()." + _CURE

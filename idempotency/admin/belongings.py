@@ -1,4 +1,4 @@
-"""The rows that belong to a key, with their states: rows of other apps, staged jobs with their messages, and foreign calls."""
+"""The rows that belong to a key, with their states: rows of other apps, staged jobs with their messages, and calls."""
 
 import logging
 from collections.abc import Collection, Iterator

@@ -22,7 +22,7 @@ from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 from idempotency.templatetags.idempotency_admin import ago, aware, written
 
-#: The maximum number of foreign calls of a key that are searched for a call in doubt.
+#: The maximum number of at-most-once calls of a key that are searched for a call in doubt.
 MAX_CALLS = 100
 
 

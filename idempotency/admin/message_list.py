@@ -1,4 +1,4 @@
-"""The lists of foreign calls and of inbox messages."""
+"""The lists of at-most-once calls and of inbox messages."""
 
 from typing import Any
 from urllib.parse import urlencode
@@ -46,7 +46,7 @@ class InDoubtFilter(admin.SimpleListFilter):
 
 @admin.register(ForeignCall)
 class ForeignCallAdmin(ReadOnlyAdmin):
-    """Calls to services without idempotency keys (``foreign_call``)."""
+    """Calls to services without idempotency keys (``at_most_once=True``)."""
 
     list_display = ("id", "name_shown", "key_shown", "started_at", "recorded_at", "result")
     list_filter = (InDoubtFilter, CallNameFilter)

@@ -25,7 +25,7 @@ OUTCOMES = Counter(
 )
 PHASE_SECONDS = Histogram(
     "idempotency_phase_seconds",
-    "Time from the claim or the previous phase to the COMMIT of a phase, including foreign calls, by the recovery point at "
+    "Time from the claim or the previous phase to the COMMIT of a phase, including downstream calls, by the recovery point at "
     "its start.",
     ["recovery_point"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 90),

@@ -262,7 +262,7 @@ def _durability(found: Diagnosis) -> Iterator[Finding]:
         yield Finding(
             "not_durable",
             f"fsync is {fsync}, synchronous_commit {synchronous_commit}: a crash of the database loses committed transactions.",
-            "Turn both on. Otherwise the request of a lost key runs again, with its foreign calls.",
+            "Turn both on. Otherwise the request of a lost key runs again, with its downstream calls.",
         )
     if conf.get().CONFIRM_REPLICATED and (why := replication.obstacle(*settings)):
         yield Finding(
@@ -276,7 +276,7 @@ def _durability(found: Diagnosis) -> Iterator[Finding]:
             "not_replicated",
             f"synchronous_commit is {synchronous_commit}: a commit {_WEAK_WAITS[synchronous_commit]}, so a failover may lose "
             "it.",
-            "Set synchronous_commit to on. Otherwise the request of a lost key runs again, with its foreign calls.",
+            "Set synchronous_commit to on. Otherwise the request of a lost key runs again, with its downstream calls.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Notice calls of other systems: data on Python's sockets, and keys that are derived for calls."""
+"""Notice calls to downstream services: data on Python's sockets, and keys that are derived for calls."""
 
 import socket
 import ssl
@@ -13,7 +13,7 @@ from idempotency.testing.services import Address
 
 
 @contextmanager
-def foreign_calls_noticed(permitted: Container[Address]) -> Iterator[None]:
+def downstream_calls_noticed(permitted: Container[Address]) -> Iterator[None]:
     """Record the data that observed runs send over Python's sockets, and the keys that they derive.
 
     The ``permitted`` addresses may be called inside a transaction. psycopg does not use Python's sockets.
@@ -68,14 +68,14 @@ def _noticing_derive(original: Callable[..., str]) -> Callable[..., str]:
         derived = original(self, name, valid_seconds)
         if run := active_run():
             run.derived.add(derived)
-            run.reach("after", "foreign call", f"key.derive({name!r}), which prepares one")
+            run.reach("after", "downstream call", f"key.derive({name!r}), which prepares one")
         return derived
 
     return derive
 
 
 def _observing(sock: socket.socket) -> Run | None:
-    """Return the run that uses this socket, if the socket leads to another system."""
+    """Return the run that uses this socket, if the socket leads to a downstream service."""
     return active_run() if sock.family in (socket.AF_INET, socket.AF_INET6) else None
 
 

@@ -41,19 +41,20 @@ def assert_survives(
     """Run a request in each course of events, and compare each result with that of an undisturbed request.
 
     ``send(key)`` sends the request with that idempotency key through Django's test client or another client, and returns the
-    response. The process dies before and after each statement, COMMIT and foreign call, and before the response is sent. Then
-    the client retries, or the completer runs the request. A boundary is the claim, or the beginning or end of a phase or
-    foreign call. With ``races``, two attempts are also interleaved at each pair of boundaries: once with a valid lock, and
+    response. The process dies before and after each statement, COMMIT and downstream call, and before the response is sent.
+    Then the client retries, or the completer runs the request. A boundary is the claim, or the beginning or end of a phase or
+    downstream call. With ``races``, two attempts are also interleaved at each pair of boundaries: once with a valid lock, and
     once with an expired lock and a first attempt that resumes late.
 
-    A call of another system inside a transaction is a failure too. A call is a ``connect()`` or
+    A call to a downstream service inside a transaction is a failure too. A call is a ``connect()`` or
     ``send()`` of a Python socket. Databases, caches and brokers of the settings may be called there,
     and each address ``"host:port"`` in ``ignore``. The kit does not see calls of C libraries,
     subprocesses and other threads, and calls over unix sockets.
 
     The kit compares the changed rows of all installed apps (or the result of ``state()`` instead), staged jobs, effects in
-    other systems, and the answer. ``ignore`` names models ("shop.Visit") or columns ("shop.Order.token") that are not compared.
-    ``effects``: the list that your own fake of another system fills, or a function that returns the effects in that system.
+    downstream services, and the answer. ``ignore`` names models ("shop.Visit") or columns ("shop.Order.token") that are not
+    compared. ``effects``: the list that your own fake of a downstream service fills, or a function that returns the effects
+    in that service.
     The kit finds instances of ``Downstream`` itself, so ``effects`` need not contain them. ``reset()`` is called before each
     course: empty your caches and fakes there.
 

@@ -86,7 +86,7 @@ def leaves(
     ignored: Iterable[str],
     state: Callable[[], Any] | None,
 ) -> Leaves:
-    """Return the results of a run: the changed rows (or the result of ``state()``), the effects in other systems, and the
+    """Return the results of a run: the changed rows (or the result of ``state()``), the effects in downstream services, and the
     answer."""
     names = _names(snapshot, rows)
     if state is None:

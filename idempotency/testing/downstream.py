@@ -1,4 +1,4 @@
-"""A fake of another system, which records its effects; and a context manager that reports the calls of your own fake."""
+"""A fake of a downstream service, which records its effects; and a context manager that reports the calls of your own fake."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from idempotency.testing.places import users_line
 
 @contextmanager
 def downstream_call(name: str) -> Iterator[None]:
-    """Mark the block as a call to another system. The kit simulates a crash before the block, and after it.
+    """Mark the block as a call to a downstream service. The kit simulates a crash before the block, and after it.
 
     Wrap the effect of your own fake in this block. The kit detects calls over Python's sockets without it.
     """
-    reach("before", "foreign call", name)
+    reach("before", "downstream call", name)
     yield
-    reach("after", "foreign call", name)
+    reach("after", "downstream call", name)
 
 
 class KeyReused(Exception):
@@ -27,7 +27,7 @@ class KeyReused(Exception):
 
 
 class Downstream:
-    """A fake of another system. Use it in place of the function that makes the call. It records each effect.
+    """A fake of a downstream service. Use it in place of the function that makes the call. It records each effect.
 
     ``answer`` is the return value of a call, or a function that computes it from the arguments of the call. ``key`` names the
     argument with the idempotency key, for a system that honours such keys: a second call with the same key has no effect and
@@ -98,8 +98,8 @@ def living() -> list[Downstream]:
 
 
 def effects_of(call: Callable[[], Any] | list[Any] | None) -> dict[str, Any]:
-    """Return the effects in other systems: those that ``effects=`` of the user reports, and those of the ``Downstream`` fakes
-    by name."""
+    """Return the effects in downstream services: those that ``effects=`` of the user reports, and those of the
+    ``Downstream`` fakes by name."""
     own = {} if call is None else {"effects=": call() if callable(call) else list(call)}
     found: dict[str, list[Any]] = {}
     for fake in living():

@@ -26,8 +26,9 @@ WRITTEN_AGAIN = (
     "this phase."
 )
 UNSAFE_CALL = (
-    "If that system honours idempotency keys, pass it the key of request.idempotency_key.call(NAME); else make the call in "
-    "`with foreign_call(key, NAME) as call:`, which never makes it twice. Both need a phased view: "
+    "If the downstream service supports idempotency keys, make the call in "
+    "`with request.idempotency_key.call(NAME) as call:`, and pass call.key to the service. Otherwise add at_most_once=True: "
+    "call(NAME, at_most_once=True) never makes the call twice. Both need a phased view: "
     "@idempotent(recovery_points=[...])."
 )
 CALL_IN_TRANSACTION = (
@@ -35,8 +36,8 @@ CALL_IN_TRANSACTION = (
     'exclude its address with ignore=["HOST:PORT"].'
 )
 RANDOM_KEY = (
-    "Pass the key of request.idempotency_key.call(NAME): it is the same in each run of this request, and different for "
-    "every other request."
+    "Pass call.key of `with request.idempotency_key.call(NAME) as call:`. It is the same in each run of this request, and "
+    "different for every other request."
 )
 OTHER_ARGUMENTS = (
     "A service refuses a known key with other arguments. Compute each argument in a phase, store it in a row, and read it from "
@@ -81,7 +82,7 @@ def explained(
     course: str, differences: Sequence[Difference], answer: Answer, undisturbed: Run, derived: set[str], effects: Sequence[str]
 ) -> Failure:
     """Return the failure with the likeliest cause of the differences. ``effects`` has the lines at which the undisturbed run
-    caused an effect in another system."""
+    caused an effect in a downstream service."""
     cause, cure = (
         _of_refusals()
         or _of_effects(differences, derived, effects)
@@ -98,7 +99,7 @@ def call_in_transaction(course: str, line: str) -> Failure:
     It is a failure even if each crash ends well, because the kit does not know all effects of the call.
     """
     cause = (
-        f"{line} calls another system inside a transaction. If the process dies before COMMIT, "
+        f"{line} calls a downstream service inside a transaction. If the process dies before COMMIT, "
         "the rollback leaves no trace of the call, and a retry makes the call again."
     )
     return Failure(course, cause, CALL_IN_TRANSACTION, ())
@@ -119,7 +120,7 @@ def _of_effects(differences: Sequence[Difference], derived: set[str], effects: S
     if not here:
         return None
     if not any(difference.expected == GONE for difference in here):
-        return f"An effect in another system is missing or changed: {_joined(effects)}.", LOST
+        return f"An effect in a downstream service is missing or changed: {_joined(effects)}.", LOST
     for fake in living():
         keys = [key for key, _ in fake.origins]
         if len(keys) < 2 or not any(difference.path[1] == fake.name for difference in here):
@@ -131,7 +132,7 @@ def _of_effects(differences: Sequence[Difference], derived: set[str], effects: S
             cause = f"{fake.name} got a different key in each run, and not every key came from key.call() or key.derive()"
             return f"{cause}, at {lines}.", RANDOM_KEY
         return f"{fake.name} was called under several derived keys, at {lines}.", RANDOM_KEY
-    return f"A call to another system was made again: {_joined(effects)}.", UNSAFE_CALL
+    return f"A call to a downstream service was made again: {_joined(effects)}.", UNSAFE_CALL
 
 
 def _of_rows(differences: Sequence[Difference], answer: Answer, undisturbed: Run) -> tuple[str, str] | None:

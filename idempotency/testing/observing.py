@@ -1,7 +1,7 @@
 """Observe one run of a request: record each place that the run reaches, and simulate a crash at one of them.
 
 A simulated crash raises a BaseException. After it the open transactions of the run are lost, no new connection opens, and
-each further statement, COMMIT or foreign call raises the exception again. So ``finally`` and ``except`` cannot write to the
+each further statement, COMMIT or downstream call raises the exception again. So ``finally`` and ``except`` cannot write to the
 database. A simulated crash does not clear the memory of the process: module globals and caches keep their values.
 """
 
@@ -39,7 +39,7 @@ class Run:
     def __init__(self, at: Callable[["Run", Place], None] = lambda run, place: None) -> None:
         self._at = at
         self.places: list[Place] = []
-        #: The address and the user's line of each call of another system inside a transaction.
+        #: The address and the user's line of each call to a downstream service inside a transaction.
         self.calls_in_transactions: set[tuple[Address, str]] = set()
         self.dead = False
         #: The results of ``key.derive()``.
@@ -80,7 +80,7 @@ class Run:
         self._recovery_point = key.recovery_point
 
     def calls(self, address: Address) -> None:
-        """Record a call of another system if a transaction is open.
+        """Record a call to a downstream service if a transaction is open.
 
         An async view runs in another thread than its statements, so the connections are those of
         the thread that sends the request.
@@ -89,16 +89,16 @@ class Run:
             self.calls_in_transactions.add((address, users_line()))
 
     def sends(self, data: Any) -> None:
-        """Record that data is sent to another system."""
+        """Record that data is sent to a downstream service."""
         if not self._awaiting:
-            self.reach("before", "foreign call", bytes(data[:200]).split(b"\r\n")[0].decode("latin-1"))
+            self.reach("before", "downstream call", bytes(data[:200]).split(b"\r\n")[0].decode("latin-1"))
         self._awaiting = True
 
     def receives(self) -> None:
-        """Record that another system has answered."""
+        """Record that a downstream service has answered."""
         if self._awaiting:
             self._awaiting = False
-            self.reach("after", "foreign call", "over a socket")
+            self.reach("after", "downstream call", "over a socket")
 
 
 _active: ContextVar[Run | None] = ContextVar("run under observation", default=None)

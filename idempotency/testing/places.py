@@ -14,7 +14,7 @@ import idempotency
 from idempotency.models import IdempotencyKey
 
 When = Literal["before", "after"]
-What = Literal["statement", "COMMIT", "foreign call", "response"]
+What = Literal["statement", "COMMIT", "downstream call", "response"]
 
 KEYS = IdempotencyKey._meta.db_table
 #: The folders without code of the user: this app, Django, the standard library and installed packages.
@@ -38,7 +38,7 @@ class Place:
     number: int
     when: When
     what: What
-    #: The statement, or the foreign call.
+    #: The statement, or the downstream call.
     detail: str
     #: File, line and function of the user's code.
     line: str
@@ -48,8 +48,8 @@ class Place:
 
     @property
     def boundary(self) -> bool:
-        """Whether a phase or a foreign call begins or ends here, or the key was claimed. Two runs can be interleaved at these
-        places."""
+        """Whether a phase or a downstream call begins or ends here, or the key was claimed. Two runs can be interleaved at
+        these places."""
         claim = self.when == "after" and self.what == "statement" and self.of_key and not self.in_transaction
         return self.number == 1 or self.what != "statement" or claim
 

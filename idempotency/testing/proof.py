@@ -11,7 +11,7 @@ from django.db import connections
 from idempotency import conf
 from idempotency.exceptions import CallInDoubt
 from idempotency.testing.attempts import Attempt, Threads, may_be_held
-from idempotency.testing.calls import foreign_calls_noticed
+from idempotency.testing.calls import downstream_calls_noticed
 from idempotency.testing.comparing import GONE, Answer, Difference, Leaves, compare, random_paths
 from idempotency.testing.downstream import refusals
 from idempotency.testing.failures import Failure, call_in_transaction, explained, not_completed
@@ -45,7 +45,7 @@ class Proof(Stage):
                 )
         self._snapshot = Snapshot()
         self._stack.callback(self._snapshot.close)
-        self._stack.enter_context(foreign_calls_noticed(permitted_addresses(self._ignore)))
+        self._stack.enter_context(downstream_calls_noticed(permitted_addresses(self._ignore)))
         self._threads = Threads()
         self._stack.callback(self._threads.close)
         #: Whether two attempts can write at the same time.
@@ -78,7 +78,7 @@ class Proof(Stage):
                 yield title, partial(self._crash, place, title, by_completer)
 
     def calls_in_transactions(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
-        """Yield each call of another system inside a transaction, as a title and a check."""
+        """Yield each call to a downstream service inside a transaction, as a title and a check."""
         for (host, port), line in sorted(self._undisturbed.calls_in_transactions):
             title = f"The request calls {host}:{port} inside a transaction\n     at {line}."
             yield title, partial(call_in_transaction, title, line)
@@ -158,8 +158,8 @@ class Proof(Stage):
                 "pass state=, a function that returns the data to compare."
             )
         self._expected, self._random = found[0], random_paths(*found)
-        foreign = [place.line for place in run.places if place.what == "foreign call" and place.when == "before"]
-        self._effect_lines = places_of_effects or sorted(set(foreign))
+        calls = [place.line for place in run.places if place.what == "downstream call" and place.when == "before"]
+        self._effect_lines = places_of_effects or sorted(set(calls))
         return run
 
     def _crash(self, place: Place, title: str, by_completer: bool) -> Failure | None:

@@ -22,7 +22,7 @@ from idempotency.client import Retries, make_async_client, make_client, make_ses
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import ForeignCall, IdempotencyKey
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import atomic_phase
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.frames import OutOfLuck, Planted, values_shown
 from tests.kit.serving import Sender, View
@@ -100,9 +100,9 @@ def in_a_call(planted: Planted, key: IdempotencyKey) -> None:
         fail()
 
 
-def in_a_foreign_call(planted: Planted, key: IdempotencyKey) -> None:
+def in_an_at_most_once_call(planted: Planted, key: IdempotencyKey) -> None:
     """Fail in a call to a service without keys."""
-    with foreign_call(key, "sms"):
+    with key.call("sms", at_most_once=True):
         fail()
 
 
@@ -111,7 +111,7 @@ def between_phases(planted: Planted, key: IdempotencyKey) -> None:
     fail()
 
 
-@pytest.mark.parametrize("place", [between_phases, in_a_phase, at_the_end_of_a_phase, in_a_call, in_a_foreign_call])
+@pytest.mark.parametrize("place", [between_phases, in_a_phase, at_the_end_of_a_phase, in_a_call, in_an_at_most_once_call])
 @pytest.mark.parametrize("options", [{}, {"store_body": False}])
 def test_60_error_of_a_phased_view(
     place: Callable[[Planted, IdempotencyKey], None], options: dict[str, Any], serve: Serve, planted: Planted, ask: Any
@@ -390,7 +390,7 @@ def test_60_error_of_a_function_that_returns_a_part_of_the_body(serve: Serve, pl
 def test_60_error_of_the_result_of_a_call(serve: Serve, planted: Planted, ask: Any) -> None:
     def work(key: IdempotencyKey) -> None:
         derive(planted, key)
-        with foreign_call(key, "sms") as call:
+        with key.call("sms", at_most_once=True) as call:
             call.record({"bad": "\0", "good": planted["answer"]})
 
     serve(view=over_key(work))
@@ -417,7 +417,9 @@ def test_60_error_in_an_outer_transaction(serve: Serve, planted: Planted, ask: A
     planted.refuse_shown(ask(), at_least=10)
 
 
-@pytest.mark.parametrize("open_block", [lambda key: key.call("charge"), lambda key: foreign_call(key, "sms"), atomic_phase])
+@pytest.mark.parametrize(
+    "open_block", [lambda key: key.call("charge"), lambda key: key.call("sms", at_most_once=True), atomic_phase]
+)
 def test_60_error_in_a_block_of_an_async_view(
     open_block: Callable[[IdempotencyKey], Any], serve: Serve, planted: Planted, ask: Any
 ) -> None:

@@ -44,7 +44,7 @@ def test_a_booked_ride_survives(sandbox: Sandbox, jane: Phone, line: Line) -> No
     effects = Effects(sandbox)
     report = assert_survives(lambda key: jane.book(key=key), effects=effects, reset=effects.reset)
     line("demo: create_ride", f"passes: {report}")
-    assert [place.detail for place in report.places if place.what == "foreign call"][1] == "POST /v1/charges HTTP/1.1"
+    assert [place.detail for place in report.places if place.what == "downstream call"][1] == "POST /v1/charges HTTP/1.1"
     assert not report.handed_over
 
 

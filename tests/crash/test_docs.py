@@ -125,7 +125,7 @@ def test_the_guide_to_this_kit_runs_with_pytest(shop: Shop, admin_client: Client
 def test_the_message_that_the_guide_shows_is_that_of_the_kit(
     shop: Shop, admin_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shop.open(("idempotency_key=downstream_key", 'idempotency_key=str(__import__("uuid").uuid4())'))
+    shop.open(("idempotency_key=call.key", 'idempotency_key=str(__import__("uuid").uuid4())'))
     with pytest.raises(DoesNotSurvive) as caught:
         with_pytest(admin_client, monkeypatch)
     (shown,) = re.findall(r"^```\n(The request.*?)\n```", (ROOT / "docs/how-to/test-your-views.md").read_text(), re.M | re.S)

@@ -116,8 +116,8 @@ def test_a_known_key_with_another_argument_is_caught(handled: bool, serve: Calla
     def charges(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         for _ in key.phases():
-            with key.call("charge") as downstream_key, suppress(*[KeyReused] * handled):
-                charge(amount=5, reference=uuid.uuid4().hex, key=downstream_key)
+            with key.call("charge") as call, suppress(*[KeyReused] * handled):
+                charge(amount=5, reference=uuid.uuid4().hex, key=call.key)
             with atomic_phase(key) as phase:
                 phase.set_response(JsonResponse({}, status=201))
         return key.response()

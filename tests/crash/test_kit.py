@@ -87,14 +87,14 @@ def test_no_connection_of_an_attempt_is_left(serve: Callable[..., None], sender:
 
 
 @pytest.mark.full
-def test_each_statement_commit_and_foreign_call_is_a_place(
+def test_each_statement_commit_and_downstream_call_is_a_place(
     survives: Callable[..., Report], serve: Callable[..., None], sender: Sender, texts: list[str]
 ) -> None:
     serve(view=views.phased)
     places = survives(lambda key: sender.send(key=key), races=False).places
     told = [(place.when, place.what) for place in places]
     assert told.count(("before", "COMMIT")) == told.count(("after", "COMMIT")) == 3
-    assert [place.detail for place in places if place.what == "foreign call"] == [
+    assert [place.detail for place in places if place.what == "downstream call"] == [
         "key.derive('charge'), which prepares one",
         "bank",
         "bank",

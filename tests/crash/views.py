@@ -9,7 +9,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from idempotency.decorators import idempotent
 from idempotency.jobs import stage_job
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import atomic_phase
 from tests.models import Account, Entry
 
 #: What the views call; each test puts fakes of its own here.
@@ -80,7 +80,7 @@ def texting(request: HttpRequest) -> HttpResponseBase:
     """Text through a service that knows no keys."""
     key = request.idempotency_key
     for _ in key.phases():
-        with foreign_call(key, "text") as call:
+        with key.call("text", at_most_once=True) as call:
             if call.due:
                 call.record(systems.text("hello"))
         with atomic_phase(key) as phase:
@@ -136,8 +136,8 @@ def missing_recovery_point_of_a_unique_row(request: HttpRequest) -> HttpResponse
 
 
 @idempotent(recovery_points=["made"])
-def unsafe_foreign_call(request: HttpRequest) -> HttpResponseBase:
-    """Text without a foreign_call."""
+def unsafe_call(request: HttpRequest) -> HttpResponseBase:
+    """Text outside ``key.call()``."""
     key = request.idempotency_key
     for recovery_point in key.phases():
         match recovery_point:
@@ -153,7 +153,7 @@ def unsafe_foreign_call(request: HttpRequest) -> HttpResponseBase:
 
 
 @idempotent
-def foreign_call_in_a_plain_view(request: HttpRequest) -> HttpResponseBase:
+def call_in_a_plain_view(request: HttpRequest) -> HttpResponseBase:
     """Text inside the transaction of a plain view."""
     write(request, "made")
     systems.text("hello")

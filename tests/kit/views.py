@@ -8,7 +8,7 @@ from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from idempotency.conf import ChosenIsolation
 from idempotency.decorators import idempotent
-from idempotency.phases import MadeCall, atomic_phase, foreign_call
+from idempotency.phases import AtMostOnceCall, atomic_phase
 from tests.kit.serving import View
 from tests.models import Entry
 
@@ -86,14 +86,14 @@ class Counted:
         return self.work(request)
 
 
-def texting(block: Callable[[MadeCall], None], after: Callable[[], None] = lambda: None) -> Any:
-    """Return a view that makes one foreign call with ``block``, then finishes with its result."""
+def texting(block: Callable[[AtMostOnceCall], None], after: Callable[[], None] = lambda: None) -> Any:
+    """Return a view that makes one at-most-once call with ``block``, then finishes with its result."""
 
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         for _ in key.phases():
-            with foreign_call(key, "sms") as call:
+            with key.call("sms", at_most_once=True) as call:
                 block(call)
             after()
             with atomic_phase(key) as phase:

@@ -8,7 +8,7 @@ from django.urls import path
 
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import atomic_phase
 
 #: Longer than any test.
 NEVER_SECONDS = 3600
@@ -57,7 +57,7 @@ def work(request: HttpRequest) -> HttpResponseBase:
             return HttpResponse(status=503)
         if recovery_point == "started":
             behave(word)
-            with foreign_call(key, "sms") as call:
+            with key.call("sms", at_most_once=True) as call:
                 if call.due:
                     wait_for_the_provider(SLOW_SECONDS if word == "slow" else 0)
                     call.record(True)

@@ -18,7 +18,6 @@ from idempotency._engine import claims
 from idempotency.completer import complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from idempotency.phases import foreign_call
 from idempotency.reaper import reap_once
 from tests.kit.ageing import make_older, past_the_retention
 from tests.kit.serving import Sender
@@ -192,7 +191,7 @@ def test_a_call_in_doubt_is_not_settled_without_a_person(serve: Any, sender: Sen
     paid_out: list[int] = []
 
     def pay_out(key: IdempotencyKey) -> None:
-        with foreign_call(key, "pay out") as call:
+        with key.call("pay out", at_most_once=True) as call:
             if call.due:
                 paid_out.append(2000)
                 raise OSError  # the line broke before the answer

@@ -21,7 +21,7 @@ from idempotency.decorators import idempotent
 from idempotency.exceptions import MessageInProgress
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import atomic_phase
 from tests.factories import IdempotencyKeyFactory
 from tests.kit import commands
 from tests.kit.ageing import make_older
@@ -66,7 +66,7 @@ def texting(request: HttpRequest) -> HttpResponseBase:
                     Entry.objects.create(name=key.idempotency_key)
                     phase.set_recovery_point("begun")
             case "begun":
-                with foreign_call(key, "sms") as call:
+                with key.call("sms", at_most_once=True) as call:
                     if call.due:
                         done_outside(key.idempotency_key)
                         call.record("receipt")

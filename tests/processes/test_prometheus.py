@@ -142,7 +142,7 @@ def test_phases_of_an_async_view_are_timed_too(serve: Serve, sender: Sender) -> 
     assert Counter(timed()) - Counter(before) == {"started": 1, "between": 1}
 
 
-def test_the_time_of_a_phase_holds_the_foreign_call_before_it(serve: Serve, sender: Sender) -> None:
+def test_the_time_of_a_phase_holds_the_call_before_it(serve: Serve, sender: Sender) -> None:
     def spent() -> float:
         return REGISTRY.get_sample_value("idempotency_phase_seconds_sum", {"recovery_point": "between"}) or 0
 

@@ -17,7 +17,7 @@ from idempotency.completer import complete_once
 from idempotency.decorators import idempotent
 from idempotency.jobs import astage_job
 from idempotency.models import IdempotencyKey, StagedJob
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import atomic_phase
 from tests.kit.ageing import make_older
 from tests.kit.asgi import ask, begin, run
 from tests.kit.serving import Sender
@@ -38,7 +38,7 @@ async def phased(request: HttpRequest) -> HttpResponse:
     async for recovery_point in key.aphases():
         match recovery_point:
             case "started":
-                async with foreign_call(key, "sms") as call:
+                async with key.call("sms", at_most_once=True) as call:
                     if call.due:
                         call.record("sent")
                 async with atomic_phase(key) as phase:
@@ -207,7 +207,7 @@ def test_a_request_whose_client_hung_up_leaves_nothing_and_can_be_sent_again(tra
 
 @pytest.mark.postgres
 def test_a_phased_view_goes_on_after_its_client_has_hung_up(transactional_db: None, serve: Any) -> None:
-    """Otherwise a foreign call would be in doubt each time a browser tab is closed."""
+    """Otherwise an at-most-once call would be in doubt each time a browser tab is closed."""
 
     async def scenario() -> None:
         reached, hung_up = asyncio.Event(), asyncio.Event()
@@ -218,7 +218,7 @@ def test_a_phased_view_goes_on_after_its_client_has_hung_up(transactional_db: No
         async def view(request: HttpRequest) -> HttpResponseBase:
             key = request.idempotency_key
             async for _ in key.aphases():
-                async with foreign_call(key, "sms") as call:
+                async with key.call("sms", at_most_once=True) as call:
                     if call.due:
                         reached.set()
                         await hung_up.wait()
@@ -250,7 +250,7 @@ def test_two_tasks_of_one_thread_share_no_transaction_but_wait_for_calls_togethe
     async def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         async for _ in key.aphases():
-            async with foreign_call(key, "sms") as call:
+            async with key.call("sms", at_most_once=True) as call:
                 if key.idempotency_key == "outer":
                     await asyncio.create_task(ask("inner"))
                 call.record()

@@ -1,4 +1,4 @@
-"""A foreign call in doubt cannot be bypassed: not by a phase, by a call to another service, or by an operator."""
+"""A call in doubt cannot be bypassed: not by a phase, by a call to another service, or by an operator."""
 
 import asyncio
 import re
@@ -17,12 +17,13 @@ from django.urls import path
 from django.utils.functional import lazystr
 from django.views.decorators.csrf import csrf_exempt
 
-from idempotency import interventions, phases
+from idempotency import interventions
+from idempotency._engine import calls
 from idempotency.admin.actions import TOO_LATE
 from idempotency.completer import complete_once
 from idempotency.decorators import idempotent
 from idempotency.models import ForeignCall, IdempotencyKey
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import AtMostOnceCall, atomic_phase
 from idempotency.reaper import reap_once
 from rides_demo.urls import urlpatterns
 from tests.factories import UserFactory
@@ -57,7 +58,7 @@ def finish(key: Any, body: str = "done", status: int = 200) -> None:
 
 def charge(key: Any, name: str, charged: list[str], end: BaseException | None = None) -> None:
     """Charge at one service; raise ``end``, if given, after the call took effect."""
-    with foreign_call(key, name) as call:
+    with key.call(name, at_most_once=True) as call:
         if call.due:
             charged.append(name)
             if end is not None:
@@ -129,11 +130,11 @@ def test_a_doubt_outlives_the_retries_inside_the_process(serve: Any, sender: Sen
 
 def test_a_service_that_refused_and_one_that_is_under_way_are_no_doubt(serve: Any, sender: Sender, charged: list[str]) -> None:
     def pay(key: Any) -> None:
-        with foreign_call(key, "payment") as outer:
+        with key.call("payment", at_most_once=True) as outer:
             charge(key, "text", charged)
             if outer.due:
                 outer.record("paid")
-        with foreign_call(key, "points") as refused:
+        with key.call("points", at_most_once=True) as refused:
             if refused.due:
                 refused.record("refused")
         finish(key)
@@ -151,7 +152,7 @@ def test_a_result_that_came_late_ends_the_doubt(serve: Any, sender: Sender, char
     gate = Gate()
 
     def pay(key: Any) -> None:
-        with foreign_call(key, "payment") as call:
+        with key.call("payment", at_most_once=True) as call:
             if call.due:
                 gate.wait_here()
                 call.record("paid")
@@ -192,7 +193,7 @@ def test_a_phase_inside_the_block_of_a_call_is_refused_and_the_result_kept(
     refused: list[type] = []
 
     def pay(key: Any) -> None:
-        with foreign_call(key, "payment") as call:
+        with key.call("payment", at_most_once=True) as call:
             if call.due:
                 call.record("paid")
                 with pytest.raises(RuntimeError) as caught:
@@ -274,7 +275,7 @@ def test_a_result_that_fails_to_become_json_is_never_kept_as_none(
     error: BaseException, recorded: bool, serve: Any, sender: Sender
 ) -> None:
     def pay(key: Any) -> None:
-        with foreign_call(key, "payment") as call:
+        with key.call("payment", at_most_once=True) as call:
             if call.due:
                 call.record({"label": label(error)})
         finish(key)
@@ -295,7 +296,7 @@ def test_a_result_that_fails_to_become_json_is_never_kept_as_none(
     [("a\\u0000b", True), ("a\\\\u0000", True), ("a\0b", False), ("a\\\0b", False), ("\\\\\0", False)],
 )
 def test_only_a_real_nul_is_refused(result: str, kept: bool) -> None:
-    call = phases.MadeCall(ForeignCall())
+    call = AtMostOnceCall("downstream key")
     with nullcontext() if kept else pytest.raises(TypeError):
         call.record([result])
     assert (call.result == [result]) is kept
@@ -321,7 +322,7 @@ def test_a_result_is_kept_when_the_database_comes_back(serve: Any, sender: Sende
         back.set()
 
     def pay(key: Any) -> None:
-        with foreign_call(key, "payment") as call:
+        with key.call("payment", at_most_once=True) as call:
             if call.due:
                 call.record("paid")
                 allow(False)
@@ -350,7 +351,7 @@ def test_a_write_is_tried_until_it_is_done_and_given_up_when_the_database_stays_
             raise OperationalError("the server is not there")
 
     with end:
-        phases._insist(write, using="default", retries=2)
+        calls._write_through_outage(write, using="default", retries=2)
     assert len(made) == tries
 
 
@@ -374,7 +375,7 @@ def test_a_call_whose_task_is_cancelled_before_its_block_is_no_doubt(
     @idempotent(recovery_points=[], scope=lambda request: "everybody")
     async def view(request: HttpRequest) -> HttpResponse:
         async def pay() -> None:
-            async with foreign_call(request.idempotency_key, "payment"):
+            async with request.idempotency_key.call("payment", at_most_once=True):
                 charged.append("payment")
 
         with background(hold_the_row):
@@ -441,7 +442,7 @@ def test_an_answer_is_refused_when_a_call_was_begun_or_recorded_since(
 
     def pay(key: Any) -> None:
         before.wait_here()
-        with foreign_call(key, "payment") as call:
+        with key.call("payment", at_most_once=True) as call:
             if call.due:
                 charged.append("payment")
                 during.wait_here()

@@ -1,6 +1,7 @@
 """``key.call()``: a call with a derived key renews the lease, is recorded before it is made, and is visible to operators."""
 
 import re
+from contextlib import suppress
 from html import unescape
 from typing import Any
 
@@ -14,7 +15,7 @@ from django.views.decorators.csrf import csrf_exempt
 from idempotency import interventions
 from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import atomic_phase
 from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_conflict
 from rides_demo.urls import urlpatterns
@@ -43,9 +44,9 @@ def test_it_gives_the_derived_key_and_is_written_down_before_the_block(serve: An
         derived = key.derive("charge", valid_seconds=60)
         make_older(80, "locked_at")
         before = IdempotencyKey.objects.get()
-        with key.call("charge", valid_seconds=60) as downstream_key:
+        with key.call("charge", valid_seconds=60) as call:
             row = IdempotencyKey.objects.get()
-            seen.append((downstream_key == derived, before.untouched, row.untouched, row.locked_at > before.locked_at))
+            seen.append((call.key == derived, before.untouched, row.untouched, row.locked_at > before.locked_at))
             seen.append((row.call_begun_at is not None, row.history[-1]["event"], row.history[-1]["detail"]))
         finish(key)
 
@@ -62,8 +63,8 @@ def test_in_an_async_view(serve: Any, transactional_db: None) -> None:
     async def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         async for _ in key.aphases():
-            async with key.call("charge") as downstream_key:
-                charged.append(downstream_key)
+            async with key.call("charge") as call:
+                charged.append(call.key)
             async with atomic_phase(key) as phase:
                 phase.set_response(HttpResponse("done"))
         return key.response()
@@ -76,6 +77,23 @@ def test_in_an_async_view(serve: Any, transactional_db: None) -> None:
     key = IdempotencyKey.objects.get()
     assert len(charged) == 1
     assert [event["event"] for event in key.history] == ["claimed", "call begun", "finished"]
+
+
+def test_it_is_neither_a_string_nor_a_call_that_can_be_recorded(serve: Any, sender: Sender) -> None:
+    """A service that got the text of the call as its key would get another key in each attempt."""
+
+    def pay(key: Any) -> None:
+        with key.call("charge") as call:
+            with pytest.raises(TypeError, match=r"call\.key"):
+                f"{call}"
+            assert call.key not in repr(call)
+            for use in (lambda: call.due, lambda: call.result, lambda: call.record("paid"), lambda: call.retryable()):
+                with pytest.raises(AttributeError, match="at_most_once=True"):
+                    use()
+        finish(key)
+
+    serve(view=over_key(pay))
+    assert sender.send().status_code == 200
 
 
 def test_past_its_validity_nothing_is_begun(serve: Any, sender: Sender) -> None:
@@ -172,12 +190,12 @@ def test_the_admin_says_which_call_was_begun_and_when(sender: Sender, settings: 
     assert "call charge begun" not in jane.get(f"{KEYS}{key.pk}/change/").text.replace("<strong>call begun", "")
 
 
-def test_beside_a_foreign_call_in_doubt_nothing_is_begun(serve: Any, sender: Sender) -> None:
+def test_beside_a_call_in_doubt_nothing_is_begun(serve: Any, sender: Sender) -> None:
     charged: list[int] = []
 
     def pay(key: Any) -> None:
         try:
-            with foreign_call(key, "charge"):
+            with key.call("charge", at_most_once=True):
                 raise TimeoutError
         except TimeoutError:
             with key.call("charge"):
@@ -243,13 +261,41 @@ def test_on_abandon_makes_its_calls_in_it(serve: Any, sender: Sender) -> None:
     refunds: list[str] = []
 
     def give_back(key: IdempotencyKey) -> HttpResponse:
-        with key.call("refund") as downstream_key:
-            refunds.append(downstream_key)
+        with key.call("refund") as call:
+            refunds.append(call.key)
         return HttpResponse("given back", status=410)
 
     overdue(serve, sender, give_back)
     assert reap_once() == ReapPass(settled=1)
     assert (len(refunds), sender.send().status_code) == (1, 410)
+
+
+def test_on_abandon_makes_a_call_at_most_once(serve: Any, sender: Sender) -> None:
+    refunds: list[str] = []
+
+    def give_back(key: IdempotencyKey) -> HttpResponse:
+        with key.call("refund", at_most_once=True) as call:
+            if call.due:
+                refunds.append("refunded")
+                call.record(len(refunds))
+        return HttpResponse(f"refund {call.result}", status=410)
+
+    overdue(serve, sender, give_back)
+    assert reap_once() == ReapPass(settled=1)
+    assert (refunds, sender.send().content) == (["refunded"], b"refund 1")
+
+
+def test_on_abandon_does_not_finish_a_key_whose_call_is_in_doubt(serve: Any, sender: Sender) -> None:
+    def give_back(key: IdempotencyKey) -> HttpResponse:
+        with suppress(TimeoutError), key.call("refund", at_most_once=True):
+            raise TimeoutError
+        return HttpResponse("given back", status=410)
+
+    overdue(serve, sender, give_back)
+    assert reap_once() == ReapPass(stuck=1)
+    key = IdempotencyKey.objects.get()
+    assert (key.stuck_code, key.finished_at) == ("on_abandon", None)
+    assert "CallInDoubt" in key.stuck_reason
 
 
 def test_on_abandon_makes_no_call_in_a_transaction(serve: Any, sender: Sender) -> None:
@@ -272,8 +318,8 @@ def test_an_on_abandon_that_comes_late_begins_no_call(serve: Any, sender: Sender
     def give_back(key: IdempotencyKey) -> HttpResponse:
         row = IdempotencyKey.objects.get()
         assert interventions.answer(row.pk, row.claim_token, HttpResponse(status=410), by="jane")
-        with key.call("refund") as downstream_key:
-            refunds.append(downstream_key)
+        with key.call("refund") as call:
+            refunds.append(call.key)
         return HttpResponse("given back", status=410)
 
     overdue(serve, sender, give_back)

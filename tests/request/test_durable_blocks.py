@@ -8,7 +8,7 @@ from django.db import close_old_connections, connection, transaction
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, HttpResponseRedirect
 
 from idempotency.models import IdempotencyKey
-from idempotency.phases import MadeCall
+from idempotency.phases import AtMostOnceCall
 from tests.kit.serving import Sender, View
 from tests.kit.views import both_kinds, create, plain, texting, two_phases
 from tests.models import Entry
@@ -17,7 +17,7 @@ Kind = Callable[..., View]
 Serve = Callable[..., None]
 
 #: What the error must name: this app, and the two ways out.
-NAMES = r"(?s)@idempotent.*recovery_points.*foreign_call"
+NAMES = r"(?s)@idempotent.*recovery_points.*at_most_once"
 
 
 def durable() -> None:
@@ -110,12 +110,10 @@ def test_between_two_phases_it_commits_by_itself(old_code: Callable[[], None], s
 
 
 @old_codes
-def test_in_a_foreign_call_it_commits_by_itself_at_most_once(
-    old_code: Callable[[], None], serve: Serve, sender: Sender
-) -> None:
+def test_in_a_call_it_commits_by_itself_at_most_once(old_code: Callable[[], None], serve: Serve, sender: Sender) -> None:
     runs = []
 
-    def call(made: MadeCall) -> None:
+    def call(made: AtMostOnceCall) -> None:
         if made.due:
             runs.append(old_code())
             made.record("done")

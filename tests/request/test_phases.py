@@ -17,7 +17,7 @@ from pytest_django import Settings
 from idempotency.decorators import idempotent
 from idempotency.exceptions import DownstreamKeyExpired, KeyStuck, PhaseDidNotAdvance, UnknownRecoveryPoint
 from idempotency.models import IdempotencyKey
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import atomic_phase
 from idempotency.signals import key_finished, key_stuck
 from tests.factories import IdempotencyKeyFactory
 from tests.kit.ageing import expire_lock, make_older
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def two_phases(between: Any = lambda: None, inside: Any = lambda: None) -> Any:
-    """Return a view with two phases that calls ``between`` at the place of a foreign call."""
+    """Return a view with two phases that calls ``between`` at the place of a downstream call."""
 
     @idempotent(recovery_points=["entry_created"])
     def view(request: HttpRequest) -> HttpResponseBase:
@@ -415,7 +415,7 @@ def test_nothing_begins_after_the_response_is_stored(serve: Any, sender: Sender)
             phase.set_response(HttpResponse("paid"))
         with pytest.raises(RuntimeError), atomic_phase(key):
             begun.append("phase")
-        with pytest.raises(RuntimeError), foreign_call(key, "charge"):
+        with pytest.raises(RuntimeError), key.call("charge", at_most_once=True):
             begun.append("call")
 
     serve(view=one_phase(finish_then_begin))

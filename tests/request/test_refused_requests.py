@@ -22,7 +22,7 @@ from idempotency.exceptions import KeyStuck
 from idempotency.http import not_stored
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring.doctor import diagnose
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import atomic_phase
 from idempotency.reaper import ReapPass, reap_once
 from tests.kit.ageing import make_older
 from tests.kit.serving import Sender, another_client, problem
@@ -47,8 +47,8 @@ class Bank:
         if (step := next(self.steps, None)) is not None and (answer := step(key)) is not None:
             return answer
         for _ in key.phases():
-            with key.call("charge") as downstream_key:
-                self.charges.append(downstream_key)
+            with key.call("charge") as call:
+                self.charges.append(call.key)
             with atomic_phase(key) as phase:
                 Entry.objects.create(name="charged")
                 phase.set_response(JsonResponse({"charged": True}, status=201))
@@ -86,11 +86,11 @@ def no_op_then(status: int) -> Step:
     return step
 
 
-def foreign_call_then(status: int) -> Step:
-    """Return a step that makes a foreign call which takes no effect."""
+def at_most_once_then(status: int) -> Step:
+    """Return a step that makes an at-most-once call which takes no effect."""
 
     def step(key: IdempotencyKey) -> HttpResponse:
-        with foreign_call(key, "text") as call:
+        with key.call("text", at_most_once=True) as call:
             call.retryable()
         return HttpResponse(status=status)
 
@@ -196,7 +196,7 @@ def test_403_then_503_is_run_by_the_completer(bank: Any, sender: Sender) -> None
     assert len(shop.charges) == 1
 
 
-@pytest.mark.parametrize("begun", [call_then, no_op_then, foreign_call_then])
+@pytest.mark.parametrize("begun", [call_then, no_op_then, at_most_once_then])
 @pytest.mark.parametrize("refusal", [answer(429), forbid])
 def test_503_after_something_was_begun_then_a_refusal_goes_on(
     begun: Callable[[int], Step], refusal: Step, bank: Any, sender: Sender
@@ -210,7 +210,7 @@ def test_503_after_something_was_begun_then_a_refusal_goes_on(
     assert sender.send().status_code == 201
 
 
-@pytest.mark.parametrize("begun", [call_then, no_op_then, foreign_call_then])
+@pytest.mark.parametrize("begun", [call_then, no_op_then, at_most_once_then])
 def test_a_refusal_after_something_was_begun_in_the_same_attempt_goes_on(
     begun: Callable[[int], Step], bank: Any, sender: Sender
 ) -> None:
@@ -220,7 +220,7 @@ def test_a_refusal_after_something_was_begun_in_the_same_attempt_goes_on(
     assert complete_once() == CompletePass(finished=1)
 
 
-@pytest.mark.parametrize("begun", [call_then, no_op_then, foreign_call_then])
+@pytest.mark.parametrize("begun", [call_then, no_op_then, at_most_once_then])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_4xx_after_something_was_begun_is_not_stored_as_the_answer(
     begun: Callable[[int], Step], later: bool, bank: Any, sender: Sender

@@ -26,7 +26,7 @@ from idempotency.exceptions import NoOpenTransaction
 from idempotency.inbox import process_once
 from idempotency.jobs import stage_job
 from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat, StagedJob
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import atomic_phase
 from idempotency.reaper import ReapPass, reap_once
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
 from tests.jobs import jobs_of_shards
@@ -92,7 +92,7 @@ class Shop:
                 case "entered":
                     if self.broken:
                         raise OSError("the service is down")
-                    with foreign_call(key, "sms") as call:
+                    with key.call("sms", at_most_once=True) as call:
                         if call.due:
                             call.record({"sent": True})
                     with atomic_phase(key) as phase:

@@ -13,7 +13,7 @@ from django.views.decorators.http import require_POST
 from idempotency.decorators import ProtectedRequest, idempotent
 from idempotency.inbox import process_once
 from idempotency.models import IdempotencyKey
-from idempotency.phases import atomic_phase, foreign_call
+from idempotency.phases import atomic_phase
 
 
 @idempotent
@@ -47,8 +47,13 @@ def phased(request: ProtectedRequest) -> HttpResponseBase:
     key = reveal_type(request.idempotency_key)  # R: "idempotency.models.IdempotencyKey"
     for point in key.phases():
         reveal_type(point)  # R: "str"
-        with foreign_call(key, "charge") as call:
-            reveal_type(call)  # R: "idempotency.phases.MadeCall"
+        with key.call("charge", valid_seconds=60) as charge:
+            reveal_type(charge)  # R: "idempotency._call_handles.KeyedCall"
+            reveal_type(charge.key)  # R: "str"
+            charge.record("paid")  # E: attr-defined
+        with key.call("sms", at_most_once=True) as sms:
+            reveal_type(sms)  # R: "idempotency._call_handles.AtMostOnceCall"
+            sms.record("sent")
         with atomic_phase(key, isolation="serializable") as phase:
             reveal_type(phase)  # R: "idempotency.phases.AtomicPhase"
             phase.set_response(HttpResponse())
@@ -60,6 +65,8 @@ async def phased_async(request: ProtectedRequest) -> HttpResponseBase:
     key = request.idempotency_key
     async for point in key.aphases():
         reveal_type(point)  # R: "str"
+        async with key.call("sms", at_most_once=True) as call:
+            call.record("sent")
         async with atomic_phase(key) as phase:
             reveal_type(phase)  # R: "idempotency.phases.AtomicPhase"
             phase.set_recovery_point("charged")
@@ -102,5 +109,6 @@ def mistakes(request: HttpRequest, key: IdempotencyKey) -> None:
     bare(request, "one")  # E: arg-type
     with_options(request, nome="a")  # E: call-arg
     atomic_phase(key, isolation="snapshot")  # E: arg-type
+    key.call("sms", 60, at_most_once=True)  # E: call-overload
     idempotent(wait_second=2)  # E: call-overload
     process_once("orders", 7)  # E: arg-type

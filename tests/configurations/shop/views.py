@@ -75,8 +75,8 @@ def _phases(request: Any, respond: Callable[[dict[str, Any]], Any]) -> Any:
                     phase.set_recovery_point("ordered")
             case "ordered":
                 happen("before call")
-                with key.call("charge", valid_seconds=3600) as downstream_key:
-                    CALLS.append(str(downstream_key))
+                with key.call("charge", valid_seconds=3600) as call:
+                    CALLS.append(str(call.key))
                 happen("after call")
                 with atomic_phase(key) as phase:
                     order = Order.objects.get(idempotency_key=key)

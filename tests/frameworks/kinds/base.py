@@ -22,7 +22,7 @@ Errors = dict[type[Refusal], Callable[[], Exception]]
 
 @dataclass(frozen=True)
 class Job:
-    """What a view is to do: its work in one go, or in phases with a foreign call between the first and the last."""
+    """What a view is to do: its work in one go, or in phases with a downstream call between the first and the last."""
 
     work: Work
     options: dict[str, Any]

@@ -14,7 +14,7 @@ from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, Js
 from idempotency.decorators import idempotent
 from idempotency.exceptions import CallNotRecorded
 from idempotency.models import ForeignCall, IdempotencyKey
-from idempotency.phases import MadeCall, atomic_phase, foreign_call
+from idempotency.phases import AtMostOnceCall, atomic_phase
 from tests.kit.ageing import expire_lock
 from tests.kit.database import statements
 from tests.kit.serving import Sender, problem
@@ -66,6 +66,36 @@ def test_the_call_is_made_and_its_result_kept(serve: Any, sender: Sender) -> Non
     assert row.recorded_at >= row.started_at
 
 
+def test_the_call_has_a_reference_and_is_in_the_history(serve: Any, sender: Sender) -> None:
+    references: list[bool] = []
+
+    def body(key: IdempotencyKey) -> None:
+        with key.call("sms", at_most_once=True) as call:
+            references.append(call.key == key.derive("sms"))
+            call.record()
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse())
+
+    serve(view=over_key(body))
+    assert sender.send().status_code == 200
+    assert references == [True]
+    key = IdempotencyKey.objects.get()
+    assert [(event["event"], event["detail"]) for event in key.history][1:2] == [("call begun", "sms")]
+    assert key.call_begun_at is not None
+
+
+def test_a_call_that_no_retry_repeats_has_no_end_of_its_validity(serve: Any, sender: Sender) -> None:
+    def body(key: IdempotencyKey) -> None:
+        with pytest.raises(ValueError, match="valid_seconds"):
+            key.call("sms", 60, at_most_once=True)  # type: ignore[call-overload]
+        with atomic_phase(key) as phase:
+            phase.set_response(HttpResponse())
+
+    serve(view=over_key(body))
+    assert sender.send().status_code == 200
+    assert not ForeignCall.objects.exists()
+
+
 def test_a_result_costs_one_statement(serve: Any, sender: Sender) -> None:
     counts: list[int] = []
     with statements() as seen:
@@ -75,12 +105,12 @@ def test_a_result_costs_one_statement(serve: Any, sender: Sender) -> None:
     assert [query["sql"].split()[0] for query in seen.captured_queries[before:after]] == ["UPDATE"]
 
 
-def test_a_foreign_call_renews_the_lock(serve: Any, sender: Sender) -> None:
+def test_an_at_most_once_call_renews_the_lock(serve: Any, sender: Sender) -> None:
     seen: list[bool] = []
 
     def body(key: IdempotencyKey) -> None:
         expire_lock(60)
-        with foreign_call(key, "sms") as call:
+        with key.call("sms", at_most_once=True) as call:
             seen.append(IdempotencyKey.objects.filter(locked_at__gt=Now() - timedelta(seconds=30)).exists())
             call.record()
         with atomic_phase(key) as phase:
@@ -94,7 +124,7 @@ def test_a_foreign_call_renews_the_lock(serve: Any, sender: Sender) -> None:
 def test_a_retry_after_the_call_does_not_make_it_again(serve: Any, sender: Sender) -> None:
     service = SmsService()
 
-    def block(call: MadeCall) -> None:
+    def block(call: AtMostOnceCall) -> None:
         if call.due:
             call.record(service.send())
 
@@ -108,7 +138,7 @@ def test_a_result_recorded_before_an_error_is_kept(serve: Any, sender: Sender) -
     service = SmsService()
     trouble = once(fail)
 
-    def block(call: MadeCall) -> None:
+    def block(call: AtMostOnceCall) -> None:
         if call.due:
             call.record(service.send())
         trouble()
@@ -122,7 +152,7 @@ def test_a_call_in_doubt_is_not_made_again_but_handed_to_a_person(serve: Any, se
     """The service may have sent the message before the connection was cut."""
     service = SmsService()
 
-    def block(call: MadeCall) -> None:
+    def block(call: AtMostOnceCall) -> None:
         service.send()
         fail()
 
@@ -138,7 +168,7 @@ def test_a_call_that_took_no_effect_is_made_again(serve: Any, sender: Sender) ->
     service = SmsService()
     refused = once(fail)
 
-    def block(call: MadeCall) -> None:
+    def block(call: AtMostOnceCall) -> None:
         try:
             refused()
         except Trouble:
@@ -155,17 +185,17 @@ def test_a_call_that_may_be_repeated_leaves_nothing_and_one_that_may_not_leaves_
     left: list[int] = []
 
     def body(key: IdempotencyKey) -> None:
-        with pytest.raises(OSError, match="refused"), foreign_call(key, "refused") as call:  # noqa: PT012
+        with pytest.raises(OSError, match="refused"), key.call("refused", at_most_once=True) as call:  # noqa: PT012
             call.retryable()
             raise OSError("refused")
         left.append(key.foreign_calls.count())
-        with foreign_call(key, "refused") as call:
+        with key.call("refused", at_most_once=True) as call:
             call.record("at last")
-        with foreign_call(key, "made") as call:
+        with key.call("made", at_most_once=True) as call:
             call.record({"n": 1})
             call.retryable()
         left.append(key.foreign_calls.count())
-        with pytest.raises(RuntimeError, match="already made the call 'made'"), foreign_call(key, "made"):
+        with pytest.raises(RuntimeError, match="already made the call 'made'"), key.call("made", at_most_once=True):
             pass
         with atomic_phase(key) as phase:
             phase.set_response(HttpResponse())
@@ -183,10 +213,10 @@ def test_another_service_is_called_instead_of_one_whose_refusal_is_recorded(serv
     def view(request: HttpRequest) -> HttpResponse:
         key = request.idempotency_key
         for _ in key.phases():
-            with foreign_call(key, "first provider") as call:
+            with key.call("first provider", at_most_once=True) as call:
                 if call.due:
                     call.record({"refused": True} if key.attempts == 1 else first.send())
-            with foreign_call(key, "second provider") as call:
+            with key.call("second provider", at_most_once=True) as call:
                 if call.due:
                     call.record(second.send())
             crash()
@@ -206,11 +236,11 @@ def test_no_other_call_settles_one_that_was_put_off(serve: Any, sender: Sender, 
     def view(request: HttpRequest) -> HttpResponse:
         key = request.idempotency_key
         for _ in key.phases():
-            with suppress(Trouble), foreign_call(key, "payment") as call:
+            with suppress(Trouble), key.call("payment", at_most_once=True) as call:
                 call.retryable()
                 fail()
             if other:
-                with foreign_call(key, "message") as call:
+                with key.call("message", at_most_once=True) as call:
                     call.record()
             with atomic_phase(key) as phase:
                 phase.set_response(HttpResponse("paid"))
@@ -223,7 +253,7 @@ def test_no_other_call_settles_one_that_was_put_off(serve: Any, sender: Sender, 
 
 def test_no_phase_commits_after_a_call_that_was_put_off(serve: Any, sender: Sender) -> None:
     def body(key: IdempotencyKey) -> None:
-        with foreign_call(key, "sms") as call:
+        with key.call("sms", at_most_once=True) as call:
             if key.attempts == 1:
                 call.retryable()
             else:
@@ -249,7 +279,7 @@ def test_a_call_in_doubt_ends_no_phase_though_the_view_catches_what_it_raised(
         key = request.idempotency_key
         for _ in key.phases():
             try:
-                with foreign_call(key, "payment"):
+                with key.call("payment", at_most_once=True):
                     fail()
             except Exception:
                 if begun_before and key.attempts == 1:
@@ -273,14 +303,14 @@ def test_a_name_is_free_after_a_call_that_was_put_off_and_taken_after_one_that_h
         key = request.idempotency_key
         for _ in key.phases():
             if key.attempts == 1:
-                with foreign_call(key, "sms") as call:
+                with key.call("sms", at_most_once=True) as call:
                     call.retryable()
-            with foreign_call(key, "sms") as call:
+            with key.call("sms", at_most_once=True) as call:
                 if call.due:
                     call.record("sent")
             if key.attempts == 1:
                 fail()
-            with pytest.raises(RuntimeError, match="already made the call 'sms'"), foreign_call(key, "sms"):
+            with pytest.raises(RuntimeError, match="already made the call 'sms'"), key.call("sms", at_most_once=True):
                 pass
             with atomic_phase(key) as phase:
                 phase.set_response(HttpResponse("sent"))
@@ -311,7 +341,7 @@ def test_an_early_answer_does_not_end_a_request_whose_call_was_made(
     def view(request: HttpRequest) -> HttpResponse:
         key = request.idempotency_key
         if key.attempts == 1:
-            with foreign_call(key, "payment") as call:
+            with key.call("payment", at_most_once=True) as call:
                 call.record("paid")
         if key.attempts == 1 and later_run:
             fail()
@@ -330,9 +360,9 @@ def test_an_early_answer_does_not_end_a_request_whose_call_is_in_doubt(serve: An
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponse:
         if request.idempotency_key.attempts == 1:
-            with foreign_call(request.idempotency_key, "message") as call:
+            with request.idempotency_key.call("message", at_most_once=True) as call:
                 call.record("sent")
-            with foreign_call(request.idempotency_key, "payment"):
+            with request.idempotency_key.call("payment", at_most_once=True):
                 fail()
         response: HttpResponse = early(request)
         return response
@@ -352,7 +382,7 @@ def deep() -> Any:
 
 @pytest.mark.parametrize("result", [deep(), 10**5000, "lone \udc80", {"name": "\ud800"}], ids=["deep", "long", "lone", "inner"])
 def test_the_result_of_a_call_that_was_made_is_never_lost(serve: Any, sender: Sender, result: Any) -> None:
-    def block(call: MadeCall) -> None:
+    def block(call: AtMostOnceCall) -> None:
         call.record(result)
 
     serve(view=texting(block))
@@ -377,7 +407,7 @@ def test_a_result_that_is_no_json_is_an_error_and_the_call_is_not_made_again(
     made: list[int] = []
 
     def body(key: IdempotencyKey) -> None:
-        with foreign_call(key, "sms") as call:
+        with key.call("sms", at_most_once=True) as call:
             if call.due:
                 made.append(1)
                 call.record(result)
@@ -395,7 +425,7 @@ def test_a_result_that_is_no_json_is_an_error_and_the_call_is_not_made_again(
 def test_a_result_is_written_on_a_new_connection_when_the_old_one_broke(serve: Any, sender: Sender) -> None:
     """PostgreSQL was restarted during the call."""
 
-    def block(call: MadeCall) -> None:
+    def block(call: AtMostOnceCall) -> None:
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_backend_pid()")
             (pid,) = cursor.fetchone()
@@ -422,7 +452,7 @@ def test_a_block_that_records_nothing_is_a_mistake(serve: Any, sender: Sender) -
 
 def test_a_call_of_which_nothing_is_known_is_told_at_the_end_of_its_block(serve: Any, sender: Sender) -> None:
     def body(key: IdempotencyKey) -> None:
-        with pytest.raises(CallNotRecorded), foreign_call(key, "sms"):
+        with pytest.raises(CallNotRecorded), key.call("sms", at_most_once=True):
             pass
         raise LookupError("told")
 
@@ -434,7 +464,7 @@ def test_a_call_of_which_nothing_is_known_is_told_at_the_end_of_its_block(serve:
 def test_a_result_of_none_is_a_result(serve: Any, sender: Sender) -> None:
     service = SmsService()
 
-    def block(call: MadeCall) -> None:
+    def block(call: AtMostOnceCall) -> None:
         if call.due:
             service.send()
             call.record()
@@ -452,7 +482,7 @@ def test_a_serialization_failure_after_the_call_does_not_make_it_again(serve: An
         with connection.cursor() as cursor:
             cursor.execute("DO $$ BEGIN RAISE EXCEPTION USING ERRCODE = '40001'; END $$")
 
-    def block(call: MadeCall) -> None:
+    def block(call: AtMostOnceCall) -> None:
         if call.due:
             call.record(service.send())
 
@@ -466,7 +496,7 @@ def test_a_late_result_is_recorded_after_a_takeover(serve: Any, sender: Sender) 
     """The lock of the first run expires during its call: the retry must not call, and the result is not lost."""
     service, gate = SmsService(), Gate()
 
-    def block(call: MadeCall) -> None:
+    def block(call: AtMostOnceCall) -> None:
         receipt = service.send()
         gate.wait_here()
         call.record(receipt)
@@ -492,7 +522,7 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_intent(serve: Any, 
         if other_key:
             IdempotencyKey.objects.update(claim_token=uuid4(), idempotency_key="another", seed=b"of another key")
 
-    def block(call: MadeCall) -> None:
+    def block(call: AtMostOnceCall) -> None:
         if call.due:
             receipt = service.send()
             once_only()
@@ -519,7 +549,7 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_claim_of_a_retry_to
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         first_fails()
-        with foreign_call(key, "sms") as call:
+        with key.call("sms", at_most_once=True) as call:
             if call.due:
                 receipt = service.send()
                 once_only()
@@ -541,7 +571,7 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_claim_of_a_retry_to
 def test_a_call_is_remembered_though_a_failover_has_lost_the_phase_before_it(serve: Any, sender: Sender, known: bool) -> None:
     service = SmsService()
 
-    def call_and_fail_over(call: MadeCall) -> None:
+    def call_and_fail_over(call: AtMostOnceCall) -> None:
         receipt = service.send()
         ForeignCall.objects.all().delete()
         IdempotencyKey.objects.update(recovery_point="started", begun=False)
@@ -554,7 +584,7 @@ def test_a_call_is_remembered_though_a_failover_has_lost_the_phase_before_it(ser
         key = request.idempotency_key
         with atomic_phase(key) as phase:
             phase.set_recovery_point("ordered")
-        with foreign_call(key, "sms") as call:
+        with key.call("sms", at_most_once=True) as call:
             if call.due:
                 call_and_fail_over(call)
         with atomic_phase(key) as phase:
@@ -575,7 +605,7 @@ def test_a_call_is_remembered_though_a_failover_has_lost_the_phase_before_it(ser
 def test_a_result_that_somebody_recorded_during_the_call_stays(serve: Any, sender: Sender) -> None:
     due: list[bool] = []
 
-    def block(call: MadeCall) -> None:
+    def block(call: AtMostOnceCall) -> None:
         due.append(call.due)
         ForeignCall.objects.update(result="recorded by a person", recorded_at=Now())
         call.record("receipt 1")
@@ -592,7 +622,7 @@ def test_no_call_is_made_by_a_run_that_has_lost_its_key(serve: Any, sender: Send
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         IdempotencyKey.objects.update(claim_token="8e03978e-40d5-43e8-bc93-6894a57f9324")
-        with foreign_call(key, "sms") as call:
+        with key.call("sms", at_most_once=True) as call:
             call.record(service.send())
         raise AssertionError
 
@@ -602,12 +632,12 @@ def test_no_call_is_made_by_a_run_that_has_lost_its_key(serve: Any, sender: Send
     assert not ForeignCall.objects.exists()
 
 
-def test_a_foreign_call_cannot_stand_in_a_phase(serve: Any, sender: Sender) -> None:
+def test_an_at_most_once_call_cannot_stand_in_a_phase(serve: Any, sender: Sender) -> None:
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponseBase:
         key = request.idempotency_key
         with atomic_phase(key) as phase:
-            with pytest.raises(RuntimeError, match="nested"), foreign_call(key, "sms"):
+            with pytest.raises(RuntimeError, match="nested"), key.call("sms", at_most_once=True):
                 pass
             phase.set_response(JsonResponse({}))
         return key.response()

@@ -1,0 +1,177 @@
+"""Calls to downstream services: each begins with one fenced statement, which renews the lock.
+
+The intent of an at-most-once call is committed before the call, and its result at the end of the
+block. An intent without a result is a call in doubt: it may have taken effect.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import cast
+from uuid import UUID
+
+from django.db import InterfaceError, InternalError, OperationalError, connections
+from django.db.models import QuerySet
+from django.db.models.functions import Now
+
+from idempotency._async import NeverEntered, either_context
+from idempotency._call_handles import AtMostOnceCall, KeyedCall
+from idempotency._engine import fence, replication
+from idempotency._engine.errors import drop_connection
+from idempotency._engine.transactions import durable_transaction, refuse_outer_transaction
+from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
+from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
+
+
+class Calls:
+    """The calls of one attempt at a claimed key, or of ``on_abandon``, whose key is stuck with
+    ``stuck_code``."""
+
+    def __init__(self, key: IdempotencyKey, *, using: str, stuck_code: str = "") -> None:
+        self._key, self._using, self._stuck_code = key, using, stuck_code
+        #: The names of at-most-once calls that have ended, and of those whose block is open.
+        self._ended: set[str] = set()
+        self._open: set[str] = set()
+        #: At-most-once calls without a recorded result, with the error that a later phase raises.
+        self._unsettled: dict[str, IdempotencyError] = {}
+
+    @either_context(holds_transaction=False)
+    def keyed(self, name: str, valid_seconds: int | None) -> Iterator[KeyedCall]:
+        """Open the block of a call that a retry repeats with the same downstream key."""
+        call = KeyedCall(self._key.derive(name, valid_seconds))
+        refuse_finished(self._key)
+        self.refuse_doubt()
+        refuse_outer_transaction(self._using)
+        self._begin(name)
+        self._key.begun = True
+        yield call
+
+    @either_context(holds_transaction=False)
+    def at_most_once(self, name: str) -> Iterator[AtMostOnceCall]:
+        """Open the block of a call that is not repeated once it may have taken effect."""
+        call, key = AtMostOnceCall(self._key.derive(name)), self._key
+        refuse_finished(key)
+        if name in self._ended:
+            raise RuntimeError(f"This run has already made the call {name!r}, and would reuse its result. Use another name.")
+        self.refuse_doubt(name)
+        with durable_transaction(None, using=self._using):
+            self._begin(name)
+            # This locks the row of the key, so no other run writes this call meanwhile.
+            calls = ForeignCall.objects.using(self._using)
+            begun = calls.filter(key_id=key.pk, name=name).first()
+            row = begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
+        key.begun = True
+        call.due = due = row.recorded_at is None
+        call.result = row.result
+        if due:
+            doubt = self._unsettled[name] = _call_in_doubt(name)
+            if begun:
+                raise doubt
+        else:  # An earlier run has recorded it, perhaps late.
+            replication.confirm(self._using)
+            self._unsettled.pop(name, None)
+        self._open.add(name)
+        try:
+            yield call
+            if due and not (call.recorded or call.may_be_repeated):
+                raise CallNotRecorded
+            self._ended.add(name)
+        except NeverEntered:
+            call.retryable()  # The block did not run. EitherContext raises the cancellation.
+        finally:
+            self._open.discard(name)
+            if due:
+                self._end(row, call)
+
+    def _begin(self, name: str) -> None:
+        fence.begin_call(self._key, name, using=self._using, stuck_code=self._stuck_code)
+
+    def _end(self, row: ForeignCall, call: AtMostOnceCall) -> None:
+        """Write the result of a call, or delete its intent if it took no effect."""
+        name, using = row.name, self._using
+        if call.may_be_repeated and not call.recorded:
+            _write_through_outage(_intent(row, using=using).delete, using=using)
+            self._unsettled[name] = CallNotRecorded()
+            self._ended.discard(name)
+            return
+        _write_through_outage(partial(_write_outcome, self._key, row, call, using=using), using=using)
+        if call.recorded:
+            self._unsettled.pop(name, None)
+
+    def read_doubts(self) -> None:
+        """Read the calls that an earlier attempt has begun, and that this one may not reach."""
+        begun = ForeignCall.objects.using(self._using).filter(key_id=self._key.pk, recorded_at=None)
+        self._unsettled = {name: _call_in_doubt(name) for name in begun.values_list("name", flat=True)}
+
+    def refuse_open(self) -> None:
+        """Raise RuntimeError inside the block of an at-most-once call."""
+        if self._open:
+            raise RuntimeError(
+                "A phase cannot begin inside a block of key.call(name, at_most_once=True): end the "
+                "block first, so that its result is stored."
+            )
+
+    def refuse_doubt(self, name: str | None = None) -> None:
+        """Raise CallInDoubt if a call other than ``name`` is in doubt. Another call could repeat its
+        work, and a response that no phase stored would ignore it."""
+        for other, obstacle in self._unsettled.items():
+            if isinstance(obstacle, CallInDoubt) and other != name and other not in self._open:
+                raise obstacle
+
+    def refuse_unsettled(self) -> None:
+        """Raise CallInDoubt or CallNotRecorded if a call has no recorded result."""
+        for obstacle in self._unsettled.values():
+            raise obstacle
+
+
+def refuse_finished(key: IdempotencyKey) -> None:
+    """Raise RuntimeError if the key is finished."""
+    if key.recovery_point == FINISHED:
+        raise RuntimeError("This key is finished: no phase or call can follow the stored response.")
+
+
+def _call_in_doubt(name: str) -> CallInDoubt:
+    return CallInDoubt(
+        f"The call {name!r} was begun, and its result was never recorded. It may have taken effect, "
+        f"and another call could repeat the work. Check the downstream service for the result, then "
+        f"answer the key in the admin."
+    )
+
+
+def _intent(row: ForeignCall, *, using: str) -> QuerySet[ForeignCall]:
+    return ForeignCall.objects.using(using).filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
+
+
+def _write_outcome(key: IdempotencyKey, row: ForeignCall, call: AtMostOnceCall, *, using: str) -> None:
+    """Write the result of a call, or only that it was begun. Raises LockLost if the key is gone."""
+    recorded = {"result": call.result, "recorded_at": Now()} if call.recorded else {}
+    if recorded and _intent(row, using=using).update(**recorded):
+        return
+    # Another run has recorded the call, or a failover has lost the intent, perhaps also phases
+    # before it, and perhaps the key: its id may be that of another key. The update locks the row of
+    # the key, so no other run begins this call meanwhile.
+    with durable_transaction(None, using=using):
+        # By the seed, not by the claim: that of a retry is often lost together with its intent.
+        own = IdempotencyKey.objects.using(using).filter(pk=row.key_id, seed=bytes(key.seed))
+        if not own.update(begun=True, refused_at=None, expires_at=None):
+            raise LockLost
+        calls = ForeignCall.objects.using(using)
+        if not calls.filter(key_id=row.key_id, name=row.name).exists():
+            calls.create(key_id=row.key_id, name=row.name, token=row.token, **recorded)
+
+
+def _write_through_outage(write: Callable[[], object], *, using: str, retries: int = 20) -> None:
+    """Run ``write``, and retry for ten seconds while the database is unavailable or read-only.
+
+    Only this process knows the outcome of the call. If it cannot be written, the key requires manual
+    intervention.
+    """
+    for left in reversed(range(retries + 1)):
+        try:
+            write()
+            return
+        except (OperationalError, InterfaceError, InternalError):
+            drop_connection(connections[using])
+            if not left:
+                raise
+            time.sleep(0.5)
