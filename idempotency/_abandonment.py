@@ -15,7 +15,7 @@ from idempotency._engine.errors import accepts_writes
 from idempotency._engine.hung import watched_key
 from idempotency._engine.replays import cause_of
 from idempotency.exceptions import CallInDoubt, KeyStuck, LockLost, StuckCode
-from idempotency.models import ForeignCall, IdempotencyKey
+from idempotency.models import DownstreamCall, IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
@@ -80,7 +80,7 @@ def _settle(key: IdempotencyKey, using: str, work: StoredWork) -> bool | None:
 def _run(work: StoredWork, key: IdempotencyKey, using: str) -> bool:
     """Run ``on_abandon`` and store its response; return whether it was stored. Raises LockLost if the key was answered
     meanwhile."""
-    if ForeignCall.objects.using(using).filter(key_id=key.pk, recorded_at__isnull=True).exists():
+    if DownstreamCall.objects.using(using).filter(key_id=key.pk, recorded_at__isnull=True).exists():
         # The result of the call decides which effects to undo.
         doubt = CallInDoubt()
         fence.mark_stuck(key, doubt.code, doubt.reason, using=using)

@@ -294,10 +294,10 @@ class StagedJob(models.Model):
         return f"{self.job_name} {self.id}"
 
 
-class ForeignCall(models.Model):
-    """A call to a service that is not idempotent: the intent is committed before it, the result after it."""
+class DownstreamCall(models.Model):
+    """An at-most-once call: the intent is committed before the call, the result after it."""
 
-    key = models.ForeignKey(IdempotencyKey, verbose_name=_("key"), on_delete=models.CASCADE, related_name="foreign_calls")
+    key = models.ForeignKey(IdempotencyKey, verbose_name=_("key"), on_delete=models.CASCADE, related_name="downstream_calls")
     name = models.CharField(_("name"), max_length=100)
     token = models.UUIDField(
         _("token"), help_text=_("Token of the claim that began the call. Only this claim may record the result.")
@@ -309,8 +309,8 @@ class ForeignCall(models.Model):
     result = models.JSONField(_("result"), null=True, blank=True)
 
     class Meta:
-        verbose_name = _("foreign call")
-        verbose_name_plural = _("foreign calls")
+        verbose_name = _("downstream call")
+        verbose_name_plural = _("downstream calls")
         constraints = [models.UniqueConstraint(fields=["key", "name"], name="idempotency_call_unique")]
 
     def __str__(self) -> str:

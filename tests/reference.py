@@ -68,9 +68,9 @@ NOTES = {
     "StagedJob.id": "Ordered by time; the id that the broker knows the job by.",
     "StagedJob.last_error": "The error of the last hand-over that was refused.",
     "StagedJob.idempotency_key": "The request that staged it.",
-    "ForeignCall.key": "The request that made it.",
-    "ForeignCall.name": "The name of the call, which the view chooses.",
-    "ForeignCall.result": "The value that was passed to `record()`.",
+    "DownstreamCall.key": "The request that made it.",
+    "DownstreamCall.name": "The name of the call, which the view chooses.",
+    "DownstreamCall.result": "The value that was passed to `record()`.",
     "ProcessedMessage.source": "The sender of the message, such as `stripe`; `staged-job` for a staged job.",
     "ProcessedMessage.message_id": "The id that the sender gave to the message.",
 }
@@ -119,7 +119,7 @@ def models_tables() -> str:
     made = (
         models.IdempotencyKey,
         models.StagedJob,
-        models.ForeignCall,
+        models.DownstreamCall,
         models.ProcessedMessage,
         models.ProcessHeartbeat,
         models.TrafficCount,

@@ -20,7 +20,7 @@ from idempotency._engine import fence, replication
 from idempotency._engine.errors import drop_connection
 from idempotency._engine.transactions import durable_transaction, refuse_outer_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
-from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
+from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
 
 
 class Calls:
@@ -57,7 +57,7 @@ class Calls:
         with durable_transaction(None, using=self._using):
             self._begin(name)
             # This locks the row of the key, so no other run writes this call meanwhile.
-            calls = ForeignCall.objects.using(self._using)
+            calls = DownstreamCall.objects.using(self._using)
             begun = calls.filter(key_id=key.pk, name=name).first()
             row = begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
         key.begun = True
@@ -86,7 +86,7 @@ class Calls:
     def _begin(self, name: str) -> None:
         fence.begin_call(self._key, name, using=self._using, stuck_code=self._stuck_code)
 
-    def _end(self, row: ForeignCall, call: AtMostOnceCall) -> None:
+    def _end(self, row: DownstreamCall, call: AtMostOnceCall) -> None:
         """Write the result of a call, or delete its intent if it took no effect."""
         name, using = row.name, self._using
         if call.may_be_repeated and not call.recorded:
@@ -100,7 +100,7 @@ class Calls:
 
     def read_doubts(self) -> None:
         """Read the calls that an earlier attempt has begun, and that this one may not reach."""
-        begun = ForeignCall.objects.using(self._using).filter(key_id=self._key.pk, recorded_at=None)
+        begun = DownstreamCall.objects.using(self._using).filter(key_id=self._key.pk, recorded_at=None)
         self._unsettled = {name: _call_in_doubt(name) for name in begun.values_list("name", flat=True)}
 
     def refuse_open(self) -> None:
@@ -138,11 +138,11 @@ def _call_in_doubt(name: str) -> CallInDoubt:
     )
 
 
-def _intent(row: ForeignCall, *, using: str) -> QuerySet[ForeignCall]:
-    return ForeignCall.objects.using(using).filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
+def _intent(row: DownstreamCall, *, using: str) -> QuerySet[DownstreamCall]:
+    return DownstreamCall.objects.using(using).filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
 
 
-def _write_outcome(key: IdempotencyKey, row: ForeignCall, call: AtMostOnceCall, *, using: str) -> None:
+def _write_outcome(key: IdempotencyKey, row: DownstreamCall, call: AtMostOnceCall, *, using: str) -> None:
     """Write the result of a call, or only that it was begun. Raises LockLost if the key is gone."""
     recorded = {"result": call.result, "recorded_at": Now()} if call.recorded else {}
     if recorded and _intent(row, using=using).update(**recorded):
@@ -155,7 +155,7 @@ def _write_outcome(key: IdempotencyKey, row: ForeignCall, call: AtMostOnceCall, 
         own = IdempotencyKey.objects.using(using).filter(pk=row.key_id, seed=bytes(key.seed))
         if not own.update(begun=True, refused_at=None, expires_at=None):
             raise LockLost
-        calls = ForeignCall.objects.using(using)
+        calls = DownstreamCall.objects.using(using)
         if not calls.filter(key_id=row.key_id, name=row.name).exists():
             calls.create(key_id=row.key_id, name=row.name, token=row.token, **recorded)
 

@@ -19,7 +19,7 @@ from idempotency._engine.statements import CLEAR_STUCK, TABLE
 from idempotency._hidden import Hidden, Parameters
 from idempotency._text import storable, summary
 from idempotency.exceptions import StuckCode
-from idempotency.models import FINISHED, ForeignCall, IdempotencyKey
+from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
@@ -52,7 +52,7 @@ def _calls(using: str) -> str:
     return (
         "(SELECT count(*) || '/' || count(c.recorded_at) || '/' || COALESCE(max(c.id), 0) "  # nosec B608  # see the noqa above
         f"|| '/' || COALESCE(CAST({begun} AS text), '') "
-        f"FROM {ForeignCall._meta.db_table} AS c WHERE c.key_id = k.id)"
+        f"FROM {DownstreamCall._meta.db_table} AS c WHERE c.key_id = k.id)"
     )
 
 

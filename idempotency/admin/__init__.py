@@ -9,5 +9,5 @@ permission to view the rows.
 # These modules register their admins.
 from idempotency.admin.job_list import StagedJobAdmin as StagedJobAdmin
 from idempotency.admin.keys import IdempotencyKeyAdmin as IdempotencyKeyAdmin
-from idempotency.admin.message_list import ForeignCallAdmin as ForeignCallAdmin
+from idempotency.admin.message_list import DownstreamCallAdmin as DownstreamCallAdmin
 from idempotency.admin.message_list import ProcessedMessageAdmin as ProcessedMessageAdmin

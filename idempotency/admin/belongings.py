@@ -18,7 +18,7 @@ from idempotency._engine.aliases import fields_elsewhere
 from idempotency._text import duration, error_text
 from idempotency.admin.reading import admin_url, first_line_of, viewable
 from idempotency.inbox import STAGED_JOBS
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.templatetags.idempotency_admin import ago, written
 
 logger = logging.getLogger("idempotency")
@@ -78,7 +78,7 @@ def linked_models(using: str) -> Iterator[tuple[Any, Any, str]]:
     elsewhere = fields_elsewhere(using)
     for relation in IdempotencyKey._meta.get_fields(include_hidden=True):
         model: Any = relation.related_model
-        if (relation.one_to_many or relation.one_to_one) and not relation.concrete and model not in (StagedJob, ForeignCall):
+        if (relation.one_to_many or relation.one_to_one) and not relation.concrete and model not in (StagedJob, DownstreamCall):
             field = relation.field  # type: ignore[union-attr]
             yield model, field, router.db_for_read(model) if field in elsewhere else using
 
@@ -145,7 +145,7 @@ def _state_of_job(job: StagedJob, error: str, processed_at: datetime | None, now
 
 
 def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linked:
-    every, visible = _rows_of(ForeignCall, site, request)
+    every, visible = _rows_of(DownstreamCall, site, request)
     calls = list(every.using(using).filter(key=key.pk).order_by("pk")[: MAX_LINKED + 1])
     rows = []
     for call in calls[:MAX_LINKED]:
@@ -153,8 +153,8 @@ def _calls(key: Any, site: AdminSite, request: HttpRequest, using: str) -> Linke
         unknown = call.recorded_at is None
         text = gettext("begun %(ago)s, result unknown") if unknown else gettext("begun %(ago)s, result %(result)s")
         state = text % {"ago": _ago(call.started_at, key.read_at), "result": result}
-        rows.append(Row(call.name, admin_url(site, request, ForeignCall, call.pk), state, unknown))
-    return Linked(gettext("foreign call"), rows, more=len(calls) > MAX_LINKED)
+        rows.append(Row(call.name, admin_url(site, request, DownstreamCall, call.pk), state, unknown))
+    return Linked(gettext("downstream call"), rows, more=len(calls) > MAX_LINKED)
 
 
 def _ago(at: datetime, now: datetime) -> str:

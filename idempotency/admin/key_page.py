@@ -157,7 +157,7 @@ def best_action(key: Any) -> str:
     if key.state in (KeyState.IN_FLIGHT, KeyState.FINISHED, KeyState.REFUSED):
         return ""
     if key.stuck_code == StuckCode.CALL_IN_DOUBT:
-        calls = list(key.foreign_calls.values_list("recorded_at", flat=True)[:MAX_CALLS])
+        calls = list(key.downstream_calls.values_list("recorded_at", flat=True)[:MAX_CALLS])
         return "complete" if calls and None not in calls else "answer"  # Late results may be recorded.
     return STUCK_CODES[key.stuck_code].best if key.stuck_code in STUCK_CODES else "complete"
 

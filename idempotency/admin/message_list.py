@@ -14,7 +14,7 @@ from idempotency._records import HOOKS_FAILED
 from idempotency._text import summary
 from idempotency.admin.filters import MAX_GROUPED, NEWEST, AgeFilter, ChosenFilter, newest, of_the_newest, row_id
 from idempotency.admin.reading import ReadOnlyAdmin
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage
 
 
 class CallNameFilter(ChosenFilter):
@@ -44,8 +44,8 @@ class InDoubtFilter(admin.SimpleListFilter):
         return queryset.filter(recorded_at__isnull=True, key__in=list(unfinished))
 
 
-@admin.register(ForeignCall)
-class ForeignCallAdmin(ReadOnlyAdmin):
+@admin.register(DownstreamCall)
+class DownstreamCallAdmin(ReadOnlyAdmin):
     """Calls to services without idempotency keys (``at_most_once=True``)."""
 
     list_display = ("id", "name_shown", "key_shown", "started_at", "recorded_at", "result")
@@ -63,11 +63,11 @@ class ForeignCallAdmin(ReadOnlyAdmin):
         return newest(queryset.filter(name=search_term), NEWEST, by="pk"), False
 
     @admin.display(description=_("name"))
-    def name_shown(self, call: ForeignCall) -> SafeString:
+    def name_shown(self, call: DownstreamCall) -> SafeString:
         return filter_link("name", call.name)
 
     @admin.display(description=_("key"))
-    def key_shown(self, call: ForeignCall) -> str:
+    def key_shown(self, call: DownstreamCall) -> str:
         return self.key_link(call.key_id)
 
 

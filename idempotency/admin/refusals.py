@@ -14,7 +14,7 @@ MAX_GROUPS = 20
 _STORED = (
     gettext_noop("Can view idempotency key"),
     gettext_noop("Can view staged job"),
-    gettext_noop("Can view foreign call"),
+    gettext_noop("Can view downstream call"),
     gettext_noop("Can view processed message"),
 )
 

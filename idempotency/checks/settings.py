@@ -18,7 +18,7 @@ from idempotency._engine import database_product
 from idempotency._engine.errors import effective_isolation
 from idempotency._http.problems import RENDERED_FROM
 from idempotency._text import first_line
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.policy import views_to_check
 
 
@@ -98,7 +98,7 @@ def check_database(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             )
         )
     places = {
-        model.__name__: router.db_for_write(model) for model in (IdempotencyKey, ForeignCall, StagedJob, ProcessedMessage)
+        model.__name__: router.db_for_write(model) for model in (IdempotencyKey, DownstreamCall, StagedJob, ProcessedMessage)
     }
     if len(set(places.values())) > 1:
         found.append(

@@ -73,7 +73,7 @@ class Migration(migrations.Migration):
             },
         ),
         migrations.CreateModel(
-            name='ForeignCall',
+            name='DownstreamCall',
             fields=[
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
                 ('name', models.CharField(max_length=100, verbose_name='name')),
@@ -81,11 +81,11 @@ class Migration(migrations.Migration):
                 ('started_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), verbose_name='started at')),
                 ('recorded_at', models.DateTimeField(blank=True, help_text='Null: the result is unknown, and the call may have taken effect.', null=True, verbose_name='recorded at')),
                 ('result', models.JSONField(blank=True, null=True, verbose_name='result')),
-                ('key', models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='foreign_calls', to='idempotency.idempotencykey', verbose_name='key')),
+                ('key', models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='downstream_calls', to='idempotency.idempotencykey', verbose_name='key')),
             ],
             options={
-                'verbose_name': 'foreign call',
-                'verbose_name_plural': 'foreign calls',
+                'verbose_name': 'downstream call',
+                'verbose_name_plural': 'downstream calls',
             },
         ),
         migrations.CreateModel(
@@ -182,7 +182,7 @@ class Migration(migrations.Migration):
             constraint=models.CheckConstraint(condition=models.Q(('locked_at__isnull', True), ('claim_token__isnull', False), _connector='OR'), name='idempotency_key_locked_by_claim'),
         ),
         migrations.AddConstraint(
-            model_name='foreigncall',
+            model_name='downstreamcall',
             constraint=models.UniqueConstraint(fields=('key', 'name'), name='idempotency_call_unique'),
         ),
         migrations.AddIndex(

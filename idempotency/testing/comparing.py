@@ -32,7 +32,7 @@ LEFT_OUT = frozenset(
 COUNTED_COLUMNS = {
     IdempotencyKey._meta.label: {"stuck_code", "response_code"},
     "idempotency.StagedJob": {"id", "job_name", "job_args", "queue", "failed_at", "idempotency_key_id"},
-    "idempotency.ForeignCall": {"key_id", "name", "result"},
+    "idempotency.DownstreamCall": {"key_id", "name", "result"},
     "idempotency.ProcessedMessage": {"source", "message_id"},
 }
 GONE = "nothing"

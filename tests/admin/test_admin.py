@@ -9,7 +9,7 @@ from django.utils import timezone
 
 from idempotency._states import KeyState
 from idempotency.admin import reading
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago
 from tests.models import Entry
@@ -17,7 +17,7 @@ from tests.models import Entry
 pytestmark = pytest.mark.django_db
 
 KEYS = "/admin/idempotency/idempotencykey/"
-LISTS = [f"/admin/idempotency/{model}/" for model in ("idempotencykey", "stagedjob", "foreigncall", "processedmessage")]
+LISTS = [f"/admin/idempotency/{model}/" for model in ("idempotencykey", "stagedjob", "downstreamcall", "processedmessage")]
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_nothing_can_be_added_changed_or_deleted(staff, url):
     rows = {
         "idempotencykey": lambda: IdempotencyKeyFactory(),
         "stagedjob": lambda: StagedJobFactory(idempotency_key=IdempotencyKeyFactory()),
-        "foreigncall": lambda: ForeignCall.objects.create(key=IdempotencyKeyFactory(), name="sms", token=uuid4()),
+        "downstreamcall": lambda: DownstreamCall.objects.create(key=IdempotencyKeyFactory(), name="sms", token=uuid4()),
         "processedmessage": lambda: ProcessedMessage.objects.create(source="stripe", message_id="evt_1"),
     }
     row = rows[url.split("/")[3]]()
@@ -310,7 +310,7 @@ def test_what_belongs_to_a_key_is_shown_with_links_to_what_the_person_may_see(st
     key = IdempotencyKeyFactory()
     ride = RideFactory(idempotency_key=key)
     StagedJobFactory(idempotency_key=key, failed_at=timezone.now(), last_error="ImportError: gone")
-    ForeignCall.objects.create(key=key, name="sms", token=uuid4())
+    DownstreamCall.objects.create(key=key, name="sms", token=uuid4())
     entries = [Entry.objects.create(name="hidden relation", idempotency_key=key)]
     page = staff.get(f"{KEYS}{key.pk}/change/").text
     link = f'<a href="/admin/rides_demo/ride/{ride.pk}/change/">'

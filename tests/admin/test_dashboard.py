@@ -17,14 +17,14 @@ from django.utils import timezone
 from idempotency._engine.round_trips import numbered
 from idempotency.admin import bulk, dashboard
 from idempotency.admin.actions import looked_at
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessHeartbeat, StagedJob, TrafficCount
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessHeartbeat, StagedJob, TrafficCount
 from idempotency.monitoring.doctor import diagnose
 from idempotency.monitoring.heartbeats import LOOPS
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import ago
 
 KEYS, JOBS = "/admin/idempotency/idempotencykey/", "/admin/idempotency/stagedjob/"
-MESSAGES, CALLS = "/admin/idempotency/processedmessage/", "/admin/idempotency/foreigncall/"
+MESSAGES, CALLS = "/admin/idempotency/processedmessage/", "/admin/idempotency/downstreamcall/"
 DASHBOARD = f"{KEYS}dashboard/"
 
 
@@ -192,7 +192,7 @@ PAGES = [
 ]  # fmt: skip
 
 
-LARGE = [f"idempotency_{model}" for model in ("idempotencykey", "stagedjob", "processedmessage", "foreigncall")]
+LARGE = [f"idempotency_{model}" for model in ("idempotencykey", "stagedjob", "processedmessage", "downstreamcall")]
 
 
 def fill(count: int) -> None:
@@ -219,7 +219,7 @@ def fill(count: int) -> None:
             [last + 1, last + count],
         )
         cursor.execute(
-            "INSERT INTO idempotency_foreigncall (key_id, name, token, started_at, recorded_at) "
+            "INSERT INTO idempotency_downstreamcall (key_id, name, token, started_at, recorded_at) "
             "SELECT id, 'made', gen_random_uuid(), created_at, created_at FROM idempotency_idempotencykey WHERE id > %s",
             [last],
         )
@@ -271,7 +271,7 @@ def test_no_page_costs_more_at_two_hundred_thousand_keys_than_at_one_thousand(mo
         RideFactory(idempotency_key=key)
         StagedJobFactory(idempotency_key=key)
         StagedJobFactory(failed_at=timezone.now())
-        ForeignCall.objects.create(key=key, name="sms", token=uuid4())
+        DownstreamCall.objects.create(key=key, name="sms", token=uuid4())
     fill(1_000)
     costs(client)  # What is read once for a process is read.
     few = {page: len(statements) for page, statements in costs(client).items()}

@@ -54,7 +54,7 @@ def test_a_job_that_waits_offers_nothing_and_needs_no_reason() -> None:
         (f"{KEYS}bulk/hand_back/", ("view_idempotencykey",), "complete_idempotencykey"),
         (JOBS, (), "view_stagedjob"),
         (f"{JOBS}bulk/discard/", ("view_stagedjob",), "discard_stagedjob"),
-        ("/admin/idempotency/foreigncall/", (), "view_foreigncall"),
+        ("/admin/idempotency/downstreamcall/", (), "view_downstreamcall"),
     ],
 )
 def test_a_refused_page_says_which_permission_it_needs_and_who_has_it(page: str, held: Any, permission: str) -> None:

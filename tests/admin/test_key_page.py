@@ -26,7 +26,7 @@ from idempotency.admin.actions import BUTTONS
 from idempotency.admin.key_timeline import MAX_ROWS
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.inbox import STAGED_JOBS
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
 from rides_demo.models import Ride
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.admin import listed
@@ -113,9 +113,9 @@ def test_the_button_of_the_cure_is_the_first_and_the_primary_one(staff: Client, 
 
 def test_a_call_whose_result_came_late_is_cured_by_completing(staff: Client) -> None:
     key = stuck_key("call_in_doubt")
-    call = ForeignCall.objects.create(key=key, name="sms", token=uuid4())
+    call = DownstreamCall.objects.create(key=key, name="sms", token=uuid4())
     assert page(staff, key).context["best"] == "answer"
-    ForeignCall.objects.filter(pk=call.pk).update(recorded_at=Now(), result="sent")
+    DownstreamCall.objects.filter(pk=call.pk).update(recorded_at=Now(), result="sent")
     assert page(staff, key).context["best"] == "complete"
 
 
@@ -250,10 +250,11 @@ def test_what_belongs_to_a_key_has_its_state(staff: Client) -> None:
     taken, _waiting = StagedJobFactory(idempotency_key=key), StagedJobFactory(idempotency_key=key, run_at=ago(seconds=130))
     StagedJobFactory(idempotency_key=key, failed_at=ago(minutes=3), last_error="ImportError: gone")
     ProcessedMessage.objects.create(source=STAGED_JOBS, message_id=str(taken.pk))
-    ForeignCall.objects.create(key=key, name="sms", token=uuid4(), recorded_at=Now(), result="sent <b>")
+    DownstreamCall.objects.create(key=key, name="sms", token=uuid4(), recorded_at=Now(), result="sent <b>")
     rows = {(kind.name, row.alarming, row.state) for kind in page(staff, key).context["linked"] for row in kind.rows}
     ride, calls, jobs = (
-        [(alarming, state) for name, alarming, state in rows if name == kind] for kind in ("ride", "foreign call", "staged job")
+        [(alarming, state) for name, alarming, state in rows if name == kind]
+        for kind in ("ride", "downstream call", "staged job")
     )
     assert "ch_7" in ride[0][1]
     assert "UTC" in ride[0][1]
@@ -296,14 +297,14 @@ def test_a_person_who_may_not_see_a_model_sees_no_state_of_its_rows() -> None:
 
 def test_a_person_who_may_not_see_jobs_and_calls_sees_neither_errors_nor_results() -> None:
     key = IdempotencyKeyFactory()
-    ForeignCall.objects.create(key=key, name="sms", token=uuid4(), recorded_at=timezone.now(), result={"to": "+4915112345"})
+    DownstreamCall.objects.create(key=key, name="sms", token=uuid4(), recorded_at=timezone.now(), result={"to": "+4915112345"})
     StagedJobFactory(idempotency_key=key, job_name="receipt", failed_at=timezone.now(), last_error="card 4242")
     text = page(person("view_idempotencykey"), key).text
-    assert "foreign call: sms" in text
+    assert "downstream call: sms" in text
     assert "staged job: receipt" in text
     assert "+4915112345" not in text
     assert "4242" not in text
-    text = page(person("view_idempotencykey", "view_stagedjob", "view_foreigncall"), key).text
+    text = page(person("view_idempotencykey", "view_stagedjob", "view_downstreamcall"), key).text
     assert "+4915112345" in text
     assert "4242" in text
 
@@ -330,7 +331,7 @@ def test_the_page_costs_the_same_whatever_belongs_to_the_key(staff: Client) -> N
         key = keys[number > 1]
         for count in range(number):
             StagedJobFactory(idempotency_key=key)
-            ForeignCall.objects.create(key=key, name=f"call {count}", token=uuid4())
+            DownstreamCall.objects.create(key=key, name=f"call {count}", token=uuid4())
         RideFactory(idempotency_key=key)
     page(staff, keys[0])
     counts = []

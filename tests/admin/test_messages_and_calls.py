@@ -10,12 +10,12 @@ from django.test import Client
 from django.utils import timezone
 
 from idempotency.admin import message_list
-from idempotency.models import ForeignCall, ProcessedMessage, StagedJob
+from idempotency.models import DownstreamCall, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.admin import listed, person, pks
 from tests.kit.ageing import ago
 
-MESSAGES, CALLS = "/admin/idempotency/processedmessage/", "/admin/idempotency/foreigncall/"
+MESSAGES, CALLS = "/admin/idempotency/processedmessage/", "/admin/idempotency/downstreamcall/"
 JOBS = "/admin/idempotency/stagedjob/"
 
 
@@ -28,8 +28,8 @@ def message(source: str, message_id: str, **changes: Any) -> ProcessedMessage:
     return ProcessedMessage.objects.create(source=source, message_id=message_id, **changes)
 
 
-def call(name: str, **changes: Any) -> ForeignCall:
-    return ForeignCall.objects.create(**{"key": IdempotencyKeyFactory(), "name": name, "token": uuid4()} | changes)
+def call(name: str, **changes: Any) -> DownstreamCall:
+    return DownstreamCall.objects.create(**{"key": IdempotencyKeyFactory(), "name": name, "token": uuid4()} | changes)
 
 
 def test_messages_are_searched_by_their_whole_id_and_filtered_by_source_and_age(staff: Client) -> None:

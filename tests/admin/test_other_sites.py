@@ -14,9 +14,9 @@ from django.urls import path
 from django.utils import timezone
 from pytest_django import Settings
 
-from idempotency.admin import ForeignCallAdmin, IdempotencyKeyAdmin, StagedJobAdmin
+from idempotency.admin import DownstreamCallAdmin, IdempotencyKeyAdmin, StagedJobAdmin
 from idempotency.admin.actions import looked_at
-from idempotency.models import ForeignCall, IdempotencyKey, StagedJob
+from idempotency.models import DownstreamCall, IdempotencyKey, StagedJob
 from rides_demo.admin import RideAdmin
 from rides_demo.models import Ride, User
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
@@ -24,7 +24,7 @@ from tests.kit.admin import listed, person, pks
 
 pytestmark = pytest.mark.django_db
 
-KEYS, JOBS, CALLS = (f"/ops/idempotency/{name}/" for name in ("idempotencykey", "stagedjob", "foreigncall"))
+KEYS, JOBS, CALLS = (f"/ops/idempotency/{name}/" for name in ("idempotencykey", "stagedjob", "downstreamcall"))
 
 Serve = Callable[..., None]
 
@@ -72,10 +72,10 @@ def test_a_site_with_the_keys_alone_has_a_dashboard(serve: Serve) -> None:
 
 
 def test_a_site_without_keys_has_the_other_lists(serve: Serve) -> None:
-    serve({StagedJob: StagedJobAdmin, ForeignCall: ForeignCallAdmin})
+    serve({StagedJob: StagedJobAdmin, DownstreamCall: DownstreamCallAdmin})
     key = stuck()
     job = StagedJobFactory(idempotency_key=key)
-    ForeignCall.objects.create(key=key, name="sms", token=uuid4())
+    DownstreamCall.objects.create(key=key, name="sms", token=uuid4())
     client = person()
     for page in ("/ops/", "/ops/idempotency/", JOBS, CALLS, f"{JOBS}{job.pk}/change/"):
         shown = client.get(page)
@@ -112,13 +112,13 @@ def test_an_answer_is_not_filled_in_from_a_key_that_the_person_may_not_see(serve
 
 
 def test_rows_jobs_and_calls_that_the_person_may_not_see_are_not_on_the_page_of_the_key(serve: Serve) -> None:
-    pages = {StagedJob: showing(StagedJobAdmin, queue="ours"), ForeignCall: showing(ForeignCallAdmin, name="ours")}
+    pages = {StagedJob: showing(StagedJobAdmin, queue="ours"), DownstreamCall: showing(DownstreamCallAdmin, name="ours")}
     serve({IdempotencyKey: IdempotencyKeyAdmin, **pages, Ride: showing(RideAdmin, stripe_charge_id="ours")})
     key = stuck()
     ride = RideFactory(idempotency_key=key, stripe_charge_id="theirs")
     for whose in ("ours", "theirs"):
         StagedJobFactory(idempotency_key=key, queue=whose, failed_at=timezone.now(), last_error=f"refused for {whose}")
-        ForeignCall.objects.create(key=key, name=whose, token=uuid4())
+        DownstreamCall.objects.create(key=key, name=whose, token=uuid4())
     shown = person().get(f"{KEYS}{key.pk}/change/").text
     assert "refused for ours" in shown
     assert "theirs" not in shown

@@ -20,7 +20,7 @@ from idempotency.admin import bulk, export
 from idempotency.admin.actions import BUTTONS, looked_at
 from idempotency.admin.stuck_codes import STUCK_CODES
 from idempotency.inbox import STAGED_JOBS
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat, StagedJob, TrafficCount
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat, StagedJob, TrafficCount
 from idempotency.monitoring.doctor import diagnose
 from idempotency.monitoring.heartbeats import LOOPS
 from tests import catalogue
@@ -30,7 +30,7 @@ from tests.kit.ageing import ago
 from tests.kit.pseudo_language import latin_words, pseudo_language
 
 ADMIN = "/admin/idempotency/"
-JOBS, CALLS, MESSAGES = f"{ADMIN}stagedjob/", f"{ADMIN}foreigncall/", f"{ADMIN}processedmessage/"
+JOBS, CALLS, MESSAGES = f"{ADMIN}stagedjob/", f"{ADMIN}downstreamcall/", f"{ADMIN}processedmessage/"
 DASHBOARD = f"{KEYS}dashboard/"
 #: Names that are the same in each language: of codes, formats, units, headers, commands and permissions.
 NAMES = {
@@ -112,7 +112,7 @@ def test_what_belongs_to_a_key_is_translated(pseudo: None) -> None:
     for changes in ({"hand_overs": 1}, {"refusals": 2, "last_error": "ERROR"}, {"failed_at": Now()}, {"run_at": ago(hours=-1)}):
         StagedJobFactory(idempotency_key=key, **changes)
     for name, recorded_at in (("FIRST", None), ("SECOND", Now())):
-        ForeignCall.objects.create(key=key, name=name, token=uuid4(), recorded_at=recorded_at, result="RESULT")
+        DownstreamCall.objects.create(key=key, name=name, token=uuid4(), recorded_at=recorded_at, result="RESULT")
     page = person().get(f"{KEYS}{key.pk}/change/")
     # What the admin of another app says of its rows is not ours.
     others = {word for kind in page.context["linked"][:1] for row in kind.rows for word in latin_words(row.state)}
@@ -155,7 +155,7 @@ def rows(db: None) -> None:
         {"failed_at": ago(minutes=2), "last_error": "ERROR"},
     ):
         StagedJobFactory(**changes)
-    ForeignCall.objects.create(key=IdempotencyKey.objects.first(), name="CALL", token=uuid4(), result="RESULT")
+    DownstreamCall.objects.create(key=IdempotencyKey.objects.first(), name="CALL", token=uuid4(), result="RESULT")
     ProcessedMessage.objects.create(source="SOURCE", message_id="MESSAGE")
     for name, pid, minutes in (("reap_keys", 1, 9), ("complete_keys", 2, 9), ("complete_keys", 3, 0)):
         ProcessHeartbeat.objects.create(name=name, host="HOST", pid=pid, beat_at=ago(minutes=minutes))
@@ -182,14 +182,14 @@ def test_lists_questions_and_the_dashboard_are_translated(pseudo: None, rows: No
 def test_what_is_refused_and_what_is_not_offered_is_translated(pseudo: None, rows: None, groups: int) -> None:
     for number in range(groups):
         Group.objects.create(name=f"GROUP{number}").permissions.add(*Permission.objects.filter(codename="view_idempotencykey"))
-    views = ("view_idempotencykey", "view_stagedjob", "view_foreigncall", "view_processedmessage")
+    views = ("view_idempotencykey", "view_stagedjob", "view_downstreamcall", "view_processedmessage")
     viewer, stranger = person(*views), person("view_ride")
     for path in (KEYS, JOBS, f"{KEYS}bulk/hand_back/") if groups == 0 else (KEYS,):
         assert left_out(viewer.get(path)) == {}
         assert left_out(stranger.get(path)) == {}
 
 
-@pytest.mark.parametrize("model", [StagedJob, ForeignCall, ProcessedMessage])
+@pytest.mark.parametrize("model", [StagedJob, DownstreamCall, ProcessedMessage])
 def test_the_page_of_another_row_is_translated(pseudo: None, rows: None, model: Any) -> None:
     for row in model.objects.all():
         for client in (person(), person(f"view_{model._meta.model_name}")):

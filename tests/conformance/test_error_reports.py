@@ -21,7 +21,7 @@ from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
 from idempotency.client import Retries, make_async_client, make_client, make_session
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
-from idempotency.models import ForeignCall, IdempotencyKey
+from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.phases import atomic_phase
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.frames import OutOfLuck, Planted, values_shown
@@ -318,7 +318,7 @@ def test_60_repr_of_a_row(db: None, planted: Planted) -> None:
         finished=True,
     )
     job = StagedJobFactory(job_args={"card": planted["argument"]}, idempotency_key=key)
-    call = ForeignCall.objects.create(key=key, name="sms", token=uuid4(), result=planted["answer"])
+    call = DownstreamCall.objects.create(key=key, name="sms", token=uuid4(), result=planted["answer"])
     shown = [text for row in (key, job, call) for text in (str(row), repr(row))]
     assert not [text for text in shown for secret in planted.secrets.values() if secret in text]
 

@@ -12,7 +12,7 @@ from pytest_django import Settings
 
 from idempotency import interventions
 from idempotency.completer import CompletePass, complete_once
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessHeartbeat
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessHeartbeat
 from tests.kit import commands
 from tests.kit.ageing import expire_lock, make_older, past_the_retention
 from tests.kit.waiting import eventually
@@ -125,7 +125,7 @@ def test_after_three_hangs_the_key_is_stuck_and_the_worker_serves_the_others(sta
     leave("good-3")
     eventually(lambda: is_finished("good-1", "good-2", "good-3"))
     assert events("hang").count("hung") == 3
-    assert ForeignCall.objects.count() == 3
+    assert DownstreamCall.objects.count() == 3
     assert Client().post("/view/", headers={"Idempotency-Key": "hang"}).status_code == 409
     eventually(lambda: alive(process) == {"complete_keys", "enqueue_jobs", "reap_keys"})
     process.terminate()

@@ -14,7 +14,7 @@ from django.core.management.base import CommandError
 from django.http import HttpResponse
 from django.utils import timezone
 
-from idempotency.models import ForeignCall, IdempotencyKey
+from idempotency.models import DownstreamCall, IdempotencyKey
 from tests.factories import IdempotencyKeyFactory, UserFactory
 from tests.kit.commands import environment
 from tests.kit.serving import Sender
@@ -76,7 +76,7 @@ def test_no_output_has_a_secret_of_the_client(capsys: Any) -> None:
         "recovery_point": "finished",
     }
     key = IdempotencyKeyFactory(**fields)
-    ForeignCall.objects.create(key=key, name="bank", token=key.seed and "0" * 32, result={"card": "result-of-the-bank"})
+    DownstreamCall.objects.create(key=key, name="bank", token=key.seed and "0" * 32, result={"card": "result-of-the-bank"})
     for words in (("list",), ("list", "--json"), ("show", key.pk), ("show", key.pk, "--json")):
         run(*words)
         said = capsys.readouterr().out
@@ -86,7 +86,7 @@ def test_no_output_has_a_secret_of_the_client(capsys: Any) -> None:
 
 def test_show_names_the_calls_of_a_key(capsys: Any) -> None:
     key = stuck("call_in_doubt")
-    ForeignCall.objects.create(key=key, name="bank", token="0" * 32)
+    DownstreamCall.objects.create(key=key, name="bank", token="0" * 32)
     run("show", key.pk, "--json")
     described = json.loads(capsys.readouterr().out)
     assert (described["state"], described["stuck_code"]) == ("stuck", "call_in_doubt")
@@ -201,7 +201,7 @@ def test_a_call_that_begins_while_it_asks_prevents_an_answer() -> None:
         asked = b""
         while not asked.endswith(b"[y/N] ") and (read := process.stdout.read(1)):
             asked += read
-        ForeignCall.objects.create(key=key, name="bank", token="0" * 32)
+        DownstreamCall.objects.create(key=key, name="bank", token="0" * 32)
         os.write(leader, b"y\n")
         process.communicate(timeout=60)
     os.close(leader)

@@ -74,7 +74,7 @@ def texting(request: HttpRequest) -> HttpResponseBase:
                     phase.set_recovery_point("texted")
             case "texted":
                 with atomic_phase(key) as phase:
-                    phase.set_response(JsonResponse({"receipt": key.foreign_calls.get().result}))
+                    phase.set_response(JsonResponse({"receipt": key.downstream_calls.get().result}))
     return key.response()
 
 

@@ -13,7 +13,7 @@ from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, Js
 
 from idempotency.decorators import idempotent
 from idempotency.exceptions import CallNotRecorded
-from idempotency.models import ForeignCall, IdempotencyKey
+from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.phases import AtMostOnceCall, atomic_phase
 from tests.kit.ageing import expire_lock
 from tests.kit.database import statements
@@ -61,7 +61,7 @@ def test_the_call_is_made_and_its_result_kept(serve: Any, sender: Sender) -> Non
     service = SmsService()
     serve(view=texting(lambda call: call.record(service.send())))
     assert sender.send().json() == {"receipt": "receipt 1"}
-    row = ForeignCall.objects.get()
+    row = DownstreamCall.objects.get()
     assert (row.name, row.result) == ("sms", "receipt 1")
     assert row.recorded_at >= row.started_at
 
@@ -93,7 +93,7 @@ def test_a_call_that_no_retry_repeats_has_no_end_of_its_validity(serve: Any, sen
 
     serve(view=over_key(body))
     assert sender.send().status_code == 200
-    assert not ForeignCall.objects.exists()
+    assert not DownstreamCall.objects.exists()
 
 
 def test_a_result_costs_one_statement(serve: Any, sender: Sender) -> None:
@@ -188,13 +188,13 @@ def test_a_call_that_may_be_repeated_leaves_nothing_and_one_that_may_not_leaves_
         with pytest.raises(OSError, match="refused"), key.call("refused", at_most_once=True) as call:  # noqa: PT012
             call.retryable()
             raise OSError("refused")
-        left.append(key.foreign_calls.count())
+        left.append(key.downstream_calls.count())
         with key.call("refused", at_most_once=True) as call:
             call.record("at last")
         with key.call("made", at_most_once=True) as call:
             call.record({"n": 1})
             call.retryable()
-        left.append(key.foreign_calls.count())
+        left.append(key.downstream_calls.count())
         with pytest.raises(RuntimeError, match="already made the call 'made'"), key.call("made", at_most_once=True):
             pass
         with atomic_phase(key) as phase:
@@ -266,7 +266,7 @@ def test_no_phase_commits_after_a_call_that_was_put_off(serve: Any, sender: Send
     assert sender.send().status_code == 500
     assert IdempotencyKey.objects.get().last_error.startswith("CallNotRecorded")
     assert not Entry.objects.exists()
-    assert not ForeignCall.objects.exists()
+    assert not DownstreamCall.objects.exists()
     assert sender.send().content == b"sent"
     assert Entry.objects.count() == 1
 
@@ -318,7 +318,7 @@ def test_a_name_is_free_after_a_call_that_was_put_off_and_taken_after_one_that_h
 
     serve(view=view)
     assert sender.send().status_code == 500
-    assert ForeignCall.objects.get().result == "sent"
+    assert DownstreamCall.objects.get().result == "sent"
     assert sender.send().status_code == 200
 
 
@@ -387,7 +387,7 @@ def test_the_result_of_a_call_that_was_made_is_never_lost(serve: Any, sender: Se
 
     serve(view=texting(block))
     assert sender.send().status_code == 500
-    row = ForeignCall.objects.get()
+    row = DownstreamCall.objects.get()
     assert row.recorded_at is not None
     assert isinstance(row.result, str)
     assert row.result
@@ -435,7 +435,7 @@ def test_a_result_is_written_on_a_new_connection_when_the_old_one_broke(serve: A
 
     serve(view=texting(block))
     assert sender.send().status_code == 200
-    assert ForeignCall.objects.get().result == "paid"
+    assert DownstreamCall.objects.get().result == "paid"
 
 
 def end_session(pid: int) -> None:
@@ -509,7 +509,7 @@ def test_a_late_result_is_recorded_after_a_takeover(serve: Any, sender: Sender) 
         assert IdempotencyKey.objects.get().stuck_code == "call_in_doubt"
         gate.open()
     assert first.result().status_code == 409
-    assert ForeignCall.objects.get().result == "receipt 1"
+    assert DownstreamCall.objects.get().result == "receipt 1"
     assert len(service.sent) == 1
 
 
@@ -518,7 +518,7 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_intent(serve: Any, 
     service = SmsService()
 
     def fail_over() -> None:
-        ForeignCall.objects.all().delete()
+        DownstreamCall.objects.all().delete()
         if other_key:
             IdempotencyKey.objects.update(claim_token=uuid4(), idempotency_key="another", seed=b"of another key")
 
@@ -531,7 +531,7 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_intent(serve: Any, 
     once_only = once(fail_over)
     serve(view=texting(block, after=once(fail)))
     assert sender.send().status_code == (409 if other_key else 500)
-    assert [call.result for call in ForeignCall.objects.all()] == ([] if other_key else ["receipt 1"])
+    assert [call.result for call in DownstreamCall.objects.all()] == ([] if other_key else ["receipt 1"])
     if not other_key:
         assert sender.send().json() == {"receipt": "receipt 1"}
         assert len(service.sent) == 1
@@ -542,7 +542,7 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_claim_of_a_retry_to
     service = SmsService()
 
     def fail_over() -> None:
-        ForeignCall.objects.all().delete()
+        DownstreamCall.objects.all().delete()
         IdempotencyKey.objects.update(**before)
 
     @idempotent(recovery_points=["ordered"])
@@ -573,7 +573,7 @@ def test_a_call_is_remembered_though_a_failover_has_lost_the_phase_before_it(ser
 
     def call_and_fail_over(call: AtMostOnceCall) -> None:
         receipt = service.send()
-        ForeignCall.objects.all().delete()
+        DownstreamCall.objects.all().delete()
         IdempotencyKey.objects.update(recovery_point="started", begun=False)
         if not known:
             fail()
@@ -607,12 +607,12 @@ def test_a_result_that_somebody_recorded_during_the_call_stays(serve: Any, sende
 
     def block(call: AtMostOnceCall) -> None:
         due.append(call.due)
-        ForeignCall.objects.update(result="recorded by a person", recorded_at=Now())
+        DownstreamCall.objects.update(result="recorded by a person", recorded_at=Now())
         call.record("receipt 1")
 
     serve(view=texting(block))
     assert (sender.send().status_code, due) == (200, [True])
-    assert ForeignCall.objects.get().result == "recorded by a person"
+    assert DownstreamCall.objects.get().result == "recorded by a person"
 
 
 def test_no_call_is_made_by_a_run_that_has_lost_its_key(serve: Any, sender: Sender) -> None:
@@ -629,7 +629,7 @@ def test_no_call_is_made_by_a_run_that_has_lost_its_key(serve: Any, sender: Send
     serve(view=view)
     assert sender.send().status_code == 409
     assert not service.sent
-    assert not ForeignCall.objects.exists()
+    assert not DownstreamCall.objects.exists()
 
 
 def test_an_at_most_once_call_cannot_stand_in_a_phase(serve: Any, sender: Sender) -> None:

@@ -22,7 +22,7 @@ from idempotency._engine import calls
 from idempotency.admin.actions import TOO_LATE
 from idempotency.completer import complete_once
 from idempotency.decorators import idempotent
-from idempotency.models import ForeignCall, IdempotencyKey
+from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.phases import AtMostOnceCall, atomic_phase
 from idempotency.reaper import reap_once
 from rides_demo.urls import urlpatterns
@@ -141,7 +141,7 @@ def test_a_service_that_refused_and_one_that_is_under_way_are_no_doubt(serve: An
 
     serve(view=over_key(pay))
     assert sender.send().status_code == 200
-    assert set(ForeignCall.objects.values_list("name", "result")) == {
+    assert set(DownstreamCall.objects.values_list("name", "result")) == {
         ("payment", "paid"),
         ("text", "paid"),
         ("points", "refused"),
@@ -176,7 +176,7 @@ def test_a_doubt_that_is_over_when_the_call_is_asked_for_is_none(serve: Any, sen
     def pay(key: Any) -> None:
         if key.attempts == 1:
             charge(key, "payment", charged, Killed())
-        ForeignCall.objects.update(result="paid", recorded_at=Now())  # the late run gets its response
+        DownstreamCall.objects.update(result="paid", recorded_at=Now())  # the late run gets its response
         charge(key, "payment", charged)
         finish(key)
 
@@ -204,7 +204,7 @@ def test_a_phase_inside_the_block_of_a_call_is_refused_and_the_result_kept(
     serve(view=over_key(pay))
     assert sender.send().status_code == 200
     assert refused == [RuntimeError]
-    assert ForeignCall.objects.get().result == "paid"
+    assert DownstreamCall.objects.get().result == "paid"
 
 
 def test_a_run_that_does_not_know_that_it_is_through_makes_no_call(
@@ -286,7 +286,7 @@ def test_a_result_that_fails_to_become_json_is_never_kept_as_none(
             sender.send()
     else:
         assert sender.send().status_code == 500
-    row = ForeignCall.objects.get()
+    row = DownstreamCall.objects.get()
     assert (row.recorded_at is not None) is recorded
     assert bool(row.result) is recorded
 
@@ -334,7 +334,7 @@ def test_a_result_is_kept_when_the_database_comes_back(serve: Any, sender: Sende
     finally:
         assert back.wait(60)
     connection.close()
-    assert ForeignCall.objects.get().result == "paid"
+    assert DownstreamCall.objects.get().result == "paid"
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_a_call_whose_task_is_cancelled_before_its_block_is_no_doubt(
 
     serve(view=view)
     run(scenario)
-    assert (charged, ForeignCall.objects.count()) == ([], 0)
+    assert (charged, DownstreamCall.objects.count()) == ([], 0)
 
 
 def boss() -> Client:

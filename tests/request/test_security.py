@@ -16,7 +16,7 @@ from django.urls import reverse
 from django.utils import timezone
 from pytest_django import Settings
 
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
 from tests.kit.database import statements
 from tests.kit.serving import View, problem
@@ -161,7 +161,7 @@ def test_what_a_client_sent_is_text_in_the_admin(client: Client, transactional_d
     )  # fmt: skip
     failed = {"failed_at": timezone.now(), "last_error": script}
     job = StagedJobFactory(job_name=script, job_args={"a": script}, queue=script, idempotency_key=key, **failed)
-    call = ForeignCall.objects.create(key=key, name=script, token=uuid4(), result={"a": script})
+    call = DownstreamCall.objects.create(key=key, name=script, token=uuid4(), result={"a": script})
     message = ProcessedMessage.objects.create(source=script, message_id=script)
     ProcessHeartbeat.objects.create(name="reap_keys", host=script, pid=1)
     client.force_login(UserFactory(is_staff=True, is_superuser=True))

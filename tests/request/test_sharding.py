@@ -25,7 +25,7 @@ from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import NoOpenTransaction
 from idempotency.inbox import process_once
 from idempotency.jobs import stage_job
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat, StagedJob
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat, StagedJob
 from idempotency.phases import atomic_phase
 from idempotency.reaper import ReapPass, reap_once
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
@@ -39,7 +39,7 @@ from tests.kit.threads import Gate, background
 from tests.kit.waiting import eventually
 from tests.models import Entry
 
-TABLES: tuple[type[Model], ...] = (IdempotencyKey, StagedJob, ForeignCall, ProcessedMessage, Entry)
+TABLES: tuple[type[Model], ...] = (IdempotencyKey, StagedJob, DownstreamCall, ProcessedMessage, Entry)
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True, databases=["default", "shard_b"])]
 
@@ -181,7 +181,7 @@ def test_phases_calls_and_jobs_are_where_the_key_is(shop: Shop, sender: Sender) 
     first = send(sender, "b")
     assert (first.status_code, first.json()["body"]) == (201, {"a": 1})
     assert send(sender, "b").content == first.content
-    assert rows("shard_b") == {"IdempotencyKey": 1, "StagedJob": 1, "ForeignCall": 1, "Entry": 1}
+    assert rows("shard_b") == {"IdempotencyKey": 1, "StagedJob": 1, "DownstreamCall": 1, "Entry": 1}
     assert rows("default") == {}
     assert shop.ran == ["shard_b"]
 
@@ -248,7 +248,7 @@ def test_the_completer_of_a_shard_finishes_the_keys_of_that_shard(shop: Shop, se
     assert set(shop.ran) == {"shard_b"}, "a serialization failure of two at once makes a phase run again"
     assert (finished("default"), finished("shard_b")) == (0, 3)
     assert rows("default") == {"IdempotencyKey": 3, "Entry": 3}
-    assert rows("shard_b") == {"IdempotencyKey": 3, "StagedJob": 3, "ForeignCall": 3, "Entry": 3}
+    assert rows("shard_b") == {"IdempotencyKey": 3, "StagedJob": 3, "DownstreamCall": 3, "Entry": 3}
     assert send(sender, "b", key="key-0")["Idempotent-Replayed"] == "true"
 
 
@@ -488,7 +488,7 @@ def test_with_a_router_a_view_names_no_database(routed: Shop, sender: Sender) ->
     assert send(sender, "b").status_code == send(sender, "a").status_code == 201
     assert send(sender, "b")["Idempotent-Replayed"] == "true"
     for alias in SHARDS.values():
-        assert rows(alias) == {"IdempotencyKey": 1, "StagedJob": 1, "ForeignCall": 1, "Entry": 1}
+        assert rows(alias) == {"IdempotencyKey": 1, "StagedJob": 1, "DownstreamCall": 1, "Entry": 1}
 
 
 def test_with_a_router_a_plain_view_names_no_database(routed: Shop, sender: Sender) -> None:
@@ -515,7 +515,7 @@ def test_with_a_router_the_completer_of_a_shard_finishes_its_keys(
     with shards.tenant(None if prepared else "shard_b"):
         assert complete_once(using="shard_b") == CompletePass(finished=1)
     assert rows("default") == {"IdempotencyKey": 1, "Entry": 1}
-    assert rows("shard_b") == {"IdempotencyKey": 1, "StagedJob": 1, "ForeignCall": 1, "Entry": 1}
+    assert rows("shard_b") == {"IdempotencyKey": 1, "StagedJob": 1, "DownstreamCall": 1, "Entry": 1}
     assert send(sender, "b", body={"of": "b"}).json()["body"] == {"of": "b"}
 
 
@@ -524,7 +524,7 @@ def test_with_a_router_the_reaper_settles_a_key_of_its_shard(routed: Shop, sende
     """A key whose call is in doubt becomes stuck, whichever database the router chooses for calls."""
     assert send(sender, "b", key="settled").status_code == send(sender, "b", key="in-doubt").status_code == 500
     key = IdempotencyKey.objects.using("shard_b").get(idempotency_key="in-doubt")
-    ForeignCall.objects.using("shard_b").create(key_id=key.pk, name="sms", token=uuid4())
+    DownstreamCall.objects.using("shard_b").create(key_id=key.pk, name="sms", token=uuid4())
     in_both_shards(past_the_retention)
     with shards.tenant(alias):
         assert reap_once(using="shard_b") == ReapPass(settled=1, stuck=1)

@@ -17,7 +17,7 @@ from idempotency.completer import complete_once
 from idempotency.enqueuer import enqueue_once
 from idempotency.inbox import process_once
 from idempotency.management.failures import one_line_of
-from idempotency.models import ForeignCall, IdempotencyKey
+from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.reaper import reap_once
 from idempotency.testing import age
 from tests.factories import IdempotencyKeyFactory
@@ -48,7 +48,7 @@ def test_the_result_of_a_call_is_kept_once_the_database_takes_writes_again(serve
 
     serve(view=texting(block))
     assert sender.send().status_code == 200
-    assert ForeignCall.objects.get().result == "paid"
+    assert DownstreamCall.objects.get().result == "paid"
 
 
 @pytest.mark.parametrize("work", [enqueue_once, complete_once, reap_once])

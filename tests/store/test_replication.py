@@ -24,7 +24,7 @@ from idempotency.completer import complete_once
 from idempotency.enqueuer import EnqueuePass, enqueue_once
 from idempotency.exceptions import NotReplicated
 from idempotency.inbox import process_once, took_effect
-from idempotency.models import ForeignCall, IdempotencyKey, ProcessedMessage, StagedJob
+from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
 from idempotency.monitoring.doctor import diagnose
 from idempotency.testing import age
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
@@ -318,4 +318,4 @@ def test_an_answer_of_a_person_counts_only_when_it_is_confirmed(confirm: Any) ->
         interventions.answer(key.pk, key.claim_token, HttpResponse(status=410), by="jane")
     key.refresh_from_db()
     assert key.response_code == 410
-    assert not ForeignCall.objects.exists()
+    assert not DownstreamCall.objects.exists()

@@ -19,7 +19,7 @@ from idempotency._states import IdempotencyKeyQuerySet, KeyState, before_now
 from idempotency._text import escaped
 from idempotency.management.failures import exit_1_explained, refuse_second_alias
 from idempotency.management.passes import add_database_argument, database_of, whole_number
-from idempotency.models import ForeignCall, IdempotencyKey
+from idempotency.models import DownstreamCall, IdempotencyKey
 
 _STATES = {state.value.replace(" ", "-"): state for state in KeyState}
 #: The fields that ``show`` prints. The key, the seed, the token, the headers and the bodies are secrets.
@@ -92,7 +92,7 @@ class Command(BaseCommand):
 
     def _show(self, keys: IdempotencyKeyQuerySet, options: dict[str, Any]) -> None:
         (key,) = self._chosen(keys, options)
-        calls = ForeignCall.objects.using(options["database"]).filter(key_id=key.pk).order_by("started_at")
+        calls = DownstreamCall.objects.using(options["database"]).filter(key_id=key.pk).order_by("started_at")
         described = _described(key) | {"calls": list(calls.values("name", "started_at", "recorded_at"))}
         if options["json"]:
             self.stdout.write(_json(described))
