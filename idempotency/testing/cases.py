@@ -18,7 +18,7 @@ Effects = Callable[[], Any] | list[Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """One course of events: a crash at one place and the recovery from it, or two attempts that are interleaved."""
+    """One course of events: a crash at one place with the recovery, or two interleaved runs."""
 
     title: str
     find: Callable[[], Failure | None]
@@ -44,7 +44,9 @@ def assert_survives(
     response. The process dies before and after each statement, COMMIT and downstream call, and before the response is sent.
     Then the client retries, or the completer runs the request. A boundary is the claim, or the beginning or end of a phase or
     downstream call. With ``races``, two attempts are also interleaved at each pair of boundaries: once with a valid lock, and
-    once with an expired lock and a first attempt that resumes late.
+    once with an expired lock and a first attempt that resumes late. Then two requests with different
+    keys run: the first one pauses at each boundary while the second one runs. Their rows and effects
+    must equal those of two consecutive requests.
 
     A call to a downstream service inside a transaction is a failure too. A call is a ``connect()`` or
     ``send()`` of a Python socket. Databases, caches and brokers of the settings may be called there,
@@ -92,7 +94,8 @@ def courses(
 
 def _courses(proof: Proof, *, races: bool) -> Iterator[Course]:
     progress = Progress(*proof.expected(races=races))
-    for title, find in chain(proof.calls_in_transactions(), proof.crashes(), proof.races() if races else ()):
+    concurrent = chain(proof.races(), proof.two_keys()) if races else ()
+    for title, find in chain(proof.calls_in_transactions(), proof.crashes(), concurrent):
         yield Course(title, find)
         progress.one_done()
 

@@ -7,7 +7,7 @@ values again.
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from typing import Any
@@ -41,6 +41,9 @@ _TIME = re.compile(
     r"|(Mon|Tue|Wed|Thu|Fri|Sat|Sun), \d\d \w{3} \d{4} [\d:]+ GMT"
 )
 _NUMBER = re.compile(r"\d{10}")
+#: The name of a new row: its model, and its number.
+_ROW = re.compile(r"<([\w.]+) \d+>")
+_KEYS = f"rows of {IdempotencyKey._meta.label}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,31 @@ def compare(expected: Leaves, found: Leaves, random: set[Path]) -> list[Differen
         for path in paths
         if expected.get(path, GONE) != found.get(path, GONE) and not (_filled(path, expected) or _filled(path, found))
     ]
+
+
+def unordered(found: Leaves, random: Set[Path]) -> Leaves:
+    """Return the results of several requests in a form that does not depend on their order.
+
+    Names of new rows and places in lists have no number, and the values of a path are sorted. Each
+    value whose path without numbers is in ``random`` is replaced. The results do not contain the
+    answers and keys: two concurrent requests may get other answers than two consecutive ones.
+    """
+    values: dict[Path, list[Any]] = {}
+    for path, value in found.items():
+        if path[0] not in ("answer", _KEYS):
+            plain = unnumbered(path)
+            text = _ROW.sub(r"<\1>", value) if isinstance(value, str) else value
+            values.setdefault(plain, []).append("<random value>" if plain in random else text)
+    return {
+        (*path, f"value {number}") if number > 1 else path: value
+        for path, of_path in values.items()
+        for number, value in enumerate(sorted(of_path, key=repr), 1)
+    }
+
+
+def unnumbered(path: Path) -> Path:
+    """Return a path without the numbers of new rows and of items of lists."""
+    return tuple("each" if name.isdigit() else _ROW.sub(r"<\1>", name) for name in path)
 
 
 def _filled(path: Path, there: Leaves) -> bool:

@@ -43,6 +43,11 @@ OTHER_ARGUMENTS = (
     "A service refuses a known key with other arguments. Compute each argument in a phase, store it in a row, and read it from "
     "that row before the call; or call with other arguments under another key, key.call(ANOTHER_NAME)."
 )
+LOST_UPDATE = (
+    'Compute the value in the database, update(balance=F("balance") + 10), or lock each row with '
+    "select_for_update() when you read it. Prevent double rows with a unique constraint. Or run the "
+    "whole project at SERIALIZABLE. See docs/explanation/isolation.md."
+)
 LOST = (
     "Work after the last COMMIT, or in on_commit, is lost if the process dies. Do it before the phase that stores the "
     "response, or stage a job for it in that phase with stage_job()."
@@ -105,6 +110,17 @@ def call_in_transaction(course: str, line: str) -> Failure:
     return Failure(course, cause, CALL_IN_TRANSACTION, ())
 
 
+def interfering(course: str, differences: Sequence[Difference], undisturbed: Run) -> Failure:
+    """Return the failure of two requests with different keys that leave other data than consecutive requests."""
+    writes = _writes(_labels(differences), undisturbed)
+    lines = sorted({place.line for place in writes if not _is_own(place)})
+    cause = (
+        "Two concurrent requests leave other data than two consecutive requests. One of them uses "
+        f"data that it has read before the COMMIT of the other one: {_joined(lines)}."
+    )
+    return Failure(course, cause, LOST_UPDATE, tuple(differences))
+
+
 def not_completed(course: str, last_error: str) -> Failure:
     """Return the failure of a request that the completer cannot finish. It is a failure because the client may never retry."""
     cause = f"No run of the completer finished the request. The last error: {summary(last_error)}"
@@ -137,12 +153,11 @@ def _of_effects(differences: Sequence[Difference], derived: set[str], effects: S
 
 def _of_rows(differences: Sequence[Difference], answer: Answer, undisturbed: Run) -> tuple[str, str] | None:
     rows = [difference for difference in differences if difference.path[0].startswith("rows of ")]
-    labels = {difference.path[0].removeprefix("rows of ") for difference in rows} - {IdempotencyKey._meta.label}
+    labels = _labels(differences)
     again = isinstance(answer.error, IntegrityError)
     if not labels and not again:
         return None
-    tables = {apps.get_model(label)._meta.db_table for label in labels}
-    writes = [place for place in undisturbed.places if _is_write(place) and (again or any(t in place.detail for t in tables))]
+    writes = _writes(set() if again else labels, undisturbed)
     for place in writes:
         if not place.in_transaction and not _is_own(place):
             return f"{place.line} writes outside of any phase: {place.detail}", OUTSIDE
@@ -173,6 +188,19 @@ def _of_failure(answer: Answer, differences: Sequence[Difference]) -> tuple[str,
             FOR_A_PERSON,
         )
     return None
+
+
+def _labels(differences: Sequence[Difference]) -> set[str]:
+    """Return the models whose rows differ, except keys."""
+    paths = {difference.path[0] for difference in differences if difference.path[0].startswith("rows of ")}
+    return {path.removeprefix("rows of ") for path in paths} - {IdempotencyKey._meta.label}
+
+
+def _writes(labels: set[str], undisturbed: Run) -> list[Place]:
+    """Return the writes to the tables of these models; without models, all writes."""
+    tables = {apps.get_model(label)._meta.db_table for label in labels}
+    writes = [place for place in undisturbed.places if _is_write(place)]
+    return [place for place in writes if not tables or any(table in place.detail for table in tables)]
 
 
 def _is_write(place: Place) -> bool:

@@ -10,7 +10,7 @@ from django.db import connections
 
 from idempotency import conf
 from idempotency.exceptions import CallInDoubt
-from idempotency.testing.attempts import Attempt, Threads, may_be_held
+from idempotency.testing.attempts import Attempt, Threads
 from idempotency.testing.calls import downstream_calls_noticed
 from idempotency.testing.comparing import GONE, Answer, Difference, Leaves, compare, random_paths
 from idempotency.testing.downstream import refusals
@@ -20,14 +20,15 @@ from idempotency.testing.places import Place, shortened
 from idempotency.testing.report import CannotProve, Report
 from idempotency.testing.services import permitted_addresses
 from idempotency.testing.snapshots import Snapshot
-from idempotency.testing.stage import COME_BACK, Send, Stage, T
+from idempotency.testing.stage import COME_BACK, Send, T
+from idempotency.testing.two_keys import TwoKeys, one_connection
 
 #: A key with this stuck code is not a failure: the call is not repeated, because only manual review can find out whether it
 #: took effect.
 _HANDED_OVER = CallInDoubt.code
 
 
-class Proof(Stage):
+class Proof(TwoKeys):
     """A context manager that runs one request in every course of events. On exit, all rows are as they were before."""
 
     def __init__(self, send: Send, **options: Any) -> None:
@@ -48,7 +49,6 @@ class Proof(Stage):
         self._stack.enter_context(downstream_calls_noticed(permitted_addresses(self._ignore)))
         self._threads = Threads()
         self._stack.callback(self._threads.close)
-        #: Whether two attempts can write at the same time.
         self._in_transactions = all(connections[alias].vendor == "postgresql" for alias in connections)
         began = time.monotonic()
         try:
@@ -67,7 +67,7 @@ class Proof(Stage):
         """Return about how many courses of events there are, and how many seconds they take."""
         held = len(self._held()) if races else 0
         # The factors were measured on 22 views with 4 to 13 boundaries.
-        courses = 2 * len(self._undisturbed.places) + (held**2 + 4 if held else 0)
+        courses = 2 * len(self._undisturbed.places) + (held**2 + held + 2 if held else 0)
         return courses, courses * self._seconds * 0.3
 
     def crashes(self) -> Iterator[tuple[str, Callable[[], Failure | None]]]:
@@ -88,7 +88,7 @@ class Proof(Stage):
         if not self._in_transactions:
             self.report.skipped.append(
                 "two attempts at once: not tested, because SQLite in memory has only one connection"
-                if _one_connection()
+                if one_connection()
                 else "two attempts at once inside a transaction: not tested, because SQLite has one writer"
             )
         for expired in (False, True):
@@ -101,11 +101,6 @@ class Proof(Stage):
                     title = f"An attempt is held up {place}\n   {how}, and is held up at its boundary {second + 1}."
                     yield title, partial(self._race, first, second, expired, title, stopped)
                     second += 1
-
-    def _held(self) -> list[Place]:
-        """Return the places at which an attempt can pause while another attempt runs."""
-        places = [] if _one_connection() else self._undisturbed.places
-        return [place for place in places if may_be_held(place, in_transactions=self._in_transactions)]
 
     def _aside(self, work: Callable[[], T]) -> T:
         """Do the work on a connection that no simulated crash closes, because a new connection would read the catalog of the
@@ -248,8 +243,3 @@ class Proof(Stage):
         if not differences and not refusals():
             return None
         return explained(title, differences, answer, self._undisturbed, self._derived, self._effect_lines)
-
-
-def _one_connection() -> bool:
-    """Return whether a database is SQLite in memory, which other connections cannot read."""
-    return any(c.vendor == "sqlite" and c.is_in_memory_db() for c in connections.all())  # type: ignore[attr-defined]
