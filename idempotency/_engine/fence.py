@@ -2,6 +2,11 @@
 
 The WHERE clause of each UPDATE contains the random token of the claim. If another claim has taken over the key, the UPDATE
 changes no row, LockLost is raised, and the transaction is rolled back.
+
+An UPDATE that ends a transaction is sent in one message with COMMIT (``transactions.end_with``), so nobody can look at its
+number of rows before the COMMIT. The statement itself must therefore fail if it changes no row. ``_or_fail`` divides one by
+the number of changed rows: PostgreSQL skips the COMMIT after the division by zero, and rolls the transaction back. The error
+of the division means LockLost.
 Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres", whose lock has no token.
 """
 
@@ -13,11 +18,13 @@ from functools import cache
 from typing import Any
 
 from django.db import connections
+from psycopg.errors import DivisionByZero
 
 from idempotency._engine import replication, statements
 from idempotency._engine.cursors import is_instrumented
 from idempotency._engine.events import about
 from idempotency._engine.history import HistoryEvent
+from idempotency._engine.round_trips import Meanings
 from idempotency._engine.rows import execute, fetch, statements_for, token_parameter
 from idempotency._engine.transactions import OwnTransaction
 from idempotency._hidden import Hidden, Parameters
@@ -29,6 +36,7 @@ from idempotency.models import FINISHED, IdempotencyKey
 logger = logging.getLogger("idempotency")
 
 _MAX_CODE_LENGTH = 50
+_LOST: Meanings = {DivisionByZero: LockLost}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -141,7 +149,7 @@ def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransac
             key.place = row[0]
             note_progress(key)
 
-        if key.place is not None and ends.end_with(_or_fail(text), parameters, note):
+        if key.place is not None and ends.end_with(_or_fail(text), parameters, note, _LOST):
             return
         ends.refuse_if_ended()
     if key.place is not None and not is_instrumented(connections[using]):

@@ -8,9 +8,10 @@ Source: PostgreSQL, "Pipeline Mode" of libpq.
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psycopg
@@ -27,7 +28,6 @@ from idempotency import conf
 from idempotency._engine.cursors import is_instrumented, numbered
 from idempotency._engine.database_product import is_citus
 from idempotency._hidden import Hidden, Parameters
-from idempotency.exceptions import LockLost, TransactionEnded
 
 _GOOD = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 #: libpq before 14 has no pipeline mode.
@@ -41,6 +41,9 @@ _STALE = (psycopg.errors.InvalidSqlStatementName, psycopg.errors.FeatureNotSuppo
 
 #: A statement with numbered parameters, and the types of these.
 _Key = tuple[str, tuple[int, ...]]
+
+#: What an error of a statement means: an exception without arguments.
+Meanings = Mapping[type[psycopg.Error], type[Exception]]
 
 
 class StaleStatement(psycopg.errors.SerializationFailure):
@@ -86,22 +89,27 @@ def run(
     *,
     before: Sequence[str] = (),
     after: Sequence[str] = (),
+    meanings: Meanings = MappingProxyType({}),
 ) -> Result:
     """Send a statement with those before and after it; return its result.
 
     Raises TransactionManagementError if ``after`` would end a broken transaction.
-    Raises LockLost for a division by zero in the statement itself, by which a fence fails.
-    Raises TransactionEnded for a square root of a negative number in it, by which the marker of a transaction fails.
+    Raises what an error of the statement itself means, by ``meanings``.
     Raises the first other error.
     """
     connection.validate_thread_sharing()
     connection.validate_no_broken_transaction()
     with debug_transaction(connection, in_log([*before, text, *after])), connection.wrap_database_errors:
-        return _run(connection.connection, text, parameters, before, after)
+        return _run(connection.connection, text, parameters, before, after, meanings)
 
 
 def _run(
-    own: "psycopg.Connection[Any]", text: str, parameters: Parameters, before: Sequence[str], after: Sequence[str]
+    own: "psycopg.Connection[Any]",
+    text: str,
+    parameters: Parameters,
+    before: Sequence[str],
+    after: Sequence[str],
+    meanings: Meanings,
 ) -> Result:
     server, prepared = own.pgconn, _prepared(own)
     query, names = numbered(text)
@@ -124,7 +132,7 @@ def _run(
     if name is not None and len(results) > place:
         prepared.names[key] = name  # It stays, whatever becomes of the transaction.
     if results[-1].status not in _GOOD:
-        raise _error(own, results[-1], key if len(results) == place + 1 else None, name)
+        raise _error(own, results[-1], key if len(results) == place + 1 else None, name, meanings)
     result = results[place]
     transformer.set_pgresult(result)
     row = transformer.load_row(0, tuple) if result.ntuples else None
@@ -141,16 +149,16 @@ def shown(results: Sequence[PGresult]) -> tuple[str, ...]:
     return tuple((result.get_value(0, 0) or b"").decode() for result in results if result.ntuples)
 
 
-def _error(own: "psycopg.Connection[Any]", result: PGresult, failed: _Key | None, name: bytes | None) -> Exception:
+def _error(
+    own: "psycopg.Connection[Any]", result: PGresult, failed: _Key | None, name: bytes | None, meanings: Meanings
+) -> Exception:
     """Return the exception for a failed result. ``failed`` is the key of the statement, None if another one failed."""
     error = error_from_result(result, encoding=own.info.encoding)
     prepared = _prepared(own)
     if error.sqlstate is None:  # As in psycopg's cursors, a broken connection.
         return psycopg.OperationalError(own.pgconn.get_error_message())
-    if failed is not None and isinstance(error, psycopg.errors.DivisionByZero):
-        return LockLost()
-    if failed is not None and isinstance(error, psycopg.errors.InvalidArgumentForPowerFunction):
-        return TransactionEnded()
+    if failed is not None and (meaning := meanings.get(type(error))) is not None:
+        return meaning()
     if name is not None and isinstance(error, psycopg.errors.DuplicatePreparedStatement):
         prepared.losses += 1
         return StaleStatement(*error.args)

@@ -33,7 +33,9 @@ _LEVELS: dict[Isolation, IsolationLevel] = {
 }
 #: A setting that lasts as long as the transaction. Its id is no marker on Citus, where the workers write.
 MARKER = "current_setting('idempotency.transaction', true)"
+#: The square root of a negative number is the error of a statement in another transaction.
 _OR_ENDED = f", sqrt(CASE WHEN {MARKER} = %(marker)s THEN 1 ELSE -1 END)"
+_ENDED: round_trips.Meanings = {psycopg.errors.InvalidArgumentForPowerFunction: TransactionEnded}
 
 _CURE = (
     " All its work is rolled back. In a view, @idempotent opens this transaction: run such code between two phases of a phased "
@@ -95,7 +97,7 @@ class OwnTransaction:
         self._begun = False
         #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
         self._marker = ""
-        self._last: tuple[str, Parameters, Callable[[Any], None]] | None = None
+        self._last: tuple[str, Parameters, Callable[[Any], None], round_trips.Meanings] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -140,17 +142,17 @@ class OwnTransaction:
             begin += [f"SET LOCAL idempotency.transaction = '{self._marker}'"]
         return begin
 
-    def end_with(self, text: str, parameters: Parameters, then: Callable[[Any], None]) -> bool:
-        """Send this statement with COMMIT at the end of the block, and call ``then`` with its row after that. It must fail with
-        a division by zero if it changes no row, and end with its list of columns. Return False, and do nothing, if the
-        transaction does not end that way."""
+    def end_with(self, text: str, parameters: Parameters, then: Callable[[Any], None], meanings: round_trips.Meanings) -> bool:
+        """Send this statement with COMMIT at the end of the block, and call ``then`` with its row after that. The statement
+        must end with a list of columns. An error of it prevents the COMMIT, and is raised as ``meanings`` says. Return False,
+        and do nothing, if the transaction does not end that way."""
         # Ask again: the view may have installed a wrapper.
         if not (self._begun and round_trips.can_be_merged(self._connection)):
             return False
         self._connection.validate_no_broken_transaction()
         if self._marker:
             text, parameters = text + _OR_ENDED, Hidden({**parameters.value, "marker": self._marker})
-        self._last = text, parameters, then
+        self._last = text, parameters, then, {**meanings, **_ENDED}
         return True
 
     def refuse_if_ended(self) -> None:
@@ -167,12 +169,11 @@ class OwnTransaction:
     def end(self) -> None:
         """Send the last statement with COMMIT, if there is one. Django's own COMMIT then finds no transaction, and sends
         nothing. Nothing is committed on an error.
-        Raises LockLost if the statement changed no row.
         Raises TransactionEnded if the view has ended the transaction of a phase."""
         if self._last is not None:
-            text, parameters, then = self._last
+            text, parameters, then, meanings = self._last
             with classified_errors(self._connection):
-                then(round_trips.run(self._connection, text, parameters, after=["COMMIT"]).row)
+                then(round_trips.run(self._connection, text, parameters, after=["COMMIT"], meanings=meanings).row)
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
