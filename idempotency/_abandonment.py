@@ -98,7 +98,7 @@ def _run(work: StoredWork, key: IdempotencyKey, using: str) -> bool:
     except LockLost:
         raise
     except FAILURES as error:
-        failure = f"on_abandon failed: {_text.error_text(error, withheld=work.withheld)}"
-        logger.error("on_abandon of key %s failed", key.key_hash, exc_info=not work.withheld, extra=events.about(key))
+        failure = f"on_abandon failed: {_text.error_text(error, withheld=work.hides_errors)}"
+        logger.error("on_abandon of key %s failed", key.key_hash, exc_info=not work.hides_errors, extra=events.about(key))
     fence.mark_stuck(key, StuckCode.ON_ABANDON, failure, using=using)
     return False

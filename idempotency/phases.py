@@ -83,7 +83,7 @@ class AtomicPhase:
                 "Django REST framework, or by a database error that the block has caught. The phase is not committed. Handle "
                 "the exception outside the phase, or put the statements that may fail into a transaction.atomic() of their own."
             ) from connections[run.using].rollback_exc  # type: ignore[attr-defined]
-        if self._result is not None:
+        if self._to == FINISHED:
             # In the transaction of the phase: the template of a response may query the database.
             self._outcome = run.work.outcome(self._result)
             fence.finish(run.key, run.work.stored(self._outcome.value), using=run.using, ends=own)
@@ -102,9 +102,9 @@ class AtomicPhase:
             run.note_finished(self._outcome)
         else:
             run.note_moved(cast(str, self._to))  # set, or write() has raised
-        events.emit(signals.phase_committed, run.key, run.work.context)
+        events.emit(signals.phase_committed, run.key, run.work.request)
         if self._outcome is not None:
-            events.emit(signals.key_finished, run.key, run.work.context)
+            events.emit(signals.key_finished, run.key, run.work.request)
 
 
 @either_context(holds_transaction=True)

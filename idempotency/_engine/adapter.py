@@ -44,14 +44,14 @@ class Work(Protocol):
     #: The dotted path of the function, for messages.
     name: str
     #: The request for signals; None in a run of the completer.
-    context: Any
+    request: Any
     by_completer: bool
     #: The time for which a duplicate waits for another run.
     wait_seconds: float
     #: All recovery points in order, with the first and the last; empty for a plain run.
     points: tuple[str, ...]
     #: Whether messages of errors must not be stored, because they may quote what is not stored.
-    withheld: bool
+    hides_errors: bool
 
     @property
     def is_committed(self) -> bool:
@@ -66,7 +66,7 @@ class Work(Protocol):
     def refuse_outer_transaction(self, using: str) -> None:
         """Raise RuntimeError if a plain run must not be a savepoint of the open transaction."""
 
-    def current(self, run: "Run") -> AbstractContextManager[None]:
+    def bind(self, run: "Run") -> AbstractContextManager[None]:
         """Make the run known to the work in the block."""
 
     def call(self) -> Outcome:
@@ -76,7 +76,10 @@ class Work(Protocol):
         """Return the outcome for a value that the work returns, or that a phase stores."""
 
     def outcome_of(self, error: Exception) -> Outcome | None:
-        """Return the outcome for an exception of the work, or None to raise it."""
+        """Return the outcome for an exception of the work, which its framework may handle; or None to raise it."""
+
+    def refusal_of(self, error: Exception) -> Outcome | None:
+        """Return the outcome for an exception that is raised and refuses the caller, as a 4xx does; else None."""
 
     def refuse_unstorable(self, value: Any) -> None:
         """Raise ResponseNotStorable for a value that a phase must not store."""
@@ -91,7 +94,7 @@ class Work(Protocol):
         """Return the stored value of a finished key for a repeat of its caller."""
 
     def described(self, value: Any) -> str:
-        """Return a description of a value that is not stored, for the last error of a key."""
+        """Return a sentence about a value that is not stored, for the last error of a key."""
 
     def restore(self) -> bool:
         """Restore the state before the first attempt. Return False if that is not possible."""
@@ -121,7 +124,7 @@ class Run(Protocol):
 
 
 @dataclass(slots=True, repr=False)
-class Rerun:
+class RerunResult:
     """The result of a run that an adapter has made from a stored key."""
 
     #: How the run ended, for the last error of the key.
@@ -150,12 +153,12 @@ class StoredWork(Protocol):
     #: Whether all parts of the work are stored. If not, only the client can send it again.
     is_whole: bool
     #: Whether messages of errors must not be stored.
-    withheld: bool
+    hides_errors: bool
 
     def declares(self, recovery_point: str) -> bool:
         """Return whether the running code declares the recovery point."""
 
-    def run(self) -> Rerun:
+    def run(self) -> RerunResult:
         """Run the work of the claimed key. Exceptions are part of the result."""
 
     def has_on_abandon(self) -> bool | None:
@@ -179,7 +182,8 @@ class Adapter(Protocol):
         value cannot finish a key."""
 
 
-#: The adapters by the request method of their keys; that of HTTP has all other methods.
+#: The adapters by the request method of their keys; that of HTTP has all other methods. The method of another adapter
+#: contains a space, so that no client can send it.
 _adapters: dict[str, Adapter] = {}
 HTTP = "HTTP"
 

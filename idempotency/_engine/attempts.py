@@ -4,15 +4,15 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import TracebackType
 
-from django.db import connections
+from django.db import Error, connections
 
 from idempotency import conf
 from idempotency._engine.adapter import Run
-from idempotency._engine.errors import retryable_failure
+from idempotency._engine.errors import refuse_second_wait, retryable_failure, serialization_failed
 from idempotency._engine.events import about
 from idempotency.exceptions import Unavailable
 
@@ -59,6 +59,20 @@ class Attempts:
             extra=about(key) if key is not None else None,
         )
         return True
+
+
+def repeat(write: Callable[[], None]) -> None:
+    """Send one statement, and again after a serialization failure, which is possible at a high default level."""
+    for count in range(conf.get().SERIALIZATION_RETRIES + 1):
+        if count:
+            time.sleep(_backoff_seconds(count))
+        try:
+            return write()
+        except Error as error:
+            refuse_second_wait(error)
+            if not serialization_failed(error):
+                raise
+    raise conflict()
 
 
 def _backoff_seconds(attempt: int) -> float:

@@ -34,6 +34,7 @@ class PlainRun:
         self.key: Any = None
         self.transaction: OwnTransaction | None = None
         self._request = request
+        self._wait = Wait(work.wait_seconds, using=using)
         self._is_nested = in_outer_transaction(using)
         if self._is_nested:
             work.refuse_outer_transaction(using)
@@ -47,7 +48,6 @@ class PlainRun:
         """Claim the key and call; repeat after a serialization failure, and wait while another run holds the key. The outcome
         is None if the key could not be claimed. In an outer transaction nothing is repeated, and nothing waits: its snapshot
         and its locks stay."""
-        wait = Wait(self.work.wait_seconds, using=self.using)
         try:
             if self._is_nested:
                 return self._in_transaction(call)
@@ -55,7 +55,7 @@ class PlainRun:
                 with attempt:
                     while True:
                         claim, outcome = self._in_transaction(call)
-                        if claim.outcome is not ClaimOutcome.IN_PROGRESS or not wait.pause():
+                        if claim.outcome is not ClaimOutcome.IN_PROGRESS or not self._wait.pause():
                             return claim, outcome
             raise conflict()
         except BaseException:
@@ -83,7 +83,7 @@ class PlainRun:
                 # Registered first: an exception in a hook of the work must not skip it.
                 transaction.on_commit(work.note_committed, using=using)
                 with others.opened():
-                    with work.current(self):
+                    with work.bind(self):
                         outcome = call()
                     commits = self._end(outcome, others)
         except Error as error:

@@ -67,10 +67,10 @@ def without_running(claim: Claim, work: Work, *, using: str) -> Any:
     if claim.outcome is ClaimOutcome.FINISHED:
         return replay(key, work)
     refusal = _refusal(claim)
-    events.emit(signals.key_conflict, key, work.context, code=code_of(refusal))
+    events.emit(signals.key_conflict, key, work.request, code=code_of(refusal))
     if claim.outcome is ClaimOutcome.UNKNOWN_POINT:
         code, reason = StuckCode.UNKNOWN_RECOVERY_POINT, unknown_point(key)
-        settlement.give_up(key.pk, code, reason, using=using, request=work.context)
+        settlement.give_up(key.pk, code, reason, using=using, request=work.request)
     raise refusal
 
 
@@ -81,7 +81,7 @@ def of_other_run(key: IdempotencyKey | None, work: Work) -> Any:
         return _stored_value(key, work) if work.by_completer else replay(key, work)
     stuck_code = key.stuck_code if key is not None else ""
     refusal = refusal_of_stuck(stuck_code) if stuck_code else InProgress(retry_after=LOOK_AGAIN_SECONDS)
-    events.emit(signals.key_conflict, key, work.context, code=code_of(refusal))
+    events.emit(signals.key_conflict, key, work.request, code=code_of(refusal))
     raise refusal
 
 
@@ -89,7 +89,7 @@ def replay(key: IdempotencyKey, work: Work) -> Any:
     """Return the stored value. Raises NotReplicated if the standbys have not confirmed it."""
     replication.confirm(str(key._state.db))
     value = _stored_value(key, work)
-    events.emit(signals.key_replayed, key, work.context)
+    events.emit(signals.key_replayed, key, work.request)
     return value
 
 

@@ -5,7 +5,6 @@ settles the key at its end.
 """
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,13 +12,13 @@ from typing import Any
 from django.db import connections
 from django.db.utils import Error
 
-from idempotency import conf, signals
+from idempotency import signals
 from idempotency._engine import claims, events, fence, rows
 from idempotency._engine.adapter import Outcome, Work
-from idempotency._engine.attempts import Attempts, Wait, conflict
+from idempotency._engine.attempts import Attempts, Wait, conflict, repeat
 from idempotency._engine.claims import ClaimedRequest
 from idempotency._engine.claims import Outcome as ClaimOutcome
-from idempotency._engine.errors import drop_connection, retryable_failure, serialization_failed
+from idempotency._engine.errors import drop_connection, retryable_failure
 from idempotency._engine.key_run import KeyRun
 from idempotency._engine.late_releases import release_later
 from idempotency._engine.plain_run import PlainRun, RolledBack
@@ -49,29 +48,32 @@ def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     try:
         claim, outcome = run.attempt(work.call)
     except Exception as error:
-        answer = error.outcome if isinstance(error, RolledBack) else work.outcome_of(error)
-        if answer is None:
-            raise
-        if work.is_committed:
-            raise RuntimeError(
-                "A hook of transaction.on_commit() raised this exception after the response was stored."
-            ) from error
-        if answer.is_raised:
-            raise
-        if answer.keeps_writes:
-            raise RuntimeError(
-                f"The writes of the view {work.name} are rolled back, because it raised an exception or marked its transaction "
-                f"for rollback. It cannot respond with not_stored(keep_writes=True)."
-            ) from error
-        if not answer.is_stored:
-            return answer.value
-        # The writes of work that raised are rolled back, as under ATOMIC_REQUESTS; its outcome is stored.
-        claim, outcome = run.attempt(lambda: answer)
+        instead = error.outcome if isinstance(error, RolledBack) else work.outcome_of(error)
+        try:
+            if instead is None:
+                raise
+            if work.is_committed:
+                raise RuntimeError(
+                    "A hook of transaction.on_commit() raised this exception after the response was stored."
+                ) from error
+            if instead.is_raised:
+                raise
+            if instead.keeps_writes:
+                raise RuntimeError(
+                    f"The writes of the view {work.name} are rolled back, because it raised an exception or marked its "
+                    f"transaction for rollback. It cannot respond with not_stored(keep_writes=True)."
+                ) from error
+            if not instead.is_stored:
+                return instead.value
+            # The writes of work that raised are rolled back, as under ATOMIC_REQUESTS; its outcome is stored.
+            claim, outcome = run.attempt(lambda: instead)
+        finally:
+            del instead  # This frame belongs to the traceback of its cause: a cycle would keep the request in memory.
     if outcome is None:
         return without_running(claim, work, using=using)
     if outcome.is_stored:
-        events.emit_committed(signals.key_claimed, claim.key, work.context)
-        events.emit_committed(signals.key_finished, claim.key, work.context)
+        events.emit_committed(signals.key_claimed, claim.key, work.request)
+        events.emit_committed(signals.key_finished, claim.key, work.request)
     return outcome.value
 
 
@@ -91,7 +93,7 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
         return without_running(claim, work, using=using)
     if claim.key.attempts > 1:
         logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point, extra=events.about(claim.key))
-    events.emit(signals.key_claimed, claim.key, work.context)
+    events.emit(signals.key_claimed, claim.key, work.request)
     return run_claimed(KeyRun(claim.key, work))
 
 
@@ -105,16 +107,26 @@ def run_claimed(run: KeyRun) -> Any:
     finally:
         if run.end is None:
             run.note_end(run.key)
-    if outcome.is_raised and outcome.cause is not None:
-        raise outcome.cause
-    return outcome.value
+    try:
+        if outcome.is_raised and outcome.cause is not None:
+            raise outcome.cause
+        return outcome.value
+    finally:
+        del outcome  # as in run_plain
 
 
 def _settled(run: KeyRun) -> Outcome:
+    """Do the work and settle the key. An exception of ``settle`` ends the run like one of the work, and is settled too."""
     try:
-        return settle(run, _in_attempts(run))
-    except LockLost:
-        raise
+        try:
+            result = _in_attempts(run)
+        except Exception as error:
+            # The framework has not handled it, because it hides a failure that was retried in vain.
+            refusal = run.work.refusal_of(error)
+            if refusal is None:
+                raise
+            result = refusal
+        return settle(run, result)
     except BaseException as error:
         return settle(run, error)
 
@@ -127,67 +139,80 @@ def _in_attempts(run: KeyRun) -> Outcome:
     for attempt in Attempts(run):
         with attempt:
             run.begin_attempt()
-            with work.current(run):
+            with work.bind(run):
                 try:
                     return work.call()
                 except Exception as error:
                     retryable = retryable_failure(error, run.level, using=run.using)
-                    if retryable or (outcome := work.outcome_of(error)) is None:
+                    outcome = None if retryable else work.outcome_of(error)
+                    if outcome is None:
                         raise
-                    return outcome
+                    try:
+                        return outcome
+                    finally:
+                        del outcome  # as in run_plain
     raise conflict()
 
 
-def settle(run: KeyRun, end: Outcome | BaseException) -> Outcome:
-    """Write what becomes of a key at the end of its run. Return the outcome for the caller, or raise the exception.
+def settle(run: KeyRun, result: Outcome | BaseException) -> Outcome:
+    """Write what becomes of the key of a phased run. Return the outcome for the caller, or raise the exception.
 
-    Raises LockLost if another run has taken over the key: the new lock holder continues from the last commit of this run.
+    The first case that fits decides:
+
+    - ``LockLost``: another run has the key, and continues from the last commit of this run.
+    - ``KeyStuck``: the key is stuck.
+    - ``NotReplicated`` and other exceptions: the key is released at its last recovery point.
+    - the outcome that a phase has stored: the commit of the phase has finished the key.
+    - an exception of the work that the adapter has turned into a 5xx, after an effect: released.
+    - an outcome that should be stored, but was not stored by a phase: a mistake of the work.
+    - an error before any effect that should be stored: it finishes the key.
+    - another 4xx: the key is refused, so that only a repeat of the caller runs it.
+    - anything else: released.
     """
-    key, using, withheld = run.key, run.using, run.work.withheld
-    match end:
+    key, using = run.key, run.using
+    match result:
         case LockLost():
-            raise end
+            raise result
         case KeyStuck() if not run.finished:
-            code, reason = cause_of(end)
+            code, reason = cause_of(result)
             _mark_stuck(run, code, reason)
-            raise refusal_of_stuck(code) from end
+            raise refusal_of_stuck(code) from result
         case NotReplicated():
             # A release may wait without end now. A failover may undo the last commit, even if it finished the key.
-            release_later(key, error_text(end), using=using)
-            raise end
+            release_later(key, error_text(result), using=using)
+            raise result
         case BaseException():
             if not run.finished:
-                _release(key, error_text(end, withheld=withheld), using=using)
-            raise end
-        case _ if run.has_stored(end):
-            pass  # The commit of its phase has finished the key.
-        case Outcome(cause=Exception() as cause) if end.code >= 500 and not key.untouched:
+                _release(key, error_text(result, withheld=run.work.hides_errors), using=using)
+            raise result
+    is_early_error = result.code >= 400 and key.untouched
+    is_definitive = result.is_stored and (result.code < 500 or is_early_error)
+    match result:
+        case _ if run.has_stored(result):
+            pass
+        case Outcome(cause=Exception() as cause) if result.code >= 500 and not key.untouched:
             if not run.finished:
-                _release(key, error_text(cause, withheld=withheld), using=using)
-        case _ if run.finished or (end.is_stored and end.code < 500 and not _is_early(run, end)):
+                _release(key, error_text(cause, withheld=run.work.hides_errors), using=using)
+        case _ if run.finished or (is_definitive and not is_early_error):
             run.calls.refuse_doubt()
-            raise _not_committed(end) from end.cause
-        # The caller of a rebuilt request is gone, and its repeat might get another early error: that one is not stored.
-        case _ if end.is_stored and _is_early(run, end) and not run.work.by_completer:
-            _repeated(partial(fence.finish, key, run.work.stored(end.value), using=using, untouched=True))
-            run.note_finished(end)
-            events.emit(signals.key_finished, run.key, run.work.context)
-        case _ if end.is_refusal and not run.work.by_completer:
-            _repeated(partial(fence.refuse, key, _described(run, end), using=using))
+            raise _not_committed(result) from result.cause
+        # The caller of a rebuilt request is gone. Its repeat might get another error.
+        case _ if is_definitive and not run.work.by_completer:
+            repeat(partial(fence.finish, key, run.work.stored(result.value), using=using, untouched=True))
+            run.note_finished(result)
+            with run.work.bind(run):
+                events.emit(signals.key_finished, key, run.work.request)
+        case _ if result.is_refusal and not run.work.by_completer:
+            repeat(partial(fence.refuse, key, _described(run, result), using=using))
         case _:
-            _release(key, _described(run, end), using=using)
-    return end
-
-
-def _is_early(run: KeyRun, outcome: Outcome) -> bool:
-    """Return whether the outcome is an error before any phase or call."""
-    return outcome.code >= 400 and run.key.untouched
+            _release(key, _described(run, result), using=using)
+    return result
 
 
 def _described(run: KeyRun, outcome: Outcome) -> str:
     if outcome.is_raised and outcome.cause is not None:
-        return error_text(outcome.cause, withheld=run.work.withheld)
-    return f"The view responded with {run.work.described(outcome.value)}"
+        return error_text(outcome.cause, withheld=run.work.hides_errors)
+    return run.work.described(outcome.value)
 
 
 def _not_committed(outcome: Outcome) -> ResponseNotCommitted:
@@ -195,17 +220,6 @@ def _not_committed(outcome: Outcome) -> ResponseNotCommitted:
     return ResponseNotCommitted(
         f"{what} is not the response that a phase stored. Store it with phase.set_response(response) and return key.response()."
     )
-
-
-def _repeated(write: Callable[[], None]) -> None:
-    """Send one statement, and again after a serialization failure, which is possible at a high default level."""
-    for _ in range(conf.get().SERIALIZATION_RETRIES):
-        try:
-            return write()
-        except Error as error:
-            if not serialization_failed(error):
-                raise
-    write()
 
 
 def _taken_over(run: KeyRun, key: IdempotencyKey) -> Any:
@@ -248,4 +262,4 @@ def _mark_stuck(run: KeyRun, code: str, reason: str) -> None:
             drop_connection(connections[run.using])
             fence.mark_stuck(key, code, reason, using=run.using)
     if before != key.stuck_code:
-        events.announce_stuck(key.pk, run.work.context, using=run.using)
+        events.announce_stuck(key.pk, run.work.request, using=run.using)

@@ -91,7 +91,8 @@ def _unprotected(call: Call) -> HttpResponseBase:
 
 
 def _rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpResponseBase:
-    rebuilt.run = KeyRun(rebuilt.key, ViewWork(call, options, by_completer=True))
+    key = rebuilt.run.key if rebuilt.run is not None else rebuilt.key  # A decorator may call the view twice.
+    rebuilt.run = KeyRun(key, ViewWork(call, options, by_completer=True))
     try:
         return run_claimed(rebuilt.run)  # type: ignore[no-any-return]
     except NotReplicated:

@@ -132,7 +132,7 @@ def problem_of(refusal: InProgress | KeyReused | InterventionRequired | Unavaila
             return _key_reused()
         case InterventionRequired():
             return _key_stuck()
-    return _UNAVAILABLE[refusal.code]()
+    return _UNAVAILABLE.get(refusal.code, _database_unavailable)()
 
 
 def _key_reused() -> Problem:

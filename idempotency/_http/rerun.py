@@ -15,7 +15,7 @@ from django.utils.translation import gettext
 
 from idempotency import conf, scopes
 from idempotency._async import FAILURES, awaited
-from idempotency._engine.adapter import Abandoned, Rerun
+from idempotency._engine.adapter import Abandoned, RerunResult
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.replays import CannotRun, cause_of
 from idempotency._http import responses
@@ -57,24 +57,28 @@ class StoredView:
         self._key, self._environment = key, environment
         self._on_abandon: OnAbandon | None = None
         self.is_whole = can_rebuild(key)
-        self.withheld = key.request_body is None
+        self.hides_errors = key.request_body is None
 
     def declares(self, recovery_point: str) -> bool:
         options = options_for(self._key) if self._environment.failure is None else None
         return options is not None and recovery_point in options.every_point()
 
-    def run(self) -> Rerun:
+    def run(self) -> RerunResult:
         rebuilt = RebuiltRun(self._key, self._environment.request)
         try:
             response = _call(rebuilt, self._environment)
         except KeyStuck as stuck:  # CannotRun, or raised by PREPARE_REQUEST.
             code, reason = cause_of(stuck)
-            return Rerun(f"The completer cannot run this request: {reason}", rebuilt.run, error=stuck, stuck=(code, reason))
+            return RerunResult(
+                f"The completer cannot run this request: {reason}", rebuilt.run, error=stuck, stuck=(code, reason)
+            )
         except FAILURES as error:
-            return Rerun(error_text(error), rebuilt.run, isinstance(error, responses.HTTP_EXCEPTIONS), error)
+            return RerunResult(error_text(error), rebuilt.run, isinstance(error, responses.HTTP_EXCEPTIONS), error)
         told = responses.described(response, withheld=False)  # A request without its body was not run.
         is_refused = responses.is_refusal(response) or responses.is_login_redirect(response, self._environment.required())
-        return Rerun(f"A decorator or the framework, outside of @idempotent, responded with {told}", rebuilt.run, is_refused)
+        return RerunResult(
+            f"A decorator or the framework, outside of @idempotent, responded with {told}", rebuilt.run, is_refused
+        )
 
     def has_on_abandon(self) -> bool | None:
         return has_on_abandon(self._key) if self._environment.failure is None else None
@@ -92,7 +96,7 @@ class StoredView:
             raise TypeError(f"it returned {type(response).__name__}, not a response")
         if responses.is_storable(response):
             return Abandoned(responses.stored_parts(response))
-        told = responses.described(response, withheld=self.withheld)
+        told = responses.described(response, withheld=self.hides_errors)
         return Abandoned(None, f"The response of on_abandon cannot be stored: {told}")
 
 

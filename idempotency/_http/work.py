@@ -16,7 +16,7 @@ from idempotency._http.options import Options
 from idempotency._http.request_state import RequestState
 from idempotency._http.view import Call
 from idempotency.conf import Isolation
-from idempotency.exceptions import ResponseNotStorable
+from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, ResponseNotStorable
 from idempotency.http import keeps_writes
 from idempotency.models import IdempotencyKey
 
@@ -30,11 +30,11 @@ class ViewWork:
         self._before: RequestState | None = None
         self.name = call.name
         self.by_completer = by_completer
-        self.context = None if by_completer else call.request
+        self.request = None if by_completer else call.request
         # The worker of a request in the main thread has only this thread.
         self.wait_seconds = 0 if threading.current_thread() is threading.main_thread() else options.wait_seconds
         self.points = options.every_point()
-        self.withheld = not options.store_body
+        self.hides_errors = not options.store_body
 
     # What a plain run asks
 
@@ -56,12 +56,17 @@ class ViewWork:
 
     # The call
 
-    def current(self, run: Run) -> AbstractContextManager[None]:
+    def bind(self, run: Run) -> AbstractContextManager[None]:
         self._before = self._before or RequestState(self._call)
         return ViewRun(self._call, self._options, run).bound()
 
     def call(self) -> Outcome:
-        return self._outcome(self._call.response())
+        try:
+            return self._outcome(self._call.response())
+        except (InProgress, KeyReused, InterventionRequired) as refusal:
+            raise RuntimeError(
+                f"The view {self.name} raised {type(refusal).__name__} of another key. Handle it in the view."
+            ) from refusal
 
     def outcome(self, value: HttpResponseBase) -> Outcome:
         return self._outcome(self._call.rendered(value))
@@ -69,6 +74,9 @@ class ViewWork:
     def outcome_of(self, error: Exception) -> Outcome | None:
         if (answer := responses.answer_to(error, self._call)) is not None:
             return self._outcome(answer, error)
+        return self.refusal_of(error)
+
+    def refusal_of(self, error: Exception) -> Outcome | None:
         if isinstance(error, responses.HTTP_EXCEPTIONS):
             return Outcome(None, responses.status_of(error), is_stored=False, cause=error, is_raised=True)
         return None
@@ -100,7 +108,7 @@ class ViewWork:
         return response
 
     def described(self, value: Any) -> str:
-        return responses.described(value, withheld=self.withheld)
+        return f"The view responded with {responses.described(value, withheld=self.hides_errors)}"
 
     # The state before the first attempt
 

@@ -18,7 +18,7 @@ from idempotency._engine import claims, settlement
 from idempotency.completer import CompletePass, complete_key, complete_once
 from idempotency.contrib.prometheus import DatabaseCollector
 from idempotency.decorators import idempotent
-from idempotency.exceptions import KeyStuck
+from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, KeyStuck
 from idempotency.http import not_stored
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring.doctor import diagnose
@@ -27,6 +27,7 @@ from idempotency.reaper import ReapPass, reap_once
 from tests.kit.ageing import make_older
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, all_at_once, background
+from tests.kit.views import phased_outside, plain
 from tests.models import Account, Entry
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -425,7 +426,7 @@ def test_a_refusal_in_the_last_run_inside_the_process_is_one(bank: Any, sender: 
 
     def forbid_what_is_taken(key: IdempotencyKey) -> None:
         try:
-            with atomic_phase(key):
+            with atomic_phase(key, isolation="serializable"):
                 Account.objects.create(name="taken")
         except IntegrityError as error:
             raise PermissionDenied from error
@@ -495,3 +496,16 @@ def test_a_person_may_answer_a_refused_key(bank: Any, sender: Sender) -> None:
     assert interventions.answer(key.pk, key.claim_token, HttpResponse("gone", status=410), by="jane")
     key.refresh_from_db()
     assert (key.refused_at, sender.send().status_code) == (None, 410)
+
+
+@pytest.mark.parametrize(
+    "refusal", [KeyReused(), InProgress(), InterventionRequired()], ids=lambda refusal: type(refusal).__name__
+)
+@pytest.mark.parametrize("kind", [plain, phased_outside])
+def test_the_refusal_of_another_key_is_an_error_of_the_view(kind: Any, refusal: Exception, serve: Any, sender: Sender) -> None:
+    def work(request: HttpRequest) -> HttpResponseBase:
+        raise refusal
+
+    serve(view=kind(work))
+    assert [sender.send().status_code for _ in range(2)] == [500, 500]
+    assert not IdempotencyKey.objects.filter(refused_at__isnull=False).exists()

@@ -337,7 +337,7 @@ def test_in_another_thread_of_an_async_view_it_is_refused(serve: Serve, sender: 
 
 def test_between_two_phases_it_is_refused(serve: Serve, sender: Sender) -> None:
     inner = plain(named("inner"))
-    serve(view=over_key(lambda key: inner(key.run.work.context)))
+    serve(view=over_key(lambda key: inner(key.run.work.request)))
     refusal(sender, INNER, "kit.views.over_key")
 
 

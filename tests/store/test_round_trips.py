@@ -387,7 +387,7 @@ def test_an_error_that_the_server_has_not_sent_is_a_broken_connection(transactio
     connection.ensure_connection()
     own = connection.connection
     result = own.pgconn.make_empty_result(ExecStatus.FATAL_ERROR)
-    assert isinstance(round_trips._error(own, result, None, None), psycopg.OperationalError)
+    assert isinstance(round_trips._error(own, result, None, None, {}), psycopg.OperationalError)
 
 
 @both_kinds
