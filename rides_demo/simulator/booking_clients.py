@@ -81,10 +81,13 @@ class Tally:
 
 
 class BookingClients:
-    """Send bookings to one base URL; thread-safe. ``host`` is the host of requests that are no bookings."""
+    """Send bookings to one base URL; thread-safe. ``host`` is the host of requests that are no bookings.
 
-    def __init__(self, base_url: str, tally: Tally, host: str = "") -> None:
-        self.tally = tally
+    If ``limited`` is true, the database role has time limits. A client then gives up if its request exceeds one.
+    """
+
+    def __init__(self, base_url: str, tally: Tally, host: str = "", *, limited: bool = False) -> None:
+        self.tally, self.limited = tally, limited
         self.address = urlsplit(base_url)
         # Ignore proxies of the environment, as the server is on this machine.
         self.http = httpx.Client(
@@ -122,7 +125,7 @@ class BookingClients:
 
     def _check_answer(self, booking: Booking, answer: httpx.Response) -> None:
         expected = {402} if booking.token == "demo-joe" else {201}
-        if answer.status_code not in expected and not _is_stuck(answer):
+        if answer.status_code not in expected and not has_code(answer, 409, "key_stuck"):
             self.tally.add_violation(booking, f"{answer.status_code} {answer.text[:200]}")
 
     def _until_settled(self, booking: Booking) -> Outcome:
@@ -133,7 +136,10 @@ class BookingClients:
             except httpx.TransportError:
                 return outcome
         # A response with Retry-After is not final: the client gave up at its deadline.
-        outcome.answer = answer if "Retry-After" not in answer.headers else None
+        if self.limited and has_code(answer, 503, "time_limit_exceeded"):
+            self.tally.count("fault limits: 503 time_limit_exceeded")
+        elif "Retry-After" not in answer.headers:
+            outcome.answer = answer
         return outcome
 
     def _duplicates(self, booking: Booking) -> Outcome:
@@ -165,8 +171,8 @@ class BookingClients:
             other = replace(booking, body=booking.body | {"target_lat": 0.0})
             refused = self._until_settled(other).answer
             self.tally.count("fault mismatch")
-            if refused is None or refused.status_code != 422 or refused.json().get("code") != "key_reused":
-                self.tally.add_violation(booking, f"another body got {refused and refused.text[:200]}")
+            if refused is not None and not has_code(refused, 422, "key_reused"):
+                self.tally.add_violation(booking, f"another body got {refused.text[:200]}")
         return outcome
 
     def _cut_request(self, booking: Booking) -> Outcome:
@@ -264,5 +270,6 @@ def _is_far_off(date: str) -> bool:
     return abs(parsedate_to_datetime(date).timestamp() - time.time()) > CLOCK_SECONDS
 
 
-def _is_stuck(answer: httpx.Response) -> bool:
-    return answer.status_code == 409 and answer.json().get("code") == "key_stuck"
+def has_code(answer: httpx.Response, status: int, code: str) -> bool:
+    """Return whether the answer is a problem of the app with this status and code."""
+    return answer.status_code == status and answer.json().get("code") == code

@@ -12,7 +12,7 @@ ROLE = "rides"
 #: standby exceeds the first limit. The transaction of a suspended web worker exceeds the second. Many sessions of web threads
 #: and loops exceed the third.
 SETTINGS = {
-    "statement_timeout": ("250ms", "canceling statement due to statement timeout"),
+    "statement_timeout": ("500ms", "canceling statement due to statement timeout"),
     "transaction_timeout": ("3s", "terminating connection due to transaction timeout"),
     "idle_session_timeout": ("2s", "terminating connection due to idle-session timeout"),
 }

@@ -21,6 +21,7 @@ from rides_demo.simulator.booking_clients import Booking, BookingClients, Cannot
 from rides_demo.simulator.crashes import Crashes
 from rides_demo.simulator.cutting_proxy import cut_replies, cuts
 from rides_demo.simulator.hangs import BODY, HANG, TOKEN
+from rides_demo.simulator.limits import LIMITS
 from rides_demo.simulator.plan import (
     CUT_REPLIES,
     DOWN_FAULTS,
@@ -62,7 +63,8 @@ class Simulation:
         self.crashes = Crashes(run_dir, random.Random(seed))
         self.tally = Tally()
         self.hosts = hosts
-        self.clients = BookingClients(base_url, self.tally, hosts[0])
+        limited = LIMITS in plan.required
+        self.clients = BookingClients(base_url, self.tally, hosts[0], limited=limited)
         self.outcomes: list[Outcome] = []
         self.suspensions = Suspensions(Crashes(run_dir, random.Random(seed + 1)), self._ended_within)
         self._pauses = random.Random(seed + 2)

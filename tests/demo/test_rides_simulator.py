@@ -110,6 +110,19 @@ class Stumbling(Forgetful):
             super().do_POST()
 
 
+class Limited(Forgetful):
+    """A server whose database ends each transaction."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = b'{"code": "time_limit_exceeded", "retryable": false}'
+        self.send_response(503)
+        self.send_header("Content-Type", "application/problem+json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
 @pytest.fixture(params=[Forgetful])
 def forgetful(request) -> Iterator[str]:
     request.param.booked = 0
@@ -128,6 +141,17 @@ def test_a_wrong_answer_is_noticed(forgetful, kind):
     clients.close()
 
     assert len(clients.tally.wrong) == 1
+
+
+@pytest.mark.parametrize(("limited", "label", "wrong"), [(True, "gave up", 0), (False, "503", 1)])
+@pytest.mark.parametrize("forgetful", [Limited], indirect=True)
+def test_a_time_limit_is_right_only_if_the_role_has_limits(forgetful, limited, label, wrong):
+    clients = BookingClients(forgetful, Tally(), limited=limited)
+
+    assert clients.run(Booking("sim-1", "plain", "demo-jane", RIDE)).label == label
+    clients.close()
+
+    assert len(clients.tally.wrong) == wrong
 
 
 @pytest.mark.parametrize("forgetful", [Stumbling], indirect=True)

@@ -182,7 +182,7 @@ def test_hung_loops_and_limits_are_counted_in_the_logs(tmp_path):
     (tmp_path / "postgres-a.log").write_text("ERROR:  canceling statement due to statement timeout\n")
     (tmp_path / "postgres-a.log.before").write_text("FATAL:  terminating connection due to idle-session timeout\n" * 2)
     assert count_exits(tmp_path) == 2
-    assert strikes(tmp_path) == {"limits: statement_timeout 250ms": 1, "limits: idle_session_timeout 2s": 2}
+    assert strikes(tmp_path) == {"limits: statement_timeout 500ms": 1, "limits: idle_session_timeout 2s": 2}
 
 
 @pytest.mark.postgres

@@ -116,7 +116,7 @@ class Command(demo.Command):
         log = supervisor.folder / "clients.jsonl"
         return [
             "--base-url", self.url, "--faults", faults, "--minutes", str(options["minutes"]), "--log", str(log),
-            "--drain-seconds", "120",
+            "--drain-seconds", "180",
         ]  # fmt: skip
 
     def direct(self, supervisor: Supervisor) -> dict[str, str]:
