@@ -144,8 +144,8 @@ def test_the_order_of_the_requests_is_no_difference(prove: Callable[[Any], Any])
     def view(request: HttpRequest) -> HttpResponse:
         key = request.idempotency_key
         for _ in key.phases():
-            with key.call("charge") as downstream_key:
-                bank(amount=5, key=downstream_key)
+            with key.call("charge") as call:
+                bank(amount=5, key=call.key)
             with atomic_phase(key) as phase:
                 phase.set_response(numbered(request))
         return key.response()
