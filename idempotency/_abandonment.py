@@ -11,11 +11,12 @@ from idempotency._boundary import boundary
 from idempotency._engine import claims, events, fence, rows, settlement
 from idempotency._engine.adapter import StoredWork, with_stored_work
 from idempotency._engine.calls import Calls
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import accepts_writes
 from idempotency._engine.hung import watched_key
 from idempotency._engine.replays import cause_of
 from idempotency.exceptions import CallInDoubt, KeyStuck, LockLost, StuckCode
-from idempotency.models import DownstreamCall, IdempotencyKey
+from idempotency.models import DownstreamCall
 
 logger = logging.getLogger("idempotency")
 
@@ -38,7 +39,7 @@ def settle(pk: int, *, using: str) -> bool | None:
     return with_stored_work(key, partial(_settle, key, using))
 
 
-def _settle(key: IdempotencyKey, using: str, work: StoredWork) -> bool | None:
+def _settle(key: ClaimedKey, using: str, work: StoredWork) -> bool | None:
     try:
         has_on_abandon = work.require_on_abandon()
     except KeyStuck as stuck:  # Raised by PREPARE_REQUEST.
@@ -77,7 +78,7 @@ def _settle(key: IdempotencyKey, using: str, work: StoredWork) -> bool | None:
     return False
 
 
-def _run(work: StoredWork, key: IdempotencyKey, using: str) -> bool:
+def _run(work: StoredWork, key: ClaimedKey, using: str) -> bool:
     """Run ``on_abandon`` and store its response; return whether it was stored. Raises LockLost if the key was answered
     meanwhile."""
     if DownstreamCall.objects.using(using).filter(key_id=key.pk, recorded_at__isnull=True).exists():

@@ -14,8 +14,9 @@ from idempotency import conf, signals
 from idempotency._boundary import boundary
 from idempotency._engine import claims, events, fence, rows, settlement
 from idempotency._engine.adapter import StoredWork, with_stored_work
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import accepts_writes, connection_lost
-from idempotency._engine.key_run import KeyState
+from idempotency._engine.phased_run import KeyState
 from idempotency._engine.transactions import refuse_outer_transaction
 from idempotency._states import completer_delay_seconds, due_at
 from idempotency._text import summary
@@ -122,7 +123,7 @@ def complete_by_id(pk: int, attempts: int, alias: str) -> str | None:
     return with_stored_work(key, partial(_run, key, alias))
 
 
-def _run(key: IdempotencyKey, alias: str, work: StoredWork) -> str:
+def _run(key: ClaimedKey, alias: str, work: StoredWork) -> str:
     """Run the work of a claimed key; return the result for ``complete_key``. Raises the exceptions with which the next key
     would fail too. If the lock of this key cannot be released then, it expires."""
     events.emit(signals.key_claimed, key, None)
@@ -153,7 +154,7 @@ def _run(key: IdempotencyKey, alias: str, work: StoredWork) -> str:
     return "stuck" if given_up else "failed"
 
 
-def _leave_to_client(key: IdempotencyKey, alias: str, work: StoredWork) -> bool:
+def _leave_to_client(key: ClaimedKey, alias: str, work: StoredWork) -> bool:
     """Mark a key as stuck whose rebuilt request is refused repeatedly; return whether this call did it. The rebuilt request
     may lack an attribute that a middleware sets, so the refusal is not a response for the client. A retry of the client still
     runs. A key with ``on_abandon`` is not marked, because the reaper settles it."""
@@ -167,7 +168,7 @@ def _leave_to_client(key: IdempotencyKey, alias: str, work: StoredWork) -> bool:
     return _mark_stuck(key, StuckCode.REFUSED_WHEN_REBUILT, reason, alias)
 
 
-def _mark_stuck(key: IdempotencyKey, code: str, reason: str, alias: str) -> bool:
+def _mark_stuck(key: ClaimedKey, code: str, reason: str, alias: str) -> bool:
     """Mark a claimed key as stuck. Return whether it was; an operator may have settled it meanwhile."""
     try:
         fence.mark_stuck(key, code, reason, using=alias)
@@ -177,7 +178,7 @@ def _mark_stuck(key: IdempotencyKey, code: str, reason: str, alias: str) -> bool
     return True
 
 
-def _give_up(key: IdempotencyKey, alias: str, work: StoredWork) -> bool:
+def _give_up(key: ClaimedKey, alias: str, work: StoredWork) -> bool:
     """Mark a key as stuck after its last attempt; return whether this call did it. A key that was just handed back has all
     its attempts again. A key with ``on_abandon`` is retried until the reaper settles it."""
     most = conf.get().COMPLETER_MAX_ATTEMPTS

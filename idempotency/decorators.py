@@ -10,12 +10,12 @@ from asgiref.sync import sync_to_async
 from django.http import HttpRequest, HttpResponseBase
 
 from idempotency._async import in_thread
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._http.atomic_requests import EVERY_ALIAS, outside_of_atomic_requests
 from idempotency._http.entry import answer_request
 from idempotency._http.options import Options
 from idempotency._http.responses import SAFE_METHODS
 from idempotency._http.view import OUTSIDE, Call, View
-from idempotency.models import IdempotencyKey
 
 AnyView = TypeVar("AnyView", bound=View)
 Given = ParamSpec("Given")
@@ -28,7 +28,7 @@ class ProtectedRequest(HttpRequest):
     does not express this.
     """
 
-    idempotency_key: IdempotencyKey
+    idempotency_key: ClaimedKey
 
 
 class Idempotent(Protocol[Given]):

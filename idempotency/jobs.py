@@ -20,7 +20,7 @@ from django.utils.module_loading import import_string
 
 from idempotency import conf
 from idempotency._async import FAILURES, awaited
-from idempotency._engine.key_run import current_key
+from idempotency._engine.phased_run import current_key
 from idempotency._hidden import Arguments, Hidden
 from idempotency._text import error_text, refuse_unstorable_json
 from idempotency.exceptions import JobNotAllowed, NoOpenTransaction

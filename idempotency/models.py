@@ -19,7 +19,6 @@ from django.db.models.functions import Now
 from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
 
-from idempotency._claimed_key import ClaimedKey
 from idempotency._records import ProcessedMessage as ProcessedMessage
 from idempotency._records import ProcessHeartbeat as ProcessHeartbeat
 from idempotency._records import TrafficCount as TrafficCount
@@ -43,7 +42,7 @@ def time_ordered_uuid() -> uuid.UUID:
     return uuid.UUID(int=value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62)
 
 
-class IdempotencyKey(ClaimedKey):
+class IdempotencyKey(models.Model):
     """A request that runs once: its parameters, its lock, its recovery point, its stored response.
 
     All times come from the clock of the database. The statements of ``idempotency._engine`` insert and update the rows, with
@@ -208,6 +207,11 @@ class IdempotencyKey(ClaimedKey):
         """Return the id alone: the log of the admin keeps this text when the key is deleted, and other pages show it to people
         who may not view keys."""
         return f"#{self.pk}"
+
+    def refresh_from_db(self, using: str | None = None, fields: Any = None, from_queryset: Any = None) -> None:
+        """Read the row from the database of the key. A replica may lag, and another shard may have a different row with this
+        id."""
+        super().refresh_from_db(using or self._state.db, fields, from_queryset)
 
     @property
     def key_hash(self) -> str:

@@ -12,21 +12,22 @@ from django.http import HttpResponseBase
 
 from idempotency import signals
 from idempotency._async import either_context
-from idempotency._call_handles import AtMostOnceCall as AtMostOnceCall
-from idempotency._call_handles import KeyedCall as KeyedCall
 from idempotency._engine import events, fence
 from idempotency._engine.adapter import Outcome
-from idempotency._engine.key_run import KeyRun, run_of
+from idempotency._engine.call_handles import AtMostOnceCall as AtMostOnceCall
+from idempotency._engine.call_handles import KeyedCall as KeyedCall
+from idempotency._engine.claimed_key import ClaimedKey as ClaimedKey
+from idempotency._engine.phased_run import PhasedRun, run_of
 from idempotency._engine.transactions import OwnTransaction, durable_transaction
 from idempotency.conf import ChosenIsolation
 from idempotency.exceptions import PhaseDidNotAdvance, UnknownRecoveryPoint
-from idempotency.models import FINISHED, IdempotencyKey
+from idempotency.models import FINISHED
 
 
 class AtomicPhase:
     """The handle of an ``atomic_phase`` block. The block must call exactly one of the three methods that end it."""
 
-    def __init__(self, run: KeyRun) -> None:
+    def __init__(self, run: PhasedRun) -> None:
         self._run = run
         self._to: str | None = None
         self._noted = False
@@ -108,7 +109,7 @@ class AtomicPhase:
 
 
 @either_context(holds_transaction=True)
-def atomic_phase(key: IdempotencyKey, *, isolation: ChosenIsolation = "from settings") -> Iterator[AtomicPhase]:
+def atomic_phase(key: ClaimedKey, *, isolation: ChosenIsolation = "from settings") -> Iterator[AtomicPhase]:
     """Run the block in one transaction on the key's database. The transaction also commits the new recovery point or the
     response.
 

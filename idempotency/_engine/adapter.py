@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.transactions import OwnTransaction
 from idempotency.conf import Isolation
-from idempotency.models import IdempotencyKey
 
 Result = TypeVar("Result")
 
@@ -87,10 +87,10 @@ class Work(Protocol):
     def stored(self, value: Any) -> StoredResponse:
         """Return what is stored of a value."""
 
-    def restored(self, key: IdempotencyKey) -> Any:
+    def restored(self, key: ClaimedKey) -> Any:
         """Return the stored value of a finished key."""
 
-    def replayed(self, key: IdempotencyKey) -> Any:
+    def replayed(self, key: ClaimedKey) -> Any:
         """Return the stored value of a finished key for a repeat of its caller."""
 
     def described(self, value: Any) -> str:
@@ -167,14 +167,14 @@ class StoredWork(Protocol):
     def require_on_abandon(self) -> bool:
         """Return whether ``on_abandon`` settles the key. Raises why that is unknown now."""
 
-    def abandon(self, key: IdempotencyKey) -> Abandoned:
+    def abandon(self, key: ClaimedKey) -> Abandoned:
         """Call ``on_abandon`` with the claimed key. Raises its exceptions."""
 
 
 class Adapter(Protocol):
     """A kind of work, for processes that know only the row of a key."""
 
-    def with_stored_work(self, key: IdempotencyKey, use: Callable[[StoredWork], Any]) -> Any:
+    def with_stored_work(self, key: ClaimedKey, use: Callable[[StoredWork], Any]) -> Any:
         """Call ``use`` with the stored work of a key, in the environment of the key, and return its result."""
 
     def answer(self, value: Any) -> StoredResponse:
@@ -198,7 +198,7 @@ def adapter_of(method: str) -> Adapter:
     return _adapters.get(method) or _adapters[HTTP]
 
 
-def with_stored_work(key: IdempotencyKey, use: Callable[[StoredWork], Result]) -> Result:
+def with_stored_work(key: ClaimedKey, use: Callable[[StoredWork], Result]) -> Result:
     """Call ``use`` with the stored work of a key, in the environment of the key, and return its result."""
     result: Result = adapter_of(key.request_method).with_stored_work(key, use)
     return result

@@ -15,8 +15,9 @@ from django.db.models import QuerySet
 from django.db.models.functions import Now
 
 from idempotency._async import NeverEntered, either_context
-from idempotency._call_handles import AtMostOnceCall, KeyedCall
 from idempotency._engine import fence, replication
+from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import drop_connection
 from idempotency._engine.transactions import durable_transaction, refuse_outer_transaction
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
@@ -27,7 +28,7 @@ class Calls:
     """The calls of one attempt at a claimed key, or of ``on_abandon``, whose key is stuck with
     ``stuck_code``."""
 
-    def __init__(self, key: IdempotencyKey, *, using: str, stuck_code: str = "") -> None:
+    def __init__(self, key: ClaimedKey, *, using: str, stuck_code: str = "") -> None:
         self._key, self._using, self._stuck_code = key, using, stuck_code
         #: The names of at-most-once calls that have ended, and of those whose block is open.
         self._ended: set[str] = set()
@@ -124,7 +125,7 @@ class Calls:
             raise obstacle
 
 
-def refuse_finished(key: IdempotencyKey) -> None:
+def refuse_finished(key: ClaimedKey) -> None:
     """Raise RuntimeError if the key is finished."""
     if key.recovery_point == FINISHED:
         raise RuntimeError("This key is finished: no phase or call can follow the stored response.")
@@ -142,7 +143,7 @@ def _intent(row: DownstreamCall, *, using: str) -> QuerySet[DownstreamCall]:
     return DownstreamCall.objects.using(using).filter(pk=row.pk, token=row.token, recorded_at__isnull=True)
 
 
-def _write_outcome(key: IdempotencyKey, row: DownstreamCall, call: AtMostOnceCall, *, using: str) -> None:
+def _write_outcome(key: ClaimedKey, row: DownstreamCall, call: AtMostOnceCall, *, using: str) -> None:
     """Write the result of a call, or only that it was begun. Raises LockLost if the key is gone."""
     recorded = {"result": call.result, "recorded_at": Now()} if call.recorded else {}
     if recorded and _intent(row, using=using).update(**recorded):

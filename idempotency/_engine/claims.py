@@ -17,6 +17,7 @@ from django.db import Error, connections
 
 from idempotency._engine import statements
 from idempotency._engine.advisory_locks import HOLDER, lock_parameters, way_of
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import connection_lost, refuse_second_wait, serialization_failed
 from idempotency._engine.history import HistoryEvent
 from idempotency._engine.late_releases import release_later
@@ -78,7 +79,7 @@ class _Found:
 
     sent: float
     claimed: tuple[Any, ...] | None = None
-    key: IdempotencyKey | None = None
+    key: ClaimedKey | None = None
     expired: bool = False
     lock_seconds: float = 0
     verdict: str = ""
@@ -114,7 +115,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
                     raise request.unstorable
                 found = _look(text.upsert, parameters, request, using)
         except Error as error:
-            claimed = IdempotencyKey(scope=request.scope, idempotency_key=request.idempotency_key)
+            claimed = ClaimedKey(scope=request.scope, idempotency_key=request.idempotency_key)
             _raise_unless_race(error, claimed, parameters, using)
             continue
         if found.claimed is not None:
@@ -143,7 +144,7 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
         found = _parsed(Hidden(first.row), 0.0, request, using) if ran else _look(first.text, parameters, request, using)
         if found.claimed is not None:
             key = _key_of_claim(found, request, parameters, using)
-            key.born_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.
+            key.created_monotonic = None  # Each attempt has a new seed, so no key may be derived from it.
             return Claim(Outcome.CLAIMED, key)
         if found.verdict == "same":  # A run of the same request holds the key, and has not committed.
             return Claim(Outcome.IN_PROGRESS)
@@ -160,7 +161,7 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
     return Claim(Outcome.IN_PROGRESS)
 
 
-def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = False) -> IdempotencyKey | None:
+def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = False) -> ClaimedKey | None:
     """Claim an abandoned key for the completer, or with ``early`` for the reaper, before the next run is due. If this run
     fails too, the key is due again after ``delay_seconds``. Return None if the key is not due, locked, finished, stuck or
     refused."""
@@ -177,7 +178,7 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
     try:
         return fetch_key(statements_for(using).claim_by_id, parameters, using)
     except Error as error:
-        _raise_unless_race(error, IdempotencyKey(pk=pk), parameters, using)
+        _raise_unless_race(error, ClaimedKey(pk=pk), parameters, using)
         return None
 
 
@@ -188,7 +189,7 @@ def _look(text: str, parameters: Parameters, request: ClaimedRequest, using: str
     return _parsed(values, sent, request, using)
 
 
-def _retire(key: IdempotencyKey, request: ClaimedRequest, using: str) -> None:
+def _retire(key: ClaimedKey, request: ClaimedRequest, using: str) -> None:
     with _one_wait():
         execute(statements_for(using).retire, Hidden({"id": key.pk, "scope": request.scope}), using)
 
@@ -219,7 +220,7 @@ def _parsed(values: Hidden[tuple[Any, ...] | None], sent: float, request: Claime
     return _Found(sent, None, key, bool(expired), lock_seconds, verdict)
 
 
-def _raise_unless_race(error: Error, key: IdempotencyKey, parameters: Parameters, using: str) -> None:
+def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, using: str) -> None:
     """Raise the error of a claim statement, unless another claim won under a high level of isolation. After a lost connection
     or standby, release the claim: it may have been committed."""
     if serialization_failed(error) and not connections[using].in_atomic_block:
@@ -235,7 +236,7 @@ def _token_of(parameters: Parameters) -> uuid.UUID:
     return uuid.UUID(str(parameters.value["claim_token"]))
 
 
-def _key_of_claim(found: _Found, request: ClaimedRequest, parameters: Parameters, using: str, **known: Any) -> IdempotencyKey:
+def _key_of_claim(found: _Found, request: ClaimedRequest, parameters: Parameters, using: str, **known: Any) -> ClaimedKey:
     claimed = Hidden(found.claimed or ())
     key = key_of_row(
         statements.CLAIMED,
@@ -256,7 +257,7 @@ def _key_of_claim(found: _Found, request: ClaimedRequest, parameters: Parameters
         **known,
     )
     age_seconds, key.place = claimed.value[-2:]
-    key.born_monotonic, key.fence = born(found.sent, age_seconds), key.claim_token
+    key.created_monotonic, key.fence = born(found.sent, age_seconds), key.claim_token
     return key
 
 

@@ -21,6 +21,7 @@ from django.db import connections
 from psycopg.errors import DivisionByZero
 
 from idempotency._engine import replication, statements
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.cursors import is_instrumented
 from idempotency._engine.events import about
 from idempotency._engine.history import HistoryEvent
@@ -31,7 +32,7 @@ from idempotency._hidden import Hidden, Parameters
 from idempotency._text import storable, summary
 from idempotency._watchdog import note_progress
 from idempotency.exceptions import KeyStuck, LockLost, StuckCode
-from idempotency.models import FINISHED, IdempotencyKey
+from idempotency.models import FINISHED
 
 logger = logging.getLogger("idempotency")
 
@@ -53,20 +54,20 @@ class StoredResponse:
         return {"code": self.code, "headers": json.dumps(self.headers), "body": self.body}
 
 
-def advance(key: IdempotencyKey, recovery_point: str, *, using: str, ends: OwnTransaction | None = None) -> None:
+def advance(key: ClaimedKey, recovery_point: str, *, using: str, ends: OwnTransaction | None = None) -> None:
     """Set the recovery point and renew the lock. Raises LockLost if another claim has taken over the key. If the transaction
     ``ends`` sends its last statement with COMMIT, this is its last statement, and LockLost is raised there."""
     event: dict[str, Any] = {"event": HistoryEvent.RECOVERY_POINT, "detail": recovery_point}
     _fenced("advance", key, using, ends=ends, recovery_point=recovery_point, **event)
 
 
-def renew(key: IdempotencyKey, *, using: str, ends: OwnTransaction | None = None) -> None:
+def renew(key: ClaimedKey, *, using: str, ends: OwnTransaction | None = None) -> None:
     """Renew the lock, and mark that the request has begun something. Raises LockLost if another claim has taken over the key,
     or the key is stuck."""
     _fenced("renew", key, using, ends=ends)
 
 
-def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = "") -> None:
+def begin_call(key: ClaimedKey, name: str, *, using: str, stuck_code: str = "") -> None:
     """Renew the lock before a call to a downstream service, and write the call into the history. Raises LockLost if another
     claim has taken over the key, or it is stuck with another code than ``stuck_code``."""
     called: dict[str, Any] = {"event": HistoryEvent.CALL_BEGUN, "detail": summary(name)}
@@ -74,7 +75,7 @@ def begin_call(key: IdempotencyKey, name: str, *, using: str, stuck_code: str = 
 
 
 def finish(
-    key: IdempotencyKey,
+    key: ClaimedKey,
     response: StoredResponse,
     *,
     using: str,
@@ -91,14 +92,14 @@ def finish(
     _fenced(statement, key, using, ends=ends, **response.parameters(), **event)
 
 
-def set_free(key: IdempotencyKey, code: int, *, using: str, ends: OwnTransaction | None = None) -> None:
+def set_free(key: ClaimedKey, code: int, *, using: str, ends: OwnTransaction | None = None) -> None:
     """Let the client of a plain view use its key again, although the writes of the view are committed. The row expires under
     another scope. It has the status of the response, but neither headers nor body."""
     event: dict[str, Any] = {"event": HistoryEvent.FINISHED, "detail": f"status {code}, not stored"}
     _fenced("set_free", key, using, ends=ends, code=code, **event)
 
 
-def release(key: IdempotencyKey, error: str, *, using: str) -> None:
+def release(key: ClaimedKey, error: str, *, using: str) -> None:
     """Unlock an unfinished key and store ``error``; do nothing if it is finished, or another claim has taken it over.
 
     Raises NotReplicated if a failover may undo that, and lock the key again (CONFIRM_REPLICATED).
@@ -110,7 +111,7 @@ def release(key: IdempotencyKey, error: str, *, using: str) -> None:
         replication.confirm(using)
 
 
-def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:
+def refuse(key: ClaimedKey, error: str, *, using: str) -> None:
     """Unlock a key whose client gets a refusal, and store ``error``.
 
     If nothing was begun, only a retry of the client runs the key from now on.
@@ -123,21 +124,21 @@ def refuse(key: IdempotencyKey, error: str, *, using: str) -> None:
         _fenced("release", key, using, event=HistoryEvent.ERROR, **described)
 
 
-def leave_to_client(key: IdempotencyKey, error: str, *, using: str) -> None:
+def leave_to_client(key: ClaimedKey, error: str, *, using: str) -> None:
     """Unlock a key of which only the client can send the request again: ``refuse`` without LockLost, because no client gets
     a response now."""
     with suppress(LockLost):
         refuse(key, error, using=using)
 
 
-def mark_stuck(key: IdempotencyKey, code: str, reason: str, *, using: str) -> None:
+def mark_stuck(key: ClaimedKey, code: str, reason: str, *, using: str) -> None:
     """Mark a claimed key as stuck. Raises LockLost if another claim has taken it over."""
     parameters: dict[str, Any] = stuck_parameters(code, reason)
     _fenced("mark_stuck", key, using, **parameters)
     key.stuck_code = parameters["code"]
 
 
-def _fenced(statement: str, key: IdempotencyKey, using: str, *, ends: OwnTransaction | None = None, **values: Any) -> None:
+def _fenced(statement: str, key: ClaimedKey, using: str, *, ends: OwnTransaction | None = None, **values: Any) -> None:
     text: str = getattr(statements_for(using), statement)
     parameters: Parameters = Hidden(values)
     del values

@@ -6,19 +6,19 @@ from functools import partial
 from idempotency import conf
 from idempotency._engine import events, settlement
 from idempotency._engine.adapter import with_stored_work
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._states import completer_delay_seconds
 from idempotency._watchdog import watched
-from idempotency.models import IdempotencyKey
 
 
-def watched_key(key: IdempotencyKey) -> AbstractContextManager[None]:
+def watched_key(key: ClaimedKey) -> AbstractContextManager[None]:
     """Register project code that runs for a claimed key, or for one that was only read. The watchdog of a loop marks the key if
     the code hangs."""
     limit = conf.get().hung_after_seconds
     return watched(f"the run of key {key.key_hash}", limit_seconds=limit, mark=partial(_mark_hung, key), key=key)
 
 
-def _mark_hung(key: IdempotencyKey, place: str) -> None:
+def _mark_hung(key: ClaimedKey, place: str) -> None:
     using, limits = str(key._state.db), conf.get()
     delay = max(completer_delay_seconds(key.completer_attempts), limits.hung_after_seconds)
     if settlement.mark_hung(key, place, delay_seconds=delay, using=using):

@@ -13,6 +13,7 @@ from django.db import Error, connections
 
 from idempotency import conf
 from idempotency._engine import fence, replication
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import drop_connection
 from idempotency.exceptions import NotReplicated
 from idempotency.models import IdempotencyKey
@@ -21,16 +22,16 @@ from idempotency.models import IdempotencyKey
 _MAX_WAITING = 1000
 _PAUSE_SECONDS = 1.0
 
-_waiting: deque[tuple[float, IdempotencyKey, str, str]] = deque(maxlen=_MAX_WAITING)
+_waiting: deque[tuple[float, ClaimedKey, str, str]] = deque(maxlen=_MAX_WAITING)
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def release_later(key: IdempotencyKey, error: str, *, using: str) -> None:
+def release_later(key: ClaimedKey, error: str, *, using: str) -> None:
     """Let a thread retry to release the key, for LOCK_TIMEOUT_SECONDS at most. A key without an id is found by its claim."""
     global _thread
     # A copy for the fence: the key itself would keep its request in memory.
-    held = IdempotencyKey(pk=key.pk, scope=key.scope, idempotency_key=key.idempotency_key)
+    held = ClaimedKey(pk=key.pk, scope=key.scope, idempotency_key=key.idempotency_key)
     held.fence = key.fence
     with _starting:
         _waiting.append((time.monotonic() + conf.get().LOCK_TIMEOUT_SECONDS, held, error, using))
@@ -69,7 +70,7 @@ def _try_each() -> None:
             _waiting.append((until, key, error, using))
 
 
-def _release(key: IdempotencyKey, error: str, using: str) -> None:
+def _release(key: ClaimedKey, error: str, using: str) -> None:
     """Release the key. Raises NotReplicated if there is nothing to release here, but a failover may undo the end of the run."""
     if key.pk is None:  # The result of its claim was lost.
         keys = IdempotencyKey.objects.using(using).filter(scope=key.scope, idempotency_key=key.idempotency_key)

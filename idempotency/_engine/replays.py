@@ -6,6 +6,7 @@ from typing import Any
 from idempotency import signals
 from idempotency._engine import events, replication, settlement
 from idempotency._engine.adapter import Work
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.claims import Claim
 from idempotency._engine.claims import Outcome as ClaimOutcome
 from idempotency._engine.fence import storable_code
@@ -19,7 +20,6 @@ from idempotency.exceptions import (
     StuckCode,
     Unavailable,
 )
-from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
@@ -54,7 +54,7 @@ def cause_of(stuck: KeyStuck) -> tuple[str, str]:
     return code, reason
 
 
-def unknown_point(key: IdempotencyKey) -> str:
+def unknown_point(key: ClaimedKey) -> str:
     return (
         f"The running code does not declare the recovery point {key.recovery_point!r}. Deploy code that declares it: the next "
         f"request or the completer then continues from there. Nothing is lost."
@@ -74,7 +74,7 @@ def without_running(claim: Claim, work: Work, *, using: str) -> Any:
     raise refusal
 
 
-def of_other_run(key: IdempotencyKey | None, work: Work) -> Any:
+def of_other_run(key: ClaimedKey | None, work: Work) -> Any:
     """Return the value that the run that has taken over the key has stored, or raise why it has none. For the completer, no
     replay is announced."""
     if key is not None and key.finished_at is not None:
@@ -85,7 +85,7 @@ def of_other_run(key: IdempotencyKey | None, work: Work) -> Any:
     raise refusal
 
 
-def replay(key: IdempotencyKey, work: Work) -> Any:
+def replay(key: ClaimedKey, work: Work) -> Any:
     """Return the stored value. Raises NotReplicated if the standbys have not confirmed it."""
     replication.confirm(str(key._state.db))
     value = _stored_value(key, work)
@@ -93,7 +93,7 @@ def replay(key: IdempotencyKey, work: Work) -> Any:
     return value
 
 
-def _stored_value(key: IdempotencyKey, work: Work) -> Any:
+def _stored_value(key: ClaimedKey, work: Work) -> Any:
     if key.response_code is None:
         logger.error(
             "key %s was committed without a response, probably because its view ended the transaction with COMMIT. The writes "

@@ -14,6 +14,7 @@ from django.db.models import DEFERRED
 
 from idempotency import conf
 from idempotency._engine import database_product, round_trips, statements
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.cursors import changed_rows, classified_errors, is_instrumented, numbered, own_cursor, positional
 from idempotency._engine.round_trips import Result, StaleStatement
 from idempotency._hidden import Hidden, Parameters
@@ -80,11 +81,11 @@ def _sent(connection: BaseDatabaseWrapper, text: str, parameters: Parameters) ->
         return round_trips.run(connection, text, parameters)
 
 
-def read(pk: int, *, using: str) -> IdempotencyKey | None:
+def read(pk: int, *, using: str) -> ClaimedKey | None:
     return fetch_key(statements_for(using).read_by_id, Hidden({"id": pk}), using)
 
 
-def fetch_key(text: str, parameters: Parameters, using: str) -> IdempotencyKey | None:
+def fetch_key(text: str, parameters: Parameters, using: str) -> ClaimedKey | None:
     """Return the key of a row with ``statements.READ`` and its age. Its fence is the token of the current claim."""
     sent = time.monotonic()
     row = Hidden(fetch(text, parameters, using))
@@ -92,7 +93,7 @@ def fetch_key(text: str, parameters: Parameters, using: str) -> IdempotencyKey |
         return None
     key = key_of_row(statements.READ, Hidden(row.value[:-2]), using)
     age_seconds, place = row.value[-2:]
-    key.born_monotonic = born(sent, age_seconds)
+    key.created_monotonic = born(sent, age_seconds)
     key.fence, key.place = key.claim_token, place
     return key
 
@@ -106,7 +107,7 @@ def born(sent: float, age_seconds: float) -> float:
     return sent - age_seconds
 
 
-def read_own(key: IdempotencyKey, *, using: str) -> IdempotencyKey:
+def read_own(key: ClaimedKey, *, using: str) -> ClaimedKey:
     """Return a fresh copy of a key that this run holds. Raises LockLost if another claim has taken it over."""
     fresh = read(key.pk, using=using)
     if fresh is None or fresh.fence != key.fence:
@@ -114,7 +115,7 @@ def read_own(key: IdempotencyKey, *, using: str) -> IdempotencyKey:
     return fresh
 
 
-def key_of_row(names: tuple[str, ...], values: Hidden[Sequence[Any]], using: str, **known: Any) -> IdempotencyKey:
+def key_of_row(names: tuple[str, ...], values: Hidden[Sequence[Any]], using: str, **known: Any) -> ClaimedKey:
     """Return a key with the columns ``names`` and the attributes ``known``; other fields are deferred."""
     columns, attributes = Hidden(list(values.value)), Hidden(known)
     del known  # The converters of the project's user model run here, and the receivers of signals.
@@ -122,7 +123,7 @@ def key_of_row(names: tuple[str, ...], values: Hidden[Sequence[Any]], using: str
         for converter in converters:
             columns.value[position] = converter(columns.value[position], expression, connections[using])
     attributes.value.update(zip(names, columns.value, strict=True))
-    key = IdempotencyKey(*[attributes.value.get(name, DEFERRED) for name in _ATTRIBUTES])
+    key = ClaimedKey(*[attributes.value.get(name, DEFERRED) for name in _ATTRIBUTES])
     key._state.adding, key._state.db = False, using
     return key
 

@@ -16,11 +16,12 @@ from idempotency import signals
 from idempotency._engine import claims, events, fence, rows
 from idempotency._engine.adapter import Outcome, Work
 from idempotency._engine.attempts import Attempts, Wait, conflict, repeat
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.claims import ClaimedRequest
 from idempotency._engine.claims import Outcome as ClaimOutcome
 from idempotency._engine.errors import drop_connection, retryable_failure
-from idempotency._engine.key_run import KeyRun
 from idempotency._engine.late_releases import release_later
+from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.plain_run import PlainRun, RolledBack
 from idempotency._engine.replays import CannotRun, cause_of, of_other_run, refusal_of_stuck, unknown_point, without_running
 from idempotency._engine.transactions import (
@@ -34,7 +35,6 @@ from idempotency.exceptions import (
     ResponseNotCommitted,
     StuckCode,
 )
-from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
@@ -94,10 +94,10 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     if claim.key.attempts > 1:
         logger.info("key %s is resumed at %s", claim.key.key_hash, claim.key.recovery_point, extra=events.about(claim.key))
     events.emit(signals.key_claimed, claim.key, work.request)
-    return run_claimed(KeyRun(claim.key, work))
+    return run_claimed(PhasedRun(claim.key, work))
 
 
-def run_claimed(run: KeyRun) -> Any:
+def run_claimed(run: PhasedRun) -> Any:
     """Do the work of a claimed key, and settle the key. On return or exception ``run.end`` is the state of the key."""
     key = run.key
     try:
@@ -115,7 +115,7 @@ def run_claimed(run: KeyRun) -> Any:
         del outcome  # as in run_plain
 
 
-def _settled(run: KeyRun) -> Outcome:
+def _settled(run: PhasedRun) -> Outcome:
     """Do the work and settle the key. An exception of ``settle`` ends the run like one of the work, and is settled too."""
     try:
         try:
@@ -131,7 +131,7 @@ def _settled(run: KeyRun) -> Outcome:
         return settle(run, error)
 
 
-def _in_attempts(run: KeyRun) -> Outcome:
+def _in_attempts(run: PhasedRun) -> Outcome:
     """Do the work, and again after a serialization failure."""
     work = run.work
     if run.key.recovery_point not in work.points:
@@ -154,7 +154,7 @@ def _in_attempts(run: KeyRun) -> Outcome:
     raise conflict()
 
 
-def settle(run: KeyRun, result: Outcome | BaseException) -> Outcome:
+def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
     """Write what becomes of the key of a phased run. Return the outcome for the caller, or raise the exception.
 
     The first case that fits decides:
@@ -209,7 +209,7 @@ def settle(run: KeyRun, result: Outcome | BaseException) -> Outcome:
     return result
 
 
-def _described(run: KeyRun, outcome: Outcome) -> str:
+def _described(run: PhasedRun, outcome: Outcome) -> str:
     if outcome.is_raised and outcome.cause is not None:
         return error_text(outcome.cause, withheld=run.work.hides_errors)
     return run.work.described(outcome.value)
@@ -222,7 +222,7 @@ def _not_committed(outcome: Outcome) -> ResponseNotCommitted:
     )
 
 
-def _taken_over(run: KeyRun, key: IdempotencyKey) -> Any:
+def _taken_over(run: PhasedRun, key: ClaimedKey) -> Any:
     """Return the value of the run that has taken over the key."""
     _release(run.key, "This run lost its lock, or the result of its COMMIT.", using=run.using)
     other = rows.read(key.pk, using=run.using)
@@ -232,7 +232,7 @@ def _taken_over(run: KeyRun, key: IdempotencyKey) -> Any:
     return of_other_run(other, run.work)
 
 
-def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
+def _release(key: ClaimedKey, error: str, *, using: str) -> None:
     """Release the key; after a database error retry on a new connection, then in a thread until the lock expires."""
     for attempt in (1, 2):
         try:
@@ -252,7 +252,7 @@ def _release(key: IdempotencyKey, error: str, *, using: str) -> None:
             return
 
 
-def _mark_stuck(run: KeyRun, code: str, reason: str) -> None:
+def _mark_stuck(run: PhasedRun, code: str, reason: str) -> None:
     """Mark the key as stuck; retry once on a new connection. Announce it unless its code is unchanged."""
     key, before = run.key, run.key.stuck_code
     with suppress(LockLost):  # If another claim holds the key now, its code is unchanged here.

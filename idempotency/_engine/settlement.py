@@ -11,6 +11,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.events import about, announce_stuck
 from idempotency._engine.fence import StoredResponse, stuck_parameters
 from idempotency._engine.history import HistoryEvent
@@ -68,7 +69,7 @@ def _give_up(pk: int, code: str, reason: str, using: str) -> bool:
     return execute(statements_for(using).give_up, Hidden({"id": pk, **stuck_parameters(code, reason)}), using) > 0
 
 
-def mark_hung(key: IdempotencyKey, place: str, *, delay_seconds: float, using: str) -> bool:
+def mark_hung(key: ClaimedKey, place: str, *, delay_seconds: float, using: str) -> bool:
     """End the claim of a run that hangs at ``place``, so that the completer does not take the key before ``delay_seconds``.
     After the last of ``MOST_HANGS`` hangs, mark the key as stuck; return whether this call did it. Nothing changes if the run
     has renewed its lock, or another run has claimed the key."""

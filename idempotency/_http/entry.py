@@ -11,7 +11,7 @@ from django.http import HttpResponseBase
 from idempotency import conf, scopes, signals
 from idempotency._engine import events
 from idempotency._engine.errors import connection_lost, exceeded_time_limit
-from idempotency._engine.key_run import KeyRun
+from idempotency._engine.phased_run import PhasedRun
 from idempotency._engine.run import run_claimed, run_phased, run_plain
 from idempotency._engine.several_databases import atomic_request
 from idempotency._hidden import Hidden
@@ -92,7 +92,7 @@ def _unprotected(call: Call) -> HttpResponseBase:
 
 def _rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpResponseBase:
     key = rebuilt.run.key if rebuilt.run is not None else rebuilt.key  # A decorator may call the view twice.
-    rebuilt.run = KeyRun(key, ViewWork(call, options, by_completer=True))
+    rebuilt.run = PhasedRun(key, ViewWork(call, options, by_completer=True))
     try:
         return run_claimed(rebuilt.run)  # type: ignore[no-any-return]
     except NotReplicated:

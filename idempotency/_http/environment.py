@@ -23,9 +23,9 @@ from idempotency import conf
 from idempotency._async import FAILURES, awaited
 from idempotency._boundary import boundary
 from idempotency._engine import events
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.hung import watched_key
 from idempotency._http.stored_request import rebuild
-from idempotency.models import IdempotencyKey
 
 logger = logging.getLogger("idempotency")
 
@@ -56,14 +56,14 @@ class Environment:
         return request
 
 
-def in_environment(key: IdempotencyKey, work: Callable[[Environment], Result]) -> Result:
+def in_environment(key: ClaimedKey, work: Callable[[Environment], Result]) -> Result:
     """Call ``work`` in the environment of the stored request, and return its result. On return nothing of the environment
     is left: its context variables are unset, its context manager is closed, and the connections are checked. An error that
     prevents the environment is its ``failure``; an error at its end is logged."""
     return copy_context().run(_in_environment, key, work)
 
 
-def _in_environment(key: IdempotencyKey, work: Callable[[Environment], Result]) -> Result:
+def _in_environment(key: ClaimedKey, work: Callable[[Environment], Result]) -> Result:
     environment, raised, results = Environment(), None, []
     try:
         with watched_key(key), boundary(), ExitStack() as stack:
@@ -82,7 +82,7 @@ def _in_environment(key: IdempotencyKey, work: Callable[[Environment], Result]) 
     return results[0]
 
 
-def _enter(stack: ExitStack, environment: Environment, key: IdempotencyKey) -> None:
+def _enter(stack: ExitStack, environment: Environment, key: ClaimedKey) -> None:
     environment.request = request = rebuild(key)
     for context in (_urls_of(request), translation.override(_language_of(request)), timezone.override(None)):
         stack.enter_context(context)

@@ -12,12 +12,12 @@ from django.http import HttpRequest
 
 from idempotency import scopes
 from idempotency._engine.adapter import Run
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import effective_isolation
 from idempotency._hidden import Hidden
 from idempotency._http import key_header
 from idempotency._http.options import Options
 from idempotency._http.view import Call
-from idempotency.models import IdempotencyKey
 
 #: The attribute of a request with the run of its view. Copies of the request have it too, in each thread.
 _RUN = "_idempotency_run"
@@ -37,8 +37,8 @@ class ViewRun:
     is_over: bool = False
 
     @property
-    def key(self) -> IdempotencyKey:
-        key: IdempotencyKey = self.run.key
+    def key(self) -> ClaimedKey:
+        key: ClaimedKey = self.run.key
         return key
 
     @property

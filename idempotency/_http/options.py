@@ -9,12 +9,13 @@ from django.db import router
 from django.http import HttpRequest, HttpResponseBase
 
 from idempotency import conf
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._http.kept import refuse_keep
 from idempotency._http.key_header import KeyFrom, refuse_key_from
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.models import FINISHED, STARTED, IdempotencyKey
 
-OnAbandon = Callable[[IdempotencyKey], HttpResponseBase | Awaitable[HttpResponseBase]]
+OnAbandon = Callable[[ClaimedKey], HttpResponseBase | Awaitable[HttpResponseBase]]
 
 _FUNCTIONS = {
     "applies": "a function of the request",

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from django.http import HttpRequest
 
-from idempotency._engine.key_run import KeyRun
-from idempotency.models import IdempotencyKey
+from idempotency._engine.claimed_key import ClaimedKey
+from idempotency._engine.phased_run import PhasedRun
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class RebuiltRun:
     """The claimed key of a rebuilt request, and its run once ``@idempotent`` is reached."""
 
-    key: IdempotencyKey
+    key: ClaimedKey
     #: A view runs for the key only if it is called with this object.
     request: HttpRequest
-    run: KeyRun | None = None
+    run: PhasedRun | None = None
 
     @contextmanager
     def current(self) -> Iterator[None]:

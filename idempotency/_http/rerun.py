@@ -16,6 +16,7 @@ from django.utils.translation import gettext
 from idempotency import conf, scopes
 from idempotency._async import FAILURES, awaited
 from idempotency._engine.adapter import Abandoned, RerunResult
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.replays import CannotRun, cause_of
 from idempotency._http import responses
@@ -27,13 +28,12 @@ from idempotency._http.stored_request import can_rebuild, refuse_partial, sender
 from idempotency._http.view import rendered
 from idempotency._text import error_text
 from idempotency.exceptions import KeyStuck, StuckCode
-from idempotency.models import IdempotencyKey
 
 
 class HttpAdapter:
     """The adapter of HTTP; see ``idempotency._engine.adapter``."""
 
-    def with_stored_work(self, key: IdempotencyKey, use: Callable[["StoredView"], Any]) -> Any:
+    def with_stored_work(self, key: ClaimedKey, use: Callable[["StoredView"], Any]) -> Any:
         return in_environment(key, lambda environment: use(StoredView(key, environment)))
 
     def answer(self, value: HttpResponse) -> StoredResponse:
@@ -53,7 +53,7 @@ class HttpAdapter:
 class StoredView:
     """The view of a stored request."""
 
-    def __init__(self, key: IdempotencyKey, environment: Environment) -> None:
+    def __init__(self, key: ClaimedKey, environment: Environment) -> None:
         self._key, self._environment = key, environment
         self._on_abandon: OnAbandon | None = None
         self.is_whole = can_rebuild(key)
@@ -88,7 +88,7 @@ class StoredView:
         self._on_abandon = on_abandon_of(self._key)
         return self._on_abandon is not None
 
-    def abandon(self, key: IdempotencyKey) -> Abandoned:
+    def abandon(self, key: ClaimedKey) -> Abandoned:
         if self._on_abandon is None:
             raise RuntimeError("The view has no on_abandon.")
         response = rendered(awaited(self._on_abandon(key)))
@@ -137,7 +137,7 @@ def _call(rebuilt: RebuiltRun, environment: Environment) -> HttpResponseBase:
         return response
 
 
-def _name_sender(request: HttpRequest, key: IdempotencyKey, options: Options, environment: Environment) -> None:
+def _name_sender(request: HttpRequest, key: ClaimedKey, options: Options, environment: Environment) -> None:
     """Let Django REST framework use the sender. Raises CannotRun if the sender is not a Django user and is not set."""
     if key.user_id is None and not environment.sender_set and not _is_anybodys(request, key, options):
         raise CannotRun(
@@ -152,7 +152,7 @@ def _name_sender(request: HttpRequest, key: IdempotencyKey, options: Options, en
         vars(request).setdefault("_force_auth_token", request.auth)
 
 
-def _is_anybodys(request: HttpRequest, key: IdempotencyKey, options: Options) -> bool:
+def _is_anybodys(request: HttpRequest, key: ClaimedKey, options: Options) -> bool:
     """Return whether no sender is needed: the scope is a session, or is the same without a sender."""
     if sender_is_no_user(key):
         return False
@@ -166,7 +166,7 @@ def _is_anybodys(request: HttpRequest, key: IdempotencyKey, options: Options) ->
         return False  # The scope reads data that only the client sends.
 
 
-def _stop_if_part_is_done(request: HttpRequest, key: IdempotencyKey, told: str) -> None:
+def _stop_if_part_is_done(request: HttpRequest, key: ClaimedKey, told: str) -> None:
     """Raise CannotRun if a check outside @idempotent has refused the sender, and part of the request is done. If nothing is
     done, the caller releases the key, and the client may retry."""
     reached = hasattr(request, "idempotency_key")  # @idempotent sets the attribute.

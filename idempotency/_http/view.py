@@ -12,8 +12,8 @@ from django.http import HttpRequest, HttpResponseBase
 from django.views import View as BaseView
 
 from idempotency._async import awaited
-from idempotency._engine.key_run import current_key
-from idempotency.models import IdempotencyKey
+from idempotency._engine.claimed_key import ClaimedKey
+from idempotency._engine.phased_run import current_key
 
 View = Callable[..., Any]
 
@@ -72,7 +72,7 @@ class Call:
         return self.rendered(self())
 
     @contextmanager
-    def bound(self, key: IdempotencyKey) -> Iterator[None]:
+    def bound(self, key: ClaimedKey) -> Iterator[None]:
         self.request.idempotency_key = key  # type: ignore[attr-defined]
         token = current_key.set(key)
         try:

@@ -8,6 +8,7 @@ from django.http import HttpResponseBase
 
 from idempotency import conf
 from idempotency._engine.adapter import Outcome, Run
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.fence import StoredResponse
 from idempotency._engine.several_databases import atomic_aliases
 from idempotency._http import responses
@@ -18,7 +19,6 @@ from idempotency._http.view import Call
 from idempotency.conf import Isolation
 from idempotency.exceptions import InProgress, InterventionRequired, KeyReused, ResponseNotStorable
 from idempotency.http import keeps_writes
-from idempotency.models import IdempotencyKey
 
 
 class ViewWork:
@@ -99,10 +99,10 @@ class ViewWork:
     def stored(self, value: HttpResponseBase) -> StoredResponse:
         return responses.stored_parts(value)
 
-    def restored(self, key: IdempotencyKey) -> HttpResponseBase:
+    def restored(self, key: ClaimedKey) -> HttpResponseBase:
         return responses.stored_response(key)
 
-    def replayed(self, key: IdempotencyKey) -> HttpResponseBase:
+    def replayed(self, key: ClaimedKey) -> HttpResponseBase:
         response = responses.stored_response(key)
         response[conf.get().REPLAYED_HEADER] = "true"
         return response

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
-from idempotency.models import IdempotencyKey
+from idempotency._engine.claimed_key import ClaimedKey
 from idempotency.testing.observing import Run, active_run
 from idempotency.testing.services import Address
 
@@ -28,8 +28,8 @@ def downstream_calls_noticed(permitted: Container[Address]) -> Iterator[None]:
                 stack.enter_context(patch.object(kind, name, noticing))
         connect = _noticing_connect(socket.socket.connect, permitted)
         stack.enter_context(patch.object(socket.socket, "connect", connect))
-        derive = _noticing_derive(IdempotencyKey.derive)
-        stack.enter_context(patch.object(IdempotencyKey, "derive", derive))
+        derive = _noticing_derive(ClaimedKey.derive)
+        stack.enter_context(patch.object(ClaimedKey, "derive", derive))
         yield
 
 
@@ -64,7 +64,7 @@ def _noticing_receive(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noticing_derive(original: Callable[..., str]) -> Callable[..., str]:
-    def derive(self: IdempotencyKey, name: str, valid_seconds: int | None = None) -> str:
+    def derive(self: ClaimedKey, name: str, valid_seconds: int | None = None) -> str:
         derived = original(self, name, valid_seconds)
         if run := active_run():
             run.derived.add(derived)

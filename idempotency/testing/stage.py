@@ -12,6 +12,7 @@ from django.db import transaction
 from django.db.models import Q
 
 from idempotency import conf
+from idempotency._engine import rows
 from idempotency._http.environment import in_environment
 from idempotency._http.responses import stored_headers
 from idempotency._http.routes import has_on_abandon
@@ -37,8 +38,9 @@ _COMPLETER_RUNS = 5
 COME_BACK = (409, 425, 429)
 
 
-def _has_on_abandon(key: IdempotencyKey) -> bool:
-    return in_environment(key, lambda environment: environment.failure is None and has_on_abandon(key))
+def _has_on_abandon(found: IdempotencyKey) -> bool:
+    key = rows.read(found.pk, using=str(found._state.db))
+    return key is not None and in_environment(key, lambda environment: environment.failure is None and has_on_abandon(key))
 
 
 class Stage:

@@ -22,7 +22,7 @@ from idempotency.client import Retries, make_async_client, make_client, make_ses
 from idempotency.decorators import idempotent
 from idempotency.exceptions import KeyStuck
 from idempotency.models import DownstreamCall, IdempotencyKey
-from idempotency.phases import atomic_phase
+from idempotency.phases import ClaimedKey, atomic_phase
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.frames import OutOfLuck, Planted, values_shown
 from tests.kit.serving import Sender, View
@@ -279,11 +279,11 @@ def test_60_error_of_a_receiver_of_a_signal_of_models(
         made.append(instance)
         raise OutOfLuck
 
-    post_init.connect(receiver, sender=IdempotencyKey)
+    post_init.connect(receiver, sender=ClaimedKey)
     try:
         error = ask()
     finally:
-        post_init.disconnect(receiver, sender=IdempotencyKey)
+        post_init.disconnect(receiver, sender=ClaimedKey)
     if not is_replay:
         planted.of_key(made[0])
     planted.refuse_shown(error, at_least=10)

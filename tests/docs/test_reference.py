@@ -32,6 +32,7 @@ from idempotency.jobs import stage_job
 from idempotency.management import loop
 from idempotency.models import IdempotencyKey
 from idempotency.monitoring import doctor, heartbeats, measures
+from idempotency.phases import ClaimedKey
 from idempotency.reaper import MESSAGE_RETENTION
 from rides_demo.sandbox import account
 from rides_demo.simulator import wrong_clock
@@ -115,8 +116,8 @@ def test_every_event_of_the_history_is_documented() -> None:
 
 def derived() -> str:
     """Return a key for another system."""
-    key = IdempotencyKey(seed=b"-")
-    key.born_monotonic = time.monotonic()
+    key = ClaimedKey(seed=b"-")
+    key.created_monotonic = time.monotonic()
     return key.derive("charge")
 
 
@@ -264,7 +265,7 @@ def test_every_default_of_the_decorator_is_the_one_of_the_code() -> None:
             assert not default, f"{name}: its default is not in code"
 
 
-@pytest.mark.parametrize("function", [stage_job, inbox.process_once, IdempotencyKey.derive])
+@pytest.mark.parametrize("function", [stage_job, inbox.process_once, ClaimedKey.derive])
 def test_a_signature_in_prose_is_that_of_the_code(function: Callable[..., object]) -> None:
     signature = inspect.signature(function)
     plain = [given.replace(annotation=given.empty) for name, given in signature.parameters.items() if name != "self"]

@@ -8,7 +8,7 @@ from django.db.models.functions import Now
 from django.http import HttpResponse
 from django.utils import timezone
 
-from idempotency._engine.key_run import current_key
+from idempotency._engine.phased_run import current_key
 from idempotency.exceptions import NoOpenTransaction
 from idempotency.jobs import call_job, stage_job
 from idempotency.models import StagedJob

@@ -122,7 +122,7 @@ class Planted:
 
     def of_key(self, key: IdempotencyKey, *, derived: str = "") -> None:
         """Add the secrets of a claimed key: its seed, the token of its claim, and a derived key."""
-        for name, value in (("seed", bytes(key.seed)), ("claim token", key.fence), ("derived key", derived)):
+        for name, value in (("seed", bytes(key.seed)), ("claim token", key.claim_token), ("derived key", derived)):
             for number, form in enumerate(_forms(value)):
                 self.secrets[f"{name} of {key.pk}, form {number}"] = form
 

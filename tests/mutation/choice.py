@@ -3,7 +3,7 @@
 #: Modules of which all mutants are tested, in this order.
 WHOLE = (
     *("fence", "round_trips", "calls", "phases", "claims", "statements", "advisory_locks", "settlement"),
-    *("run", "plain_run", "key_run", "attempts", "request_state", "limits", "several_databases", "savepoints"),
+    *("run", "plain_run", "phased_run", "attempts", "request_state", "limits", "several_databases", "savepoints"),
     *("view", "work", "responses", "replays", "stored_request", "bodies", "inbox"),
     *("enqueuer", "_batch", "_hand_over", "_outcomes", "completer"),
 )

@@ -19,7 +19,7 @@ from idempotency.phases import atomic_phase
 from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_conflict
 from rides_demo.urls import urlpatterns
-from tests.factories import IdempotencyKeyFactory, UserFactory
+from tests.factories import UserFactory
 from tests.kit.ageing import make_older
 from tests.kit.asgi import ask, run
 from tests.kit.serving import Sender, another_client, problem
@@ -231,10 +231,6 @@ def test_after_the_stored_response_it_is_refused(serve: Any, sender: Sender) -> 
 
 
 def test_without_a_phased_request_it_is_refused(serve: Any, sender: Sender) -> None:
-    read = IdempotencyKeyFactory()
-    with pytest.raises(RuntimeError), read.call("charge"):
-        pass
-
     @idempotent
     def plain(request: HttpRequest) -> HttpResponse:
         with pytest.raises(RuntimeError), request.idempotency_key.call("charge"):

@@ -15,7 +15,7 @@ from sentry_sdk.integrations.django import install_sql_hook
 
 from benchmarks import views
 from benchmarks.counts import Counts, count, create_table
-from idempotency._engine.key_run import current_key
+from idempotency._engine.phased_run import current_key
 from idempotency.models import IdempotencyKey, StagedJob
 from tests.kit.tables import truncate
 

@@ -58,7 +58,7 @@ def test_the_age_of_a_key_goes_by_its_creation() -> None:
     first = claim().key
     IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=1), locked_at=None)
     for key in (claim().key, rows.read(first.pk, using="default")):
-        assert 3599 < time.monotonic() - key.born_monotonic < 3700  # SQLite has milliseconds
+        assert 3599 < time.monotonic() - key.created_monotonic < 3700  # SQLite has milliseconds
 
 
 @pytest.mark.postgres
@@ -72,7 +72,7 @@ def test_the_age_of_a_key_includes_the_wait_of_its_claim_for_a_lock() -> None:
         eventually(waits_for_a_lock)
     key = waiting.result(60).key
     assert key.pk == first.pk
-    assert key.born_monotonic <= created
+    assert key.created_monotonic <= created
 
 
 @pytest.mark.postgres

@@ -12,8 +12,7 @@ from django.views.decorators.http import require_POST
 
 from idempotency.decorators import ProtectedRequest, idempotent
 from idempotency.inbox import process_once
-from idempotency.models import IdempotencyKey
-from idempotency.phases import atomic_phase
+from idempotency.phases import ClaimedKey, atomic_phase
 
 
 @idempotent
@@ -44,15 +43,15 @@ class Refunds(View):
 
 @idempotent(recovery_points=["charged"])
 def phased(request: ProtectedRequest) -> HttpResponseBase:
-    key = reveal_type(request.idempotency_key)  # R: "idempotency.models.IdempotencyKey"
+    key = reveal_type(request.idempotency_key)  # R: "idempotency._engine.claimed_key.ClaimedKey"
     for point in key.phases():
         reveal_type(point)  # R: "str"
         with key.call("charge", valid_seconds=60) as charge:
-            reveal_type(charge)  # R: "idempotency._call_handles.KeyedCall"
+            reveal_type(charge)  # R: "idempotency._engine.call_handles.KeyedCall"
             reveal_type(charge.key)  # R: "str"
             charge.record("paid")  # E: attr-defined
         with key.call("sms", at_most_once=True) as sms:
-            reveal_type(sms)  # R: "idempotency._call_handles.AtMostOnceCall"
+            reveal_type(sms)  # R: "idempotency._engine.call_handles.AtMostOnceCall"
             sms.record("sent")
         with atomic_phase(key, isolation="serializable") as phase:
             reveal_type(phase)  # R: "idempotency.phases.AtomicPhase"
@@ -99,7 +98,7 @@ async def consume_async(message: dict[str, Any]) -> None:
         reveal_type(first)  # R: "bool"
 
 
-def mistakes(request: HttpRequest, key: IdempotencyKey) -> None:
+def mistakes(request: HttpRequest, key: ClaimedKey) -> None:
     reveal_type(bare(request, 1))  # R: "django.http.response.JsonResponse"
     reveal_type(below_others(request, 1))  # R: "django.http.response.JsonResponse"
     below_others(request)  # E: call-arg

@@ -9,6 +9,7 @@ from idempotency import conf
 from idempotency._engine import rows
 from idempotency._engine.adapter import Outcome, Work
 from idempotency._engine.calls import Calls, refuse_finished
+from idempotency._engine.claimed_key import NOT_PHASED, ClaimedKey
 from idempotency._engine.transactions import OwnTransaction
 from idempotency.conf import ChosenIsolation, Isolation
 from idempotency.exceptions import PhaseDidNotAdvance
@@ -26,10 +27,10 @@ class KeyState(Enum):
     RELEASED = "released"
 
 
-class KeyRun:
+class PhasedRun:
     """One run of the work of a claimed key, called by ``key.phases()`` and ``key.response()``."""
 
-    def __init__(self, key: IdempotencyKey, work: Work) -> None:
+    def __init__(self, key: ClaimedKey, work: Work) -> None:
         self.work = work
         self.using = str(key._state.db)  # where it was claimed
         #: That of the last phase.
@@ -39,7 +40,7 @@ class KeyRun:
         self._started = False
         self._take(key)
 
-    def _take(self, key: IdempotencyKey) -> None:
+    def _take(self, key: ClaimedKey) -> None:
         self.key = key
         self.level = conf.get().PHASE_ISOLATION
         self.calls = Calls(key, using=self.using)
@@ -102,15 +103,17 @@ class KeyRun:
         self._outcome = outcome
         self.note_moved(FINISHED)
 
-    def note_end(self, key: IdempotencyKey | None) -> None:
+    def note_end(self, key: ClaimedKey | None) -> None:
         """Record the key at the end of the run. It is None if its row is gone, or if a failover gave its id to another key."""
         done = key is None or key.recovery_point == FINISHED
         self.key = key or self.key
         self.end = KeyState.FINISHED if done else KeyState.STUCK if self.key.stuck_code else KeyState.RELEASED
 
 
-def run_of(key: IdempotencyKey) -> KeyRun:
+def run_of(key: ClaimedKey) -> PhasedRun:
     """Return the run of the key. Raises RuntimeError if there is none, and if the key is finished."""
-    run: KeyRun = key.bound_run()
+    run = key.run if isinstance(key, ClaimedKey) else None
+    if not isinstance(run, PhasedRun):
+        raise RuntimeError(NOT_PHASED)
     refuse_finished(key)
     return run

@@ -1,56 +1,70 @@
-"""The part of a key that works inside a protected run only: its phases, its response, and its downstream calls."""
+"""The key of a run: its phases, its response, and its downstream calls."""
 
 import hashlib
 import hmac
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, overload
 
-from django.db import models
-from django.http import HttpResponseBase
+from django.db.models.base import ModelBase
 
 from idempotency._async import EitherContext
-from idempotency._call_handles import AtMostOnceCall, KeyedCall
+from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency.exceptions import DownstreamKeyExpired
+from idempotency.models import IdempotencyKey
 
-_NOT_PHASED = (
+NOT_PHASED = (
     "This key belongs to no phased request. It was only read from the database, or its view is a plain view, in which each "
     "attempt creates a new row. Use request.idempotency_key inside a view decorated with @idempotent(recovery_points=[...])."
 )
 
 
-class ClaimedKey(models.Model):
-    """The base class of ``IdempotencyKey``, with the claim that an instance represents. It has no column."""
+class Phases(Protocol):
+    """The run of a phased request, as its key calls it."""
 
-    #: The column of ``IdempotencyKey``.
-    seed: Any
+    def phases(self) -> Iterator[str]: ...
 
-    #: The ``KeyRun`` of this instance; None on an instance that was only read.
-    run: Any = None
-    #: The ``Calls`` of this attempt or of ``on_abandon``; None where no call may be made.
-    calls: Any = None
+    def result(self) -> Any: ...
+
+
+class CallBlocks(Protocol):
+    """The calls of an attempt or of ``on_abandon``, as the key calls them."""
+
+    def keyed(self, name: str, valid_seconds: int | None) -> EitherContext[KeyedCall]: ...
+
+    def at_most_once(self, name: str) -> EitherContext[AtMostOnceCall]: ...
+
+
+class _NoModelOfItsOwn(ModelBase):
+    """The metaclass of a subclass of a model that only adds methods: it has no table and no app, and migrations do not see
+    it."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
+        return type.__new__(cls, name, bases, attributes)
+
+
+class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
+    """The key of a run: the row that its claim has read, with the methods that a protected view calls.
+
+    It may be the value of a foreign key to ``IdempotencyKey``. A key that a QuerySet returns has none of these methods.
+    """
+
+    #: None outside of a phased request.
+    run: Phases | None = None
+    #: None where no call may be made.
+    calls: CallBlocks | None = None
     #: The token of the claim that this instance represents, or that was current when ``rows.read()`` read the key. Not a field:
     #: refresh_from_db() must not adopt another claim's.
     fence: uuid.UUID | None = None
     #: The last known place of the row, on PostgreSQL (``ctid``).
     place: str | None = None
-    #: When the row was created, on this process's monotonic clock; None on an instance of a QuerySet.
-    born_monotonic: float | None = None
-
-    class Meta:
-        abstract = True
+    #: When the row was created, on this process's monotonic clock; None in a plain run, whose attempts have different seeds.
+    created_monotonic: float | None = None
 
     def save(self, *args: Any, **kwargs: Any) -> None:
-        """Save a new row. Raises RuntimeError for a claimed key: its columns are written by fenced statements alone."""
-        if self.fence is not None:
-            raise RuntimeError("A claimed key is not saved by hand: that would bypass its fence. End a phase instead.")
-        super().save(*args, **kwargs)
-
-    def refresh_from_db(self, using: str | None = None, fields: Any = None, from_queryset: Any = None) -> None:
-        """Read the row from the database of the key. A replica may lag, and another shard may have a different row with this
-        id."""
-        super().refresh_from_db(using or self._state.db, fields, from_queryset)
+        """Raise RuntimeError: the columns of a claimed key are written by fenced statements alone."""
+        raise RuntimeError("A claimed key is not saved by hand: that would bypass its fence. End a phase instead.")
 
     def derive(self, name: str, valid_seconds: int | None = None) -> str:
         """Return the key to pass to a downstream service for the call ``name``: 64 hexadecimal digits.
@@ -62,9 +76,9 @@ class ClaimedKey(models.Model):
         downstream key. The decorator then marks this key as stuck.
         Raises RuntimeError in a plain view, in which each attempt would get a different key.
         """
-        if self.born_monotonic is None:
-            raise RuntimeError(_NOT_PHASED)
-        if valid_seconds is not None and time.monotonic() - self.born_monotonic > valid_seconds:
+        if self.created_monotonic is None:
+            raise RuntimeError(NOT_PHASED)
+        if valid_seconds is not None and time.monotonic() - self.created_monotonic > valid_seconds:
             raise DownstreamKeyExpired(
                 f"The key for {name!r} was valid for {valid_seconds} s after this request was created. The downstream service "
                 f"may have forgotten it, and another call could repeat the work. Check that service, then answer this request "
@@ -116,28 +130,28 @@ class ClaimedKey(models.Model):
         Raises ValueError if ``valid_seconds`` is set, because no retry repeats the call.
         """
         if self.calls is None:
-            raise RuntimeError(_NOT_PHASED)
+            raise RuntimeError(NOT_PHASED)
         if not at_most_once:
-            return self.calls.keyed(name, valid_seconds)  # type: ignore[no-any-return]
+            return self.calls.keyed(name, valid_seconds)
         if valid_seconds is not None:
             raise ValueError("No retry repeats a call with at_most_once=True, so valid_seconds has no effect. Remove it.")
-        return self.calls.at_most_once(name)  # type: ignore[no-any-return]
+        return self.calls.at_most_once(name)
 
     def phases(self) -> Iterator[str]:
         """Yield the recovery point to continue from, until the key is finished."""
-        return self.bound_run().phases()  # type: ignore[no-any-return]
+        return self.bound_run().phases()
 
     async def aphases(self) -> AsyncIterator[str]:
         """Yield the same recovery points as ``phases()``, to an async view."""
         for recovery_point in self.phases():
             yield recovery_point
 
-    def response(self) -> HttpResponseBase:
+    def response(self) -> Any:
         """Return the response that a phase of this run or of an earlier one has stored."""
-        return self.bound_run().result()  # type: ignore[no-any-return]
+        return self.bound_run().result()
 
-    def bound_run(self) -> Any:
+    def bound_run(self) -> Phases:
         """Return the run of this instance. Raises RuntimeError if there is none."""
         if self.run is None:
-            raise RuntimeError(_NOT_PHASED)
+            raise RuntimeError(NOT_PHASED)
         return self.run
