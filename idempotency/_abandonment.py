@@ -21,7 +21,7 @@ from idempotency.models import DownstreamCall
 logger = logging.getLogger("idempotency")
 
 #: The reason while ``on_abandon`` runs; it remains if ``on_abandon`` is interrupted.
-BEGUN = "The function on_abandon was begun and did not end. Check its effects on other services, then answer the key."
+BEGUN = "The function on_abandon was begun and did not end. Check its effects on downstream services, then answer the key."
 
 
 def settle(pk: int, *, using: str) -> bool | None:

@@ -142,7 +142,8 @@ BUTTONS = {
         permission="answer_idempotencykey",
         explanation=_(
             "The request is then finished, and each retry of its client gets the response that you write here. Nothing is "
-            "undone: if you answer with an error, then undo the work that the request has begun, here and at other services. "
+            "undone: if you answer with an error, then undo the work that the request has begun, here and at downstream "
+            "services. "
             "Do this after the answer, because until then a retry may continue the work."
         ),
         possible=lambda key: key.state not in (KeyState.IN_FLIGHT, KeyState.FINISHED),
@@ -164,8 +165,8 @@ BUTTONS = {
         permission="release_idempotencykey",
         explanation=_(
             "For a run that is known to be dead, or to hang. The run can commit nothing any more. The next retry of the "
-            "client, or the completer, continues from the recovery point. If the run is calling another service, that call is "
-            "not stopped."
+            "client, or the completer, continues from the recovery point. If the run is calling a downstream service, that "
+            "call is not stopped."
         ),
         possible=lambda key: key.state == KeyState.IN_FLIGHT,
         press=_release,

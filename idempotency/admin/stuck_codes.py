@@ -80,12 +80,12 @@ STUCK_CODES = {
         _(
             "The client no longer retries. If the page shows a last call, first check that service: it may have forgotten the "
             "key of the call, and would repeat the work. If the work is still wanted and not done, complete the key. If not, "
-            "undo what the request did at other services, and answer the key."
+            "undo what the request did at downstream services, and answer the key."
         ),
         "complete",
     ),
     "on_abandon": Explanation(
-        _("The on_abandon of the view began and did not finish. Its effects at other services may exist."),
+        _("The on_abandon of the view began and did not finish. Its effects at downstream services may exist."),
         _(
             "Check those services, do the missing steps by hand, then answer the key. The key cannot be completed, because the "
             "view would continue from work that was undone."
