@@ -148,11 +148,11 @@ def _write_outcome(key: ClaimedKey, row: DownstreamCall, call: AtMostOnceCall, *
     recorded = {"result": call.result, "recorded_at": Now()} if call.recorded else {}
     if recorded and _intent(row, using=using).update(**recorded):
         return
-    # Another run has recorded the call, or a failover has lost the intent, perhaps also phases
+    # Nothing was recorded, another run has recorded the call, or a failover has lost the intent, perhaps also phases
     # before it, and perhaps the key: its id may be that of another key. The update locks the row of
     # the key, so no other run begins this call meanwhile.
     with durable_transaction(None, using=using):
-        # By the seed, not by the claim: that of a retry is often lost together with its intent.
+        # Find the row by its seed. A failover that lost the intent has often lost the claim too.
         own = IdempotencyKey.objects.using(using).filter(pk=row.key_id, seed=bytes(key.seed))
         if not own.update(begun=True, refused_at=None, expires_at=None):
             raise LockLost

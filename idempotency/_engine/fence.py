@@ -1,7 +1,8 @@
 """The fence: conditional updates of a claimed key.
 
-The WHERE clause of each UPDATE contains the random token of the claim. If another claim has taken over the key, the UPDATE
-changes no row, LockLost is raised, and the transaction is rolled back.
+The WHERE clause of each UPDATE contains the random token of the claim. Most also compare the recovery point, because a run may
+not know that its last COMMIT succeeded. If another claim has taken over the key, the UPDATE changes no row, LockLost is
+raised, and the transaction is rolled back.
 
 An UPDATE that ends a transaction is sent in one message with COMMIT (``transactions.end_with``), so nobody can look at its
 number of rows before the COMMIT. The statement itself must therefore fail if it changes no row. ``_or_fail`` divides one by
@@ -102,12 +103,13 @@ def set_free(key: ClaimedKey, code: int, *, using: str, ends: OwnTransaction | N
 def release(key: ClaimedKey, error: str, *, using: str) -> None:
     """Unlock an unfinished key and store ``error``; do nothing if it is finished, or another claim has taken it over.
 
-    Raises NotReplicated if a failover may undo that, and lock the key again (CONFIRM_REPLICATED).
+    A failover may undo the release. The key would then be locked again. Raises NotReplicated in this case
+    (CONFIRM_REPLICATED).
     """
     try:
         _fenced("release", key, using, error=storable(error), event=HistoryEvent.ERROR, detail=summary(error))
     except LockLost:
-        logger.info("key %s was taken over by another run before it was released", key.key_hash, extra=about(key))
+        logger.info("key %s was finished or taken over by another run before it was released", key.key_hash, extra=about(key))
         replication.confirm(using)
 
 

@@ -1,4 +1,4 @@
-"""The first statement of a transaction in one round trip with BEGIN, and the last one in one with COMMIT.
+"""The claim of a plain run in one round trip with BEGIN, and the last statement of a transaction in one with COMMIT.
 
 libpq's pipeline mode sends several statements before it reads a result. After an error PostgreSQL skips the rest, so a COMMIT
 behind a statement that fails does nothing. It is known which statement failed: an error of the COMMIT is never taken for one
@@ -32,8 +32,8 @@ from idempotency._hidden import Hidden, Parameters
 _GOOD = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 #: libpq before 14 has no pipeline mode.
 _SUPPORTED = psycopg.Pipeline.is_supported()
-#: A connection that has lost prepared statements so often prepares no more. A pooler may change the server behind it. For
-#: statements of its own psycopg may send DEALLOCATE ALL after a rollback.
+#: After this number of losses a connection prepares no statement. A loss has two causes: a pooler changed the server, or
+#: psycopg sent DEALLOCATE ALL after a rollback.
 _MAX_LOSSES = 2
 #: The server has no statement of this name, or its plan does not fit to a changed table.
 _STALE = (psycopg.errors.InvalidSqlStatementName, psycopg.errors.FeatureNotSupported)

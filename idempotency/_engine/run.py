@@ -5,7 +5,6 @@ settles the key at its end.
 """
 
 import logging
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -68,7 +67,7 @@ def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
             # The writes of work that raised are rolled back, as under ATOMIC_REQUESTS; its outcome is stored.
             claim, outcome = run.attempt(lambda: instead)
         finally:
-            del instead  # This frame belongs to the traceback of its cause: a cycle would keep the request in memory.
+            del instead  # Break the cycle of this frame and the traceback of its cause, which keeps the request in memory.
     if outcome is None:
         return without_running(claim, work, using=using)
     if outcome.is_stored:
@@ -98,7 +97,8 @@ def run_phased(work: Work, request: ClaimedRequest, *, using: str) -> Any:
 
 
 def run_claimed(run: PhasedRun) -> Any:
-    """Do the work of a claimed key, and settle the key. On return or exception ``run.end`` is the state of the key."""
+    """Do the work of a claimed key, and settle the key. On return or exception ``run.end`` is the state of the key, as far as
+    this process knows it."""
     key = run.key
     try:
         outcome = _settled(run)
@@ -112,7 +112,7 @@ def run_claimed(run: PhasedRun) -> Any:
             raise outcome.cause
         return outcome.value
     finally:
-        del outcome  # as in run_plain
+        del outcome  # Break the cycle, as in run_plain.
 
 
 def _settled(run: PhasedRun) -> Outcome:
@@ -121,7 +121,7 @@ def _settled(run: PhasedRun) -> Outcome:
         try:
             result = _in_attempts(run)
         except Exception as error:
-            # The framework has not handled it, because it hides a failure that was retried in vain.
+            # ``outcome_of`` was not asked, because the cause is a failure that was retried. A 4xx still is an outcome.
             refusal = run.work.refusal_of(error)
             if refusal is None:
                 raise
@@ -150,7 +150,7 @@ def _in_attempts(run: PhasedRun) -> Outcome:
                     try:
                         return outcome
                     finally:
-                        del outcome  # as in run_plain
+                        del outcome  # Break the cycle, as in run_plain.
     raise conflict()
 
 
@@ -160,10 +160,10 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
     The first case that fits decides:
 
     - ``LockLost``: another run has the key, and continues from the last commit of this run.
-    - ``KeyStuck``: the key is stuck.
+    - ``KeyStuck``, if the key is not finished: the key is stuck.
     - ``NotReplicated`` and other exceptions: the key is released at its last recovery point.
     - the outcome that a phase has stored: the commit of the phase has finished the key.
-    - an exception of the work that the adapter has turned into a 5xx, after an effect: released.
+    - a 5xx that the adapter has made of an exception, after something was begun: released.
     - an outcome that should be stored, but was not stored by a phase: a mistake of the work.
     - an error before any effect that should be stored: it finishes the key.
     - another 4xx: the key is refused, so that only a repeat of the caller runs it.
@@ -178,7 +178,7 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
             _mark_stuck(run, code, reason)
             raise refusal_of_stuck(code) from result
         case NotReplicated():
-            # A release may wait without end now. A failover may undo the last commit, even if it finished the key.
+            # A release may wait without end now. The last commit may have finished the key, and a failover may undo that.
             release_later(key, error_text(result), using=using)
             raise result
         case BaseException():
@@ -196,7 +196,7 @@ def settle(run: PhasedRun, result: Outcome | BaseException) -> Outcome:
         case _ if run.finished or (is_definitive and not is_early_error):
             run.calls.refuse_doubt()
             raise _not_committed(result) from result.cause
-        # The caller of a rebuilt request is gone. Its repeat might get another error.
+        # The completer has no caller who waits. It stores no early error, because a repeat may get another one.
         case _ if is_definitive and not run.work.by_completer:
             repeat(partial(fence.finish, key, run.work.stored(result.value), using=using, untouched=True))
             run.note_finished(result)
@@ -223,7 +223,8 @@ def _not_committed(outcome: Outcome) -> ResponseNotCommitted:
 
 
 def _taken_over(run: PhasedRun, key: ClaimedKey) -> Any:
-    """Return the value of the run that has taken over the key."""
+    """Return the value of the run that has taken over the key. The other run may be this one: then the result of its COMMIT
+    was lost."""
     _release(run.key, "This run lost its lock, or the result of its COMMIT.", using=run.using)
     other = rows.read(key.pk, using=run.using)
     if other is not None and (other.scope, other.idempotency_key) != (key.scope, key.idempotency_key):
@@ -253,13 +254,13 @@ def _release(key: ClaimedKey, error: str, *, using: str) -> None:
 
 
 def _mark_stuck(run: PhasedRun, code: str, reason: str) -> None:
-    """Mark the key as stuck; retry once on a new connection. Announce it unless its code is unchanged."""
+    """Mark the key as stuck; retry once on a new connection. Announce it unless its code is unchanged. Raises LockLost if
+    another run has the key: the caller then gets the result of that run."""
     key, before = run.key, run.key.stuck_code
-    with suppress(LockLost):  # If another claim holds the key now, its code is unchanged here.
-        try:
-            fence.mark_stuck(key, code, reason, using=run.using)
-        except Error:
-            drop_connection(connections[run.using])
-            fence.mark_stuck(key, code, reason, using=run.using)
+    try:
+        fence.mark_stuck(key, code, reason, using=run.using)
+    except Error:
+        drop_connection(connections[run.using])
+        fence.mark_stuck(key, code, reason, using=run.using)
     if before != key.stuck_code:
         events.announce_stuck(key.pk, run.work.request, using=run.using)

@@ -624,7 +624,7 @@ def test_a_view_that_gives_up_after_its_answer_was_stored_is_an_error_of_the_vie
     assert not IdempotencyKey.objects.stuck().exists()
 
 
-def test_a_view_that_gives_up_what_another_run_has_taken_announces_nothing(serve: Any, sender: Sender) -> None:
+def test_a_late_run_that_gives_up_gets_the_answer_of_the_run_that_has_the_key(serve: Any, sender: Sender) -> None:
     @idempotent(recovery_points=[])
     def view(request: HttpRequest) -> HttpResponseBase:
         IdempotencyKey.objects.update(claim_token=uuid4())
@@ -636,7 +636,7 @@ def test_a_view_that_gives_up_what_another_run_has_taken_announces_nothing(serve
     serve(view=view)
     answer = sender.send()
     key_stuck.disconnect(receiver)
-    assert (answer.status_code, problem(answer)["code"], told) == (409, "key_stuck", [])
+    assert (answer.status_code, problem(answer)["code"], told) == (409, "key_in_use", [])
     assert not IdempotencyKey.objects.stuck().exists()
 
 

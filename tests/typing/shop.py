@@ -54,7 +54,7 @@ def phased(request: ProtectedRequest) -> HttpResponseBase:
             reveal_type(sms)  # R: "idempotency._engine.call_handles.AtMostOnceCall"
             sms.record("sent")
         with atomic_phase(key, isolation="serializable") as phase:
-            reveal_type(phase)  # R: "idempotency.phases.AtomicPhase"
+            reveal_type(phase)  # R: "idempotency._engine.phase.AtomicPhase"
             phase.set_response(HttpResponse())
     return key.response()
 
@@ -67,7 +67,7 @@ async def phased_async(request: ProtectedRequest) -> HttpResponseBase:
         async with key.call("sms", at_most_once=True) as call:
             call.record("sent")
         async with atomic_phase(key) as phase:
-            reveal_type(phase)  # R: "idempotency.phases.AtomicPhase"
+            reveal_type(phase)  # R: "idempotency._engine.phase.AtomicPhase"
             phase.set_recovery_point("charged")
     return key.response()
 
