@@ -6,6 +6,7 @@ first request, and no other sender may have it. It is read after authentication.
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from uuid import UUID
 
@@ -86,18 +87,18 @@ def user_or_session(request: HttpRequest) -> str:
 
     An authenticated sender that is not a Django user gets no scope, because the session may belong to another sender.
     """
-    if is_no_user(request):
-        who = getattr(request, "user", None)
-        if getattr(request, _OTHER_SENDER, False) or not getattr(who, "is_authenticated", bool(who)):
-            who = request.auth  # type: ignore[attr-defined]
-        logger.warning(
-            "No scope: the sender is authenticated, but is not a saved %s: it is a %s. Give the view a scope= that names the "
-            "account, for example with idempotency.scopes.attribute.",
-            get_user_model().__name__,
-            who.__class__.__name__,  # of the wrapped object, not of SimpleLazyObject
-        )
-        return ""
-    return user(request) or session(request)
+    if (found := user(request)) or not is_no_user(request):
+        return found or session(request)
+    who = getattr(request, "user", None)
+    if getattr(request, _OTHER_SENDER, False) or not getattr(who, "is_authenticated", bool(who)):
+        who = request.auth  # type: ignore[attr-defined]
+    logger.warning(
+        "No scope: the sender is authenticated, but is not a saved %s: it is a %s. Give the view a scope= that names the "
+        "account, for example with idempotency.scopes.attribute.",
+        get_user_model().__name__,
+        who.__class__.__name__,  # of the wrapped object, not of SimpleLazyObject
+    )
+    return ""
 
 
 def attribute(path: str) -> Scope:
@@ -174,7 +175,12 @@ def user_of(request: HttpRequest) -> Any:
     who = getattr(request, "user", None)
     if getattr(request, _OTHER_SENDER, False):
         return None
-    return who if isinstance(who, get_user_model()) and who.pk is not None else None
+    return who if isinstance(who, _user_model(settings.AUTH_USER_MODEL)) and who.pk is not None else None
+
+
+@cache
+def _user_model(name: str) -> type[Model]:
+    return get_user_model()
 
 
 def is_no_user(request: HttpRequest) -> bool:

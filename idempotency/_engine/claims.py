@@ -7,15 +7,15 @@ SELECT and INSERT under SERIALIZABLE are one upsert here.
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from django.db import Error, connections
 
-from idempotency._engine import statements
+from idempotency._engine import rows, statements
 from idempotency._engine.advisory_locks import HOLDER, lock_parameters, way_of
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import connection_lost, refuse_second_wait, serialization_failed
@@ -29,6 +29,9 @@ from idempotency.models import IdempotencyKey, random_seed
 
 #: The number of attempts if other runs change the row concurrently. Each time another run has progressed.
 _CLAIM_TRIES = 10
+
+
+_columns_of = attrgetter(*statements.REQUEST)
 
 
 class Outcome(Enum):
@@ -94,7 +97,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
     in_one = postgresql and request.unstorable is None
     text = statements_for(using)
     parameters = _parameters(request, using)
-    parameters.value["points"] = list(recovery_points) if postgresql else json.dumps(recovery_points)
+    parameters.value["points"] = rows.array_parameter(recovery_points, using)
     for _ in range(_CLAIM_TRIES):
         try:
             found = _look(text.claim_phased if in_one else text.read, parameters, request, using)
@@ -184,20 +187,16 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
 
 def _look(text: str, parameters: Parameters, request: ClaimedRequest, using: str) -> _Found:
     sent = time.monotonic()
-    with _one_wait():
-        values = Hidden(fetch(text, parameters, using))
-    return _parsed(values, sent, request, using)
+    return _parsed(Hidden(_in_one_wait(fetch, text, parameters, using)), sent, request, using)
 
 
 def _retire(key: ClaimedKey, request: ClaimedRequest, using: str) -> None:
-    with _one_wait():
-        execute(statements_for(using).retire, Hidden({"id": key.pk, "scope": request.scope}), using)
+    _in_one_wait(execute, statements_for(using).retire, Hidden({"id": key.pk, "scope": request.scope}), using)
 
 
-@contextmanager
-def _one_wait() -> Iterator[None]:
+def _in_one_wait(send: Callable[[str, Parameters, str], Any], text: str, parameters: Parameters, using: str) -> Any:
     try:
-        yield
+        return send(text, parameters, using)
     except Error as error:
         refuse_second_wait(error)
         raise
@@ -233,7 +232,7 @@ def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, us
 
 
 def _token_of(parameters: Parameters) -> uuid.UUID:
-    return uuid.UUID(str(parameters.value["claim_token"]))
+    return token if isinstance(token := parameters.value["claim_token"], uuid.UUID) else uuid.UUID(token)
 
 
 def _key_of_claim(found: _Found, request: ClaimedRequest, parameters: Parameters, using: str, **known: Any) -> ClaimedKey:
@@ -289,7 +288,7 @@ def _parameters(request: ClaimedRequest, using: str) -> Parameters:
     locks = lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
     return Hidden(
         locks
-        | {name: getattr(request, name) for name in statements.REQUEST}
+        | dict(zip(statements.REQUEST, _columns_of(request), strict=True))
         | {
             "user_id": user_id,
             "request_headers": json.dumps(request.request_headers),

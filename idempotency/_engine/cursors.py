@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -17,11 +17,13 @@ from django.db.utils import DatabaseError
 
 from idempotency._engine import database_product
 from idempotency._engine.errors import as_lost, hide_key
-from idempotency._engine.replication import confirmed_commit
+from idempotency._engine.replication import confirmed_commit, watches_commits
 
 _PARAMETER = re.compile(r"%\((\w+)\)s")
 #: The methods of Django's connections that make cursors.
-_MAKERS = ("cursor", "_cursor", "_prepare_cursor", "create_cursor", "make_cursor", "make_debug_cursor")
+_MAKERS = frozenset({"cursor", "_cursor", "_prepare_cursor", "create_cursor", "make_cursor", "make_debug_cursor"})
+#: The globals of Django's functions that send statements.
+_DJANGO = vars(utils)
 _CURSORS: tuple[Any, ...] = (Cursor, ServerBindingCursor)
 #: The package whose functions only note a statement, and pass it to the function that they replace.
 _OBSERVER = "sentry_sdk."
@@ -32,12 +34,14 @@ def is_instrumented(connection: BaseDatabaseWrapper) -> bool:
     ``execute_wrapper()``, or another class or method of connections or cursors. It must get the statements of this app like
     those of the ORM. The SDK of Sentry only notes statements, which needs none of them."""
     execute = _without_observer(CursorWrapper.execute)
-    if connection.execute_wrappers or type(execute) is not FunctionType or execute.__globals__ is not vars(utils):
+    if connection.execute_wrappers or type(execute) is not FunctionType or execute.__globals__ is not _DJANGO:
         return True
     if connection.vendor != "postgresql":
         return False
     kind = type(connection)
-    if any(name in vars(connection) or getattr(kind, name) is not getattr(DatabaseWrapper, name) for name in _MAKERS):
+    if not _MAKERS.isdisjoint(vars(connection)):
+        return True
+    if kind is not DatabaseWrapper and any(getattr(kind, name) is not getattr(DatabaseWrapper, name) for name in _MAKERS):
         return True
     own = connection.connection
     if own is None:
@@ -48,7 +52,11 @@ def is_instrumented(connection: BaseDatabaseWrapper) -> bool:
 def _without_observer(execute: Any) -> Any:
     """Return the function that the SDK of Sentry has replaced, also if another package has replaced it before. An older SDK
     does not name that function."""
-    while type(execute) is FunctionType and str(execute.__globals__.get("__name__")).startswith(_OBSERVER):
+    while (
+        type(execute) is FunctionType
+        and execute.__globals__ is not _DJANGO
+        and str(execute.__globals__.get("__name__")).startswith(_OBSERVER)
+    ):
         if (execute := getattr(execute, "__wrapped__", None)) is None:
             return None
     return execute
@@ -99,15 +107,34 @@ def own_cursor(using: str, factory: type[psycopg.Cursor[Any]] = psycopg.Cursor) 
         yield cursor
 
 
-@contextmanager
-def classified_errors(connection: BaseDatabaseWrapper, *, own: bool = True) -> Iterator[None]:
+def classified_errors(connection: BaseDatabaseWrapper, *, own: bool = True) -> AbstractContextManager[None]:
     """Classify the errors of a block on an open connection, and confirm its commits. Without ``own`` the block has statements
     of a view too."""
-    with confirmed_commit(connection):
-        try:
-            with database_product.worker_errors(connection):
-                yield
-        except DatabaseError as error:
-            if own:
+    if watches_commits(connection) or database_product.is_citus(connection):
+        return _watched(connection, own)
+    return _Classified(connection, own)
+
+
+class _Classified:
+    """A block whose errors of the database are classified. A class costs fewer calls than a generator."""
+
+    __slots__ = ("_connection", "_own")
+
+    def __init__(self, connection: BaseDatabaseWrapper, own: bool) -> None:
+        self._connection, self._own = connection, own
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, DatabaseError):
+            if self._own:
                 hide_key(error)
-            raise as_lost(error, connection, own=own)  # noqa: B904 - its cause is set
+            if (lost := as_lost(error, self._connection, own=self._own)) is not error:
+                raise lost
+
+
+@contextmanager
+def _watched(connection: BaseDatabaseWrapper, own: bool) -> Iterator[None]:
+    with confirmed_commit(connection), _Classified(connection, own), database_product.worker_errors(connection):
+        yield

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
@@ -71,6 +72,7 @@ def _lower(one: int, other: int) -> int:
     return min(one, other) if other else one
 
 
+@cache
 def _milliseconds(shown: str) -> int:
     found = re.fullmatch(r"(\d+)(\D*)", shown)
     return int(found[1]) * _UNITS[found[2]] if found else 0

@@ -35,8 +35,8 @@ class PlainRun:
         self.transaction: OwnTransaction | None = None
         self._request = request
         self._wait = Wait(work.wait_seconds, using=using)
-        self._is_nested = in_outer_transaction(using)
-        if self._is_nested:
+        self.is_nested = in_outer_transaction(using)
+        if self.is_nested:
             work.refuse_outer_transaction(using)
             savepoints.refuse_savepoint(work.level(), using=using)
 
@@ -49,7 +49,7 @@ class PlainRun:
         is None if the key could not be claimed. In an outer transaction nothing is repeated, and nothing waits: its snapshot
         and its locks stay."""
         try:
-            if self._is_nested:
+            if self.is_nested:
                 return self._in_transaction(call)
             for attempt in Attempts(self):
                 with attempt:
@@ -78,7 +78,7 @@ class PlainRun:
                 if claim.outcome is not ClaimOutcome.CLAIMED:
                     return claim, None
                 self.key = claim.key
-                if self._is_nested:
+                if self.is_nested:
                     savepoints.hold(claim.key, using=using)
                 # Registered first: an exception in a hook of the work must not skip it.
                 transaction.on_commit(work.note_committed, using=using)
@@ -96,7 +96,7 @@ class PlainRun:
         return claim, outcome
 
     def _block(self, first: First) -> AbstractContextManager[OwnTransaction]:
-        if self._is_nested:
+        if self.is_nested:
             return savepoints.savepoint(using=self.using)
         return durable_transaction(self.work.level(), using=self.using, first=first)
 

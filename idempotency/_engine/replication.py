@@ -58,8 +58,7 @@ def confirm(using: str) -> None:
     so nothing is confirmed.
     Raises NotReplicated if the settings of the server make the wait useless, or the standbys do not confirm in time.
     """
-    connection = connections[using]
-    if not conf.get().CONFIRM_REPLICATED or connection.vendor != "postgresql":
+    if not conf.get().CONFIRM_REPLICATED or (connection := connections[using]).vendor != "postgresql":
         return
     if connection.get_autocommit():
         _pass_barrier(connection)
@@ -71,13 +70,18 @@ def confirm(using: str) -> None:
             second.close()
 
 
+def watches_commits(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the commits of a block on this connection are confirmed: not in a transaction, which commits later."""
+    return bool(conf.get().CONFIRM_REPLICATED) and connection.vendor == "postgresql" and not connection.in_atomic_block
+
+
 @contextmanager
 def confirmed_commit(connection: BaseDatabaseWrapper) -> Iterator[None]:
     """Watch the commits of the block. Do nothing without CONFIRM_REPLICATED, and in a transaction, which commits later.
 
     Raises NotReplicated if the wait of one was cancelled. That commit is visible on this server, and may be lost.
     """
-    if not conf.get().CONFIRM_REPLICATED or connection.vendor != "postgresql" or connection.in_atomic_block:
+    if not watches_commits(connection):
         yield
         return
     own = opened(connection)

@@ -9,6 +9,7 @@ Source: PostgreSQL, "Pipeline Mode" of libpq.
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -37,6 +38,10 @@ _SUPPORTED = psycopg.Pipeline.is_supported()
 _MAX_LOSSES = 2
 #: The server has no statement of this name, or its plan does not fit to a changed table.
 _STALE = (psycopg.errors.InvalidSqlStatementName, psycopg.errors.FeatureNotSupported)
+
+
+#: The attribute of a connection with its prepared statements.
+_PREPARED = "_idempotency_prepared"
 
 
 #: A statement with numbered parameters, and the types of these.
@@ -99,7 +104,7 @@ def run(
     """
     connection.validate_thread_sharing()
     connection.validate_no_broken_transaction()
-    with debug_transaction(connection, in_log([*before, text, *after])), connection.wrap_database_errors:
+    with noted_in_log(connection, [*before, text, *after]), connection.wrap_database_errors:
         return _run(connection.connection, text, parameters, before, after, meanings)
 
 
@@ -139,9 +144,11 @@ def _run(
     return Result(row, result.command_tuples or 0, shown(results[: len(before)]))
 
 
-def in_log(statements: Sequence[str]) -> str:
-    """Return the text of a message for Django's query log, without the statements that only read a setting."""
-    return "; ".join(text for text in statements if not text.startswith("SHOW "))
+def noted_in_log(connection: BaseDatabaseWrapper, statements: Sequence[str]) -> AbstractContextManager[None]:
+    """Note a message in Django's query log, without the statements that only read a setting."""
+    if not connection.queries_logged:
+        return nullcontext()
+    return debug_transaction(connection, "; ".join(text for text in statements if not text.startswith("SHOW ")))
 
 
 def shown(results: Sequence[PGresult]) -> tuple[str, ...]:
@@ -178,7 +185,9 @@ def _is_worth_preparing(own: "psycopg.Connection[Any]", key: _Key) -> bool:
 
 
 def _prepared(own: "psycopg.Connection[Any]") -> _Prepared:
-    found: _Prepared = vars(own).setdefault("_idempotency_prepared", _Prepared())
+    found: _Prepared | None = vars(own).get(_PREPARED)
+    if found is None:
+        found = vars(own)[_PREPARED] = _Prepared()
     return found
 
 

@@ -1,5 +1,6 @@
 """Run statements, and make keys of the rows that they return."""
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ from idempotency._hidden import Hidden, Parameters
 from idempotency.exceptions import LockLost
 from idempotency.models import IdempotencyKey
 
-_ATTRIBUTES = [field.attname for field in IdempotencyKey._meta.concrete_fields]
+#: The attributes of a key in the order of its fields, all deferred.
+_DEFERRED = dict.fromkeys((field.attname for field in IdempotencyKey._meta.concrete_fields), DEFERRED)
 
 
 @cache
@@ -117,19 +119,28 @@ def read_own(key: ClaimedKey, *, using: str) -> ClaimedKey:
 
 def key_of_row(names: tuple[str, ...], values: Hidden[Sequence[Any]], using: str, **known: Any) -> ClaimedKey:
     """Return a key with the columns ``names`` and the attributes ``known``; other fields are deferred."""
-    columns, attributes = Hidden(list(values.value)), Hidden(known)
+    columns, attributes = Hidden(list(values.value)), Hidden(_DEFERRED | known)
     del known  # The converters of the project's user model run here, and the receivers of signals.
     for position, converters, expression in _converters(names, using):
         for converter in converters:
             columns.value[position] = converter(columns.value[position], expression, connections[using])
     attributes.value.update(zip(names, columns.value, strict=True))
-    key = ClaimedKey(*[attributes.value.get(name, DEFERRED) for name in _ATTRIBUTES])
+    key = ClaimedKey(*attributes.value.values())
     key._state.adding, key._state.db = False, using
     return key
 
 
 def token_parameter(token: uuid.UUID | None, using: str) -> Any:
     return token if token is None or vendor(using) == "postgresql" else token.hex
+
+
+@cache
+def array_parameter(names: tuple[str, ...], using: str) -> str:
+    """Return the names as the literal of an array: psycopg would look up the types of a list at each use."""
+    if vendor(using) != "postgresql":
+        return json.dumps(names)
+    quoted = (name.replace("\\", r"\\").replace('"', r"\"") for name in names)
+    return "{" + ",".join(f'"{name}"' for name in quoted) + "}"
 
 
 @cache

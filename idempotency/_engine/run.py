@@ -71,8 +71,9 @@ def run_plain(work: Work, request: ClaimedRequest, *, using: str) -> Any:
     if outcome is None:
         return without_running(claim, work, using=using)
     if outcome.is_stored:
-        events.emit_committed(signals.key_claimed, claim.key, work.request)
-        events.emit_committed(signals.key_finished, claim.key, work.request)
+        emit = events.emit_committed if run.is_nested else events.emit
+        emit(signals.key_claimed, claim.key, work.request)
+        emit(signals.key_finished, claim.key, work.request)
     return outcome.value
 
 

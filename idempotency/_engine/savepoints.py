@@ -54,8 +54,12 @@ def savepoint(*, using: str) -> Iterator[OwnTransaction]:
     block closes the connection or enters a durable block."""
     connection = connections[using]
     own = OwnTransaction(connection, durable=False)
-    with classified_errors(connection, own=False), own.block, own.named_errors():
-        yield own
+    with classified_errors(connection, own=False), own.block:
+        try:
+            yield own
+        except Exception as error:
+            own.refuse_misuse(error)
+            raise
 
 
 def hold(key: IdempotencyKey, *, using: str) -> None:

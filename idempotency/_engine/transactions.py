@@ -10,7 +10,6 @@ from typing import Any
 import psycopg
 from django.db import connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.backends.utils import debug_transaction
 from django.db.utils import DatabaseError, Error, OperationalError
 from psycopg import IsolationLevel, generators
 from psycopg.errors import error_from_result
@@ -175,40 +174,46 @@ class OwnTransaction:
             with classified_errors(self._connection):
                 then(round_trips.run(self._connection, text, parameters, after=["COMMIT"], meanings=meanings).row)
 
-    @contextmanager
-    def named_errors(self) -> Iterator[None]:
-        """Raise RuntimeError instead of any other error after the connection was closed in the block, or a durable block was
-        entered."""
-        try:
-            yield
-        except Exception as error:
-            if self._connection.closed_in_transaction:
-                raise RuntimeError(_CLOSED) from error
-            if self.block.is_broken:
-                raise RuntimeError(_DURABLE) from error
-            raise
+    def refuse_misuse(self, error: Exception) -> None:
+        """Raise RuntimeError instead of an error of the block, if the connection was closed in the block, or a durable block
+        was entered."""
+        if self._connection.closed_in_transaction:
+            raise RuntimeError(_CLOSED) from error
+        if self.block.is_broken:
+            raise RuntimeError(_DURABLE) from error
 
 
 def in_outer_transaction(using: str) -> bool:
     """Return whether a transaction is open. As in Django's ``atomic(durable=True)``, that of a ``TestCase`` does not count."""
-    blocks = connections[using].atomic_blocks
+    return _is_in_transaction(connections[using])
+
+
+def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    blocks = connection.atomic_blocks
     return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
 
 
 def refuse_without_autocommit(using: str) -> None:
     """Raise RuntimeError if Django's autocommit is off, also inside ``atomic()``, which then commits nothing."""
-    connection = connections[using]
+    _refuse_without_autocommit(connections[using])
+
+
+def _refuse_without_autocommit(connection: BaseDatabaseWrapper) -> None:
     if not (connection.commit_on_exit if connection.in_atomic_block else connection.get_autocommit()):
         raise RuntimeError(
-            f"Django's autocommit is off on the connection to {using!r}, so nothing would be committed. Remove AUTOCOMMIT from "
-            "DATABASES, or call transaction.set_autocommit(True) before."
+            f"Django's autocommit is off on the connection to {connection.alias!r}, so nothing would be committed. Remove "
+            "AUTOCOMMIT from DATABASES, or call transaction.set_autocommit(True) before."
         )
 
 
 def refuse_outer_transaction(using: str) -> None:
     """Raise RuntimeError inside a transaction, whose rollback would undo committed phases, and without autocommit."""
-    refuse_without_autocommit(using)
-    if in_outer_transaction(using):
+    _refuse_outer_transaction(connections[using])
+
+
+def _refuse_outer_transaction(connection: BaseDatabaseWrapper) -> None:
+    _refuse_without_autocommit(connection)
+    if _is_in_transaction(connection):
         raise RuntimeError(
             "A phased view, a phase or a call was entered inside a transaction, whose rollback would undo its committed work. "
             "Leave the outer transaction.atomic() first. Phases and calls cannot be nested in a phase either. "
@@ -229,8 +234,8 @@ def durable_transaction(
     Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if CONFIRM_REPLICATED is set."""
     if isolation not in (None, *_LEVELS):
         raise ValueError(f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not {isolation!r}.")
-    refuse_outer_transaction(using)
     connection = connections[using]
+    _refuse_outer_transaction(connection)
     own = OwnTransaction(connection, isolation, of_phase=of_phase, first=first)
     # Django keeps the error that once broke a transaction, and would name it as the cause of later errors.
     connection.rollback_exc = None  # type: ignore[attr-defined]
@@ -241,10 +246,14 @@ def durable_transaction(
                 connection.close()  # Django opens a new one.
             database_product.opened(connection)  # Receivers of ``connection_created`` may begin transactions of theirs.
             vars(connection)[_BEGIN_HOOK] = own.begin
-        with classified_errors(connection, own=False), own.block, own.named_errors():
+        with classified_errors(connection, own=False), own.block:
             begun = True
-            yield own
-            own.end()
+            try:
+                yield own
+                own.end()
+            except Exception as error:
+                own.refuse_misuse(error)
+                raise
     except DatabaseError as error:
         if not begun:  # On SQLite with ``transaction_mode``, BEGIN takes the write lock.
             refuse_second_wait(error)
@@ -264,7 +273,7 @@ def _send_beginning(connection: BaseDatabaseWrapper, statements: list[str]) -> t
 
 def _send(connection: BaseDatabaseWrapper, statements: list[str]) -> tuple[str, ...]:
     own: psycopg.Connection[Any] = connection.connection
-    with debug_transaction(connection, round_trips.in_log(statements)), connection.wrap_database_errors, own.lock:
+    with round_trips.noted_in_log(connection, statements), connection.wrap_database_errors, own.lock:
         own.pgconn.send_query("; ".join(statements).encode())
         results = own.wait(generators.execute(own.pgconn))
         result = results[-1]

@@ -5,7 +5,7 @@ without copying the mark of the decorated method. Therefore callbacks are found 
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -39,13 +39,18 @@ def leave_out_protected_views(**kwargs: Any) -> None:
         _mark(get_resolver(get_urlconf()))
 
 
-@contextmanager
-def outside_of_atomic_requests(request: HttpRequest, options: Options) -> Iterator[None]:
+def outside_of_atomic_requests(request: HttpRequest, options: Options) -> AbstractContextManager[None]:
     """Run the block outside the transactions of ATOMIC_REQUESTS, for a view that was not marked in time. Such a view is in a
     URLconf that a middleware chose, and is found after Django opened its transactions. These contain earlier work such as
     authentication. They are committed, and opened again for Django to end."""
+    blocks = _blocks_of_django(request, options)
+    return _outside(blocks) if blocks else nullcontext()
+
+
+@contextmanager
+def _outside(blocks: list[Atomic]) -> Iterator[None]:
     with ExitStack() as stack:
-        for block in _blocks_of_django(request, options):
+        for block in blocks:
             block.__exit__(None, None, None)
             stack.callback(block.__enter__)
         yield

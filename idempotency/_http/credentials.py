@@ -44,5 +44,6 @@ def _names(added: frozenset[str]) -> frozenset[str]:
     return frozenset(map(_plain, (*NAMES, *added)))
 
 
+@lru_cache(maxsize=256)
 def _plain(name: str) -> str:
     return re.sub(r"^x[-_]|[-_]", "", name.strip().lower())

@@ -2,8 +2,6 @@
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from django.db.utils import Error
 from django.http import HttpResponseBase
@@ -102,8 +100,9 @@ def _rebuilt(call: Call, options: Options, rebuilt: RebuiltRun) -> HttpResponseB
 
 
 def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
+    """Run a protected request. Raises Problem for what refuses the run, and for the loss of the database or of its standby."""
     request, using = call.request, options.alias(call.request)
-    with _problems(using, call, options):
+    try:
         if not (scope := scopes.scope_of(call.seen_request, options.scope)):
             raise problems.scope_missing()
         if (refusal := _refusal(call, options)) is not None:
@@ -112,6 +111,14 @@ def _protected(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
         captured = stored_request.capture(request, scope, key, options, view=call.name, framework=framework)
         run = run_plain if options.recovery_points is None else run_phased
         return run(ViewWork(call, options), captured, using=using)  # type: ignore[no-any-return]
+    except REFUSALS as refused:
+        if isinstance(refused, NotReplicated):
+            logger.warning("a response from the database %r is not confirmed: %s", using, str(refused))
+        raise problem_of(refused) from None
+    except Error as error:
+        if not connection_lost(error, using):
+            raise
+        raise _problem_of_loss(error, using, call, options) from error
 
 
 def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBase:
@@ -139,24 +146,11 @@ def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
         emit(signals.request_answered, claimed, call.request, outcome=outcome, seconds=seconds)
 
 
-@contextmanager
-def _problems(using: str, call: Call, options: Options) -> Iterator[None]:
-    """Raise Problem for what refuses the run, and for the loss of the database or of its standby. If the view itself has
-    exceeded a time limit of its transaction, say so."""
-    try:
-        yield
-    except REFUSALS as refusal:
-        if isinstance(refusal, NotReplicated):
-            logger.warning("a response from the database %r is not confirmed: %s", using, str(refusal))
-        raise problem_of(refusal) from None
-    except Error as error:
-        if not connection_lost(error, using):
-            raise
-        code = "database_unavailable"
-        if (limit := exceeded_time_limit(error)) is not None:
-            code = "time_limit_exceeded"
-            logger.error(_TIME_LIMIT, call.name, limit, conf.get().LOCK_TIMEOUT_SECONDS)
-        else:
-            text = summary(error_text(error, withheld=not options.store_body))
-            logger.warning("the database %r cannot be reached: %s", using, text)
-        raise problem_of(Unavailable(code=code)) from error
+def _problem_of_loss(error: Error, using: str, call: Call, options: Options) -> Problem:
+    """Return the problem for a lost database. If the view itself has exceeded a time limit of its transaction, say so."""
+    if (limit := exceeded_time_limit(error)) is not None:
+        logger.error(_TIME_LIMIT, call.name, limit, conf.get().LOCK_TIMEOUT_SECONDS)
+        return problem_of(Unavailable(code="time_limit_exceeded"))
+    text = summary(error_text(error, withheld=not options.store_body))
+    logger.warning("the database %r cannot be reached: %s", using, text)
+    return problem_of(Unavailable(code="database_unavailable"))

@@ -40,6 +40,8 @@ _WAY = re.compile(rf"v{VERSION}(?P<host>h?)(?:k(?P<secret>[0-9a-f]+))?")
 #: A field of Django's forms that differs on each page.
 _CSRF_FIELD = "csrfmiddlewaretoken"
 _CSRF_PAIR = re.compile(rb"(?:^|&)csrfmiddlewaretoken=[^&]*")
+#: A path without a character to percent-encode, as most are.
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9/._-]*")
 #: The characters of a query that are not percent-encoded.
 _AS_SENT = "%/?:@!$&'()*+,;=~-._#[]"
 
@@ -108,7 +110,8 @@ def target(request: HttpRequest) -> str:
         sent = query.encode("utf-8" if isinstance(request, ASGIRequest) else "latin-1")
     except UnicodeEncodeError:
         sent = query.encode()
-    return escape_uri_path(request.path_info) + (f"?{quote(sent, safe=_AS_SENT)}" if query else "")
+    path = request.path_info if _PLAIN_PATH.fullmatch(request.path_info) else escape_uri_path(request.path_info)
+    return path + (f"?{quote(sent, safe=_AS_SENT)}" if query else "")
 
 
 def chosen_urlconf(request: HttpRequest) -> str:
@@ -168,11 +171,9 @@ def _content_of_body(content_type: str, body: bytes) -> tuple[bytes, bytes]:
 
 
 def _canonical_json(body: bytes) -> bytes:
-    # Each float becomes a string: the mark, which no client knows, and its text. An integer has no second notation.
-    mark = secrets.token_urlsafe(8)
-    value = json.loads(body, parse_float=mark.__add__, parse_constant=_refuse_constant, object_pairs_hook=_object)
+    value = _DECODER.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
     # In this text, other strings contain no NUL.
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).replace(f'"{mark}', "\0").encode()
+    return _ENCODER.encode(value).replace(f'"{_MARK}', "\0").encode()
 
 
 def _refuse_constant(name: str) -> None:
@@ -186,6 +187,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(members) != len(pairs):
         raise _NotByValue
     return members
+
+
+# Each float becomes a string: the mark, which no client knows, and its text. An integer has no second notation.
+_MARK = secrets.token_urlsafe(8)
+_DECODER = json.JSONDecoder(parse_float=_MARK.__add__, parse_constant=_refuse_constant, object_pairs_hook=_object)
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def _multipart(request: HttpRequest) -> bytes:

@@ -6,6 +6,7 @@ Source: RFC 9651 (structured fields) and draft-07 of the header's specification.
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -61,8 +62,13 @@ def _in_headers(request: HttpRequest) -> set[str]:
 
 def header(request: HttpRequest, name: str) -> str | None:
     """Return a header of the request. Reading ``request.headers`` would parse all of them."""
-    value: str | None = request.META.get(f"HTTP_{name.upper().replace('-', '_')}")
+    value: str | None = request.META.get(_in_meta(name))
     return value
+
+
+@cache
+def _in_meta(name: str) -> str:
+    return f"HTTP_{name.upper().replace('-', '_')}"
 
 
 def _parse(value: str, *, strict: bool) -> str:

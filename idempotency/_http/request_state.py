@@ -1,6 +1,7 @@
 """The state of a request before its first attempt, for another attempt in the process after a serialization failure."""
 
 import logging
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import cached_property as cached_property_of_python
 from io import BytesIO
@@ -40,7 +41,7 @@ class RequestState:
         #: The parsers of a framework use these in each attempt, and they may count.
         self._handlers = [copy(handler) for handler in self._attributes.get("_upload_handlers", ())]
         self._seen = None if call.seen_request is call.request else call.seen_request
-        holders: list[tuple[Any, tuple[str, ...]]] = [
+        holders: list[tuple[Any, Sequence[str]]] = [
             (self._attributes.get("session"), ("_session_cache",)),
             (self._attributes.get("_messages"), ("_queued_messages",)),
             (_loaded(self._attributes.get("user")), ()),
@@ -55,7 +56,7 @@ class RequestState:
         rows: list[models.Model] = []
         owned, seen = ({} if holder is None else vars(holder) for holder in (call.owner, self._seen))
         for value in (*self._attributes.values(), *call.args, *call.kwargs.values(), *owned.values(), *seen.values()):
-            # Check the exact type, because isinstance() would load a lazy object.
+            # Check the exact type, because isinstance() would load a lazy object. Models have a metaclass.
             kind = type(value)
             if kind in _CONTAINERS:
                 self._save_contents(value)
@@ -64,16 +65,16 @@ class RequestState:
             elif kind is SimpleLazyObject:
                 holders.append((value, ()))
                 value = _loaded(value)
-            if issubclass(type(value), models.Model):
+            if type(type(value)) is not type and issubclass(type(value), models.Model):
                 rows.append(value)
         self._rows = tuple(rows)
         for row in _with_their_rows(rows):
-            mutable = tuple(name for name, value in vars(row).items() if isinstance(value, _MUTABLE))
+            mutable = [name for name, value in vars(row).items() if isinstance(value, _MUTABLE)]
             holders += [(row, mutable), (row._state, ("fields_cache",))]
         for holder, names in holders:
             self._save_attributes(holder, names)
 
-    def _save_attributes(self, holder: Any, names: tuple[str, ...]) -> None:
+    def _save_attributes(self, holder: Any, names: Sequence[str]) -> None:
         """Save the attributes of an object, and copies of those with these names."""
         if (state := getattr(holder, "__dict__", None)) is None:
             return
@@ -148,7 +149,7 @@ def _with_their_rows(rows: list[models.Model]) -> list[models.Model]:
         if id(row) not in found:
             found[id(row)] = row
             held = (*vars(row).values(), *row._state.fields_cache.values())
-            rows += [value for value in held if issubclass(type(value), models.Model)]
+            rows += [value for value in held if type(type(value)) is not type and issubclass(type(value), models.Model)]
     return list(found.values())
 
 

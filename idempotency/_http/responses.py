@@ -137,10 +137,10 @@ def _first_text(body: Any) -> str:
 def stored_response(key: IdempotencyKey) -> HttpResponse:
     """Return the stored response of a finished key: the same status, bytes and headers."""
     body = key.response_body
-    response = HttpResponse(b"" if body is None else bytes(body), status=key.response_code)
-    del response["Content-Type"]
-    for name, value in (key.response_headers or {}).items():
-        response[name] = value
+    headers = key.response_headers or {}
+    response = HttpResponse(b"" if body is None else bytes(body), status=key.response_code, headers=headers)
+    if not any(name.lower() == "content-type" for name in headers):
+        del response["Content-Type"]  # Django's default
     if body is None:
         response[BODY_OMITTED_HEADER] = "true"
     if "Location" in response:

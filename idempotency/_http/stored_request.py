@@ -73,7 +73,8 @@ def capture(
     ``framework``, the view has parsers of its own, as in Django REST framework."""
     body, content_type = body_to_store(request, framework=framework)
     snapshot, unstorable = _kept(request, options, view)
-    user, no_user = user_of(request), is_no_user(request)
+    user = user_of(request)
+    no_user = user is None and is_no_user(request)
     marks = {
         _NO_USER: "true" if no_user else "",
         _MULTIPART: "true" if is_multipart(request) and content_type == FORM else "",

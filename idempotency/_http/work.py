@@ -32,7 +32,8 @@ class ViewWork:
         self.by_completer = by_completer
         self.request = None if by_completer else call.request
         # The worker of a request in the main thread has only this thread.
-        self.wait_seconds = 0 if threading.current_thread() is threading.main_thread() else options.wait_seconds
+        waits = options.wait_seconds and threading.current_thread() is not threading.main_thread()
+        self.wait_seconds = options.wait_seconds if waits else 0
         self.points = options.every_point()
         self.hides_errors = not options.store_body
 

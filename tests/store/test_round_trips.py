@@ -427,7 +427,7 @@ def test_an_interrupt_after_begin_leaves_no_open_transaction(of_phase: bool, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(transactions, "debug_transaction", interrupted)
+        patched.setattr(round_trips, "noted_in_log", interrupted)
         with pytest.raises(KeyboardInterrupt), durable_transaction(None, using="default", of_phase=of_phase):
             raise AssertionError
     Entry.objects.create(name="reported as committed")
