@@ -1,12 +1,82 @@
-"""The tables of what the processes record: messages that took effect, heartbeats, numbers of requests."""
+"""The tables of the processes: staged jobs, messages that took effect, heartbeats, numbers of requests."""
+
+import os
+import time
+import uuid
 
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Now
 from django.utils.translation import gettext_lazy as _
+from django.utils.translation import gettext_noop
 
 #: The condition of messages of jobs whose on_commit hooks raised.
 HOOKS_FAILED = ~Q(hook_error="")
+
+
+def time_ordered_uuid() -> uuid.UUID:
+    """Return a UUID version 7: ordered by creation, so that inserts stay at the end of the index. Source: RFC 9562, 5.7."""
+    value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
+    return uuid.UUID(int=value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62)
+
+
+class StagedJob(models.Model):
+    """A job that was inserted together with the work, and waits for the enqueuer to hand it to the broker.
+
+    Its id is set when it is staged, and becomes the broker's id of the job. The receiver can thus detect a job that is handed
+    over twice.
+    """
+
+    id = models.UUIDField(_("id"), primary_key=True, default=time_ordered_uuid, editable=False)
+    job_name = models.CharField(_("job name"), max_length=255, help_text=_("Dotted path of the function or name of the task."))
+    job_args = models.JSONField(
+        _("arguments"), default=dict, blank=True, help_text=_("An object is keyword arguments, an array positional ones.")
+    )
+    queue = models.CharField(_("queue"), max_length=100, default="default")
+    run_at = models.DateTimeField(_("due at"), db_default=Now(), help_text=_("The job is not handed over before this time."))
+    created_at = models.DateTimeField(_("created at"), db_default=Now())
+    hand_overs = models.PositiveIntegerField(
+        _("hand-overs"), default=0, help_text=_("Number of hand-overs since the job was staged or retried.")
+    )
+    refusals = models.PositiveIntegerField(
+        _("refusals"), default=0, help_text=_("Number of refusals since the last hand-over.")
+    )
+    failed_at = models.DateTimeField(
+        _("failed at"), null=True, blank=True, help_text=_("Time at which the job failed for good. It needs manual review.")
+    )
+    last_error = models.TextField(_("last error"), blank=True, default="")
+    traceparent = models.CharField(
+        _("traceparent"), max_length=55, null=True, blank=True, help_text=_("The W3C trace context in which it was staged.")
+    )
+    # Django's SET_NULL keeps this reference valid, without a constraint in the database. Under SERIALIZABLE the check of a
+    # constraint would cause conflicts between phases of different keys that stage a job and finish.
+    idempotency_key = models.ForeignKey(
+        "idempotency.IdempotencyKey",
+        verbose_name=_("idempotency key"),
+        null=True,
+        blank=True,
+        on_delete=models.SET_NULL,
+        related_name="staged_jobs",
+        db_constraint=False,
+    )
+
+    class Meta:
+        verbose_name = _("staged job")
+        verbose_name_plural = _("staged jobs")
+        permissions = [
+            ("retry_stagedjob", gettext_noop("Can hand a failed staged job over again")),
+            ("discard_stagedjob", gettext_noop("Can discard a failed staged job")),
+        ]
+        constraints = [
+            models.CheckConstraint(condition=~Q(job_name="") & ~Q(queue=""), name="idempotency_job_not_empty"),
+        ]
+        indexes = [
+            models.Index(fields=["run_at"], name="idempotency_job_waiting", condition=Q(failed_at__isnull=True)),
+            models.Index(fields=["failed_at"], name="idempotency_job_failed", condition=Q(failed_at__isnull=False)),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.job_name} {self.id}"
 
 
 class ProcessedMessage(models.Model):

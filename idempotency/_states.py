@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import models
-from django.db.models import Case, F, Q, Value, When
+from django.db.models import Case, DurationField, ExpressionWrapper, F, IntegerField, Q, Value, When
 from django.db.models.functions import Coalesce, Greatest, Now
 from django.db.models.lookups import LessThanOrEqual
 from django.utils.translation import gettext_lazy as _
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 #: The longest wait between two runs of one key. With it, 25 attempts span three days: a long weekend.
 MAX_DELAY_SECONDS = 4 * 3600
+#: A run of a loop counts as hung if it has not renewed its lock for so many leases.
+HUNG_AFTER_LEASES = 2
+#: The age of a lock, in leases, from which the completer claims its key. Until then, the process that holds the lock may find
+#: that its run hangs, and mark the key. Otherwise the next completer would hang too.
+ABANDONED_AFTER_LEASES = 2.5
 
 
 class KeyState(models.TextChoices):
@@ -54,18 +59,20 @@ def before_now(seconds: int) -> Any:
 
 def held() -> Q:
     """Return the condition that a run holds the key: it is locked, and the lock has not expired."""
-    return Q(locked_at__gte=before_now(conf.get().LOCK_TIMEOUT_SECONDS))
+    return Q(locked_until__gt=Now())
 
 
 def due_at() -> Greatest:
     """Return the time from which the completer takes an unlocked key. At this time the key is old enough and idle for long
     enough, its delay is over, and no process that holds an expired lock can still mark the key as hung."""
     limits = conf.get()
+    lease = ExpressionWrapper(F("lease_seconds"), output_field=IntegerField())  # SQLite multiplies no other kind of integer.
+    silent = ExpressionWrapper(lease * Value(timedelta(seconds=ABANDONED_AFTER_LEASES - 1)), output_field=DurationField())
     return Greatest(
         F("created_at") + timedelta(seconds=limits.COMPLETER_MIN_AGE_SECONDS),
         F("last_run_at") + timedelta(seconds=limits.COMPLETER_IDLE_SECONDS),
         Coalesce("next_run_at", "created_at"),
-        Coalesce(F("locked_at") + timedelta(seconds=limits.abandoned_after_seconds), "created_at"),
+        Coalesce(F("locked_until") + silent, "created_at"),
     )
 
 

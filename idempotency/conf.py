@@ -34,7 +34,7 @@ class Settings:
     #: A Django validator or its dotted path; a key that it rejects gets 400. None accepts every key.
     KEY_VALIDATOR: str | Callable[..., Any] | None = None
     #: Lock timeout: after this time the next request may claim the key. Set it above the client timeout multiplied by the
-    #: number of attempts of the client.
+    #: number of attempts of the client. A view may have its own ``lease_seconds``.
     LOCK_TIMEOUT_SECONDS: int = 90
     #: The time for which a finished key is replayed. It starts when the response is stored.
     RETENTION_HOURS: int = 72
@@ -102,17 +102,6 @@ class Settings:
     #: returns a context manager that stays open for the run. It is called before the view in the completer, and before
     #: ``on_abandon`` in the reaper.
     PREPARE_REQUEST: str | Callable[..., Any] | None = None
-
-    @property
-    def hung_after_seconds(self) -> float:
-        """The time after which a run of a loop counts as hung: its lease has ended twice without renewal."""
-        return 2 * self.LOCK_TIMEOUT_SECONDS
-
-    @property
-    def abandoned_after_seconds(self) -> float:
-        """The age of a lock from which the completer claims its key. Until then, the process that holds the lock may find that
-        its run hangs, and mark the key. Otherwise the next completer would hang too."""
-        return 2.5 * self.LOCK_TIMEOUT_SECONDS
 
 
 #: The settings that take a callable or its dotted path.

@@ -78,6 +78,8 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     - ``keep``, in a phased view: names of session values ("session.basket") and of attributes that a middleware sets
       ("tenant", "basket.pk"). The values are stored as JSON; the completer sets them on the request that it rebuilds.
     - ``retention_hours``: how many hours a key is kept after it is finished or refused, if more than RETENTION_HOURS.
+    - ``lease_seconds``: the lock timeout of a key of this view; the default is LOCK_TIMEOUT_SECONDS. Each phase and each call
+      renews the lock.
     - ``on_abandon(key)``: settles a phased request that was not finished within RETENTION_HOURS. It runs once, outside any
       transaction, and its response finishes the key.
 

@@ -7,8 +7,6 @@ Source: Brandur Leach, "Implementing Stripe-like Idempotency Keys in Postgres" (
 import hashlib
 import json
 import os
-import time
-import uuid
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
@@ -19,9 +17,12 @@ from django.db.models.functions import Now
 from django.utils.translation import gettext, gettext_noop
 from django.utils.translation import gettext_lazy as _
 
+from idempotency import conf
 from idempotency._records import ProcessedMessage as ProcessedMessage
 from idempotency._records import ProcessHeartbeat as ProcessHeartbeat
+from idempotency._records import StagedJob as StagedJob
 from idempotency._records import TrafficCount as TrafficCount
+from idempotency._records import time_ordered_uuid as time_ordered_uuid
 from idempotency._states import UNFINISHED, IdempotencyKeyQuerySet
 
 #: The first and the last recovery point of every key.
@@ -36,10 +37,9 @@ def random_seed() -> bytes:
     return os.urandom(32)
 
 
-def time_ordered_uuid() -> uuid.UUID:
-    """Return a UUID version 7: ordered by creation, so that inserts stay at the end of the index. Source: RFC 9562, 5.7."""
-    value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
-    return uuid.UUID(int=value & ~(0xF << 76) & ~(0x3 << 62) | 0x7 << 76 | 0x2 << 62)
+def default_lease_seconds() -> int:
+    """Return the lock timeout of the settings."""
+    return conf.get().LOCK_TIMEOUT_SECONDS
 
 
 class IdempotencyKey(models.Model):
@@ -87,6 +87,11 @@ class IdempotencyKey(models.Model):
         null=True,
         blank=True,
         help_text=_("The time for which the key is kept after it is finished or refused. Null: forever."),
+    )
+    lease_seconds = models.PositiveIntegerField(
+        _("lease in seconds"),
+        default=default_lease_seconds,
+        help_text=_("Lock timeout: the time for which a run holds the key without renewing the lock."),
     )
 
     acknowledged_at = models.DateTimeField(
@@ -151,8 +156,11 @@ class IdempotencyKey(models.Model):
     response_code = models.PositiveSmallIntegerField(_("response code"), null=True, blank=True)
     response_headers = models.JSONField(_("response headers"), null=True, blank=True)
     response_body = models.BinaryField(_("response body"), null=True, blank=True, help_text=_("Null: the body was not stored."))
-    locked_at = models.DateTimeField(
-        _("locked at"), null=True, blank=True, help_text=_("Start of the current lock; each phase renews it. Null: not locked.")
+    locked_until = models.DateTimeField(
+        _("locked until"),
+        null=True,
+        blank=True,
+        help_text=_("End of the current lock; each phase renews it. Null: not locked."),
     )
     recovery_point = models.CharField(_("recovery point"), max_length=50, default=STARTED)
     history = models.JSONField(_("history"), default=list, blank=True, help_text=_("The last 50 events, with their times."))
@@ -193,11 +201,12 @@ class IdempotencyKey(models.Model):
                 name="idempotency_key_stuck_reason",
             ),
             models.CheckConstraint(
-                condition=Q(locked_at__isnull=True) | Q(claim_token__isnull=False), name="idempotency_key_locked_by_claim"
+                condition=Q(locked_until__isnull=True) | Q(claim_token__isnull=False), name="idempotency_key_locked_by_claim"
             ),
         ]
         indexes = [
-            # Neither an UPDATE of a phase nor that of a plain view touches an indexed column: they stay HOT.
+            # Neither an UPDATE of a phase nor that of a plain view touches an indexed column: they stay HOT. Therefore no
+            # index contains locked_until, not even in its condition.
             models.Index(fields=["created_at"], name="idempotency_key_created"),
             models.Index(fields=["created_at"], name="idempotency_key_unfinished", condition=UNFINISHED),
             models.Index(fields=["expires_at"], name="idempotency_key_expires", condition=Q(expires_at__isnull=False)),
@@ -237,65 +246,6 @@ class IdempotencyKey(models.Model):
         if self.request_content_type.startswith("application/x-www-form-urlencoded"):
             return parse_qs(text, keep_blank_values=True)
         return text
-
-
-class StagedJob(models.Model):
-    """A job that was inserted together with the work, and waits for the enqueuer to hand it to the broker.
-
-    Its id is set when it is staged, and becomes the broker's id of the job. The receiver can thus detect a job that is handed
-    over twice.
-    """
-
-    id = models.UUIDField(_("id"), primary_key=True, default=time_ordered_uuid, editable=False)
-    job_name = models.CharField(_("job name"), max_length=255, help_text=_("Dotted path of the function or name of the task."))
-    job_args = models.JSONField(
-        _("arguments"), default=dict, blank=True, help_text=_("An object is keyword arguments, an array positional ones.")
-    )
-    queue = models.CharField(_("queue"), max_length=100, default="default")
-    run_at = models.DateTimeField(_("due at"), db_default=Now(), help_text=_("The job is not handed over before this time."))
-    created_at = models.DateTimeField(_("created at"), db_default=Now())
-    hand_overs = models.PositiveIntegerField(
-        _("hand-overs"), default=0, help_text=_("Number of hand-overs since the job was staged or retried.")
-    )
-    refusals = models.PositiveIntegerField(
-        _("refusals"), default=0, help_text=_("Number of refusals since the last hand-over.")
-    )
-    failed_at = models.DateTimeField(
-        _("failed at"), null=True, blank=True, help_text=_("Time at which the job failed for good. It needs manual review.")
-    )
-    last_error = models.TextField(_("last error"), blank=True, default="")
-    traceparent = models.CharField(
-        _("traceparent"), max_length=55, null=True, blank=True, help_text=_("The W3C trace context in which it was staged.")
-    )
-    # Django's SET_NULL keeps this reference valid, without a constraint in the database. Under SERIALIZABLE the check of a
-    # constraint would cause conflicts between phases of different keys that stage a job and finish.
-    idempotency_key = models.ForeignKey(
-        IdempotencyKey,
-        verbose_name=_("idempotency key"),
-        null=True,
-        blank=True,
-        on_delete=models.SET_NULL,
-        related_name="staged_jobs",
-        db_constraint=False,
-    )
-
-    class Meta:
-        verbose_name = _("staged job")
-        verbose_name_plural = _("staged jobs")
-        permissions = [
-            ("retry_stagedjob", gettext_noop("Can hand a failed staged job over again")),
-            ("discard_stagedjob", gettext_noop("Can discard a failed staged job")),
-        ]
-        constraints = [
-            models.CheckConstraint(condition=~Q(job_name="") & ~Q(queue=""), name="idempotency_job_not_empty"),
-        ]
-        indexes = [
-            models.Index(fields=["run_at"], name="idempotency_job_waiting", condition=Q(failed_at__isnull=True)),
-            models.Index(fields=["failed_at"], name="idempotency_job_failed", condition=Q(failed_at__isnull=False)),
-        ]
-
-    def __str__(self) -> str:
-        return f"{self.job_name} {self.id}"
 
 
 class DownstreamCall(models.Model):

@@ -51,7 +51,7 @@ class Policy:
     #: The time for which a duplicate waits for the running request; with 0 it gets 409 at once.
     wait_seconds: float
     #: After this time without a renewal of the lock, the next request may claim the key.
-    lock_timeout_seconds: int
+    lease_seconds: int
     #: Classes of statuses that are stored and replayed, except ``never_stored_statuses``.
     stored_statuses: tuple[str, ...]
     #: Statuses that are never stored; a retry runs the view again.
@@ -125,7 +125,7 @@ def policy_of(view: Protected) -> Policy:
         recovery_points=options.every_point(),
         retention_hours=options.hours_kept(),
         wait_seconds=options.wait_seconds,
-        lock_timeout_seconds=limits.LOCK_TIMEOUT_SECONDS,
+        lease_seconds=options.lease(),
         stored_statuses=("2xx", "3xx", "4xx", *(("5xx",) if limits.STORE_5XX else ())),
         never_stored_statuses=tuple(sorted(limits.NEVER_STORED_STATUSES)),
         mismatch_status=limits.MISMATCH_STATUS,

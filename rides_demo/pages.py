@@ -7,7 +7,6 @@ of the booking. The session authenticates this route, which only reads.
 
 import uuid
 from collections.abc import Callable
-from datetime import timedelta
 from http import HTTPStatus
 from typing import Any
 
@@ -126,5 +125,4 @@ def _steps(key: IdempotencyKey, state: str) -> dict[str, str]:
 
 
 def _lock_seconds(key: IdempotencyKey) -> float:
-    expires = key.locked_at + timedelta(seconds=conf.get().LOCK_TIMEOUT_SECONDS)
-    return max(0.0, (expires - timezone.now()).total_seconds())
+    return max(0.0, (key.locked_until - timezone.now()).total_seconds())

@@ -45,7 +45,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClaimedRequest:
-    """The columns of a request that a claim stores, to compare a retry with it and to run it again."""
+    """The columns of a key that a claim stores, to compare a retry with the request and to run it again."""
 
     scope: str
     idempotency_key: str
@@ -59,16 +59,15 @@ class ClaimedRequest:
     request_fingerprint: str
     #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
     made_alike: Callable[[str], str | None]
-    #: The time for which a finished or refused key is kept; None: forever.
     retention_hours: int | None
+    lease_seconds: int
     #: Why the request cannot be stored: raised by a claim that would store it.
     unstorable: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Claim:
-    """The result of a claim. While another run holds the key, ``lock_seconds`` is the remaining time of its lock; 1 if that is
-    unknown."""
+    """The result of a claim. ``lock_seconds`` is the remaining time of the lock of another run; 1 if it is unknown."""
 
     outcome: Outcome
     key: Any = None
@@ -77,8 +76,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Found:
-    """The result of a claim statement: the columns of the claimed key, or the existing key with the remaining seconds of its
-    lock; and the time before the statement."""
+    """The result of a claim statement, and the time before it. It has the columns of the claimed key, or the existing key."""
 
     sent: float
     claimed: tuple[Any, ...] | None = None
@@ -119,6 +117,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
                 found = _look(text.upsert, parameters, request, using)
         except Error as error:
             claimed = ClaimedKey(scope=request.scope, idempotency_key=request.idempotency_key)
+            claimed.lease_seconds = request.lease_seconds
             _raise_unless_race(error, claimed, parameters, using)
             continue
         if found.claimed is not None:
@@ -206,17 +205,16 @@ def _parsed(values: Hidden[tuple[Any, ...] | None], sent: float, request: Claime
     if values.value is None:
         return _Found(sent)
     parts = Hidden(statements.parts(values.value))
-    verdict = parts.value[2]
     if parts.value[0] is not None:
         return _Found(sent, parts.value[0])
     met = Hidden(parts.value[1])
     if met.value[0] is None:
-        return _Found(sent, verdict=verdict)
+        return _Found(sent, verdict=parts.value[2])
     expired, lock_seconds = met.value[-2:]
     key = key_of_row(
         statements.MET, Hidden(met.value[:-2]), using, scope=request.scope, idempotency_key=request.idempotency_key
     )
-    return _Found(sent, None, key, bool(expired), lock_seconds, verdict)
+    return _Found(sent, None, key, bool(expired), lock_seconds, parts.value[2])
 
 
 def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, using: str) -> None:
@@ -246,6 +244,7 @@ def _key_of_claim(found: _Found, request: ClaimedRequest, parameters: Parameters
         request_method=request.request_method,
         request_path=request.request_path,
         request_fingerprint=request.request_fingerprint,
+        lease_seconds=request.lease_seconds,
         claim_token=_token_of(parameters),
         stuck_at=None,
         stuck_code="",

@@ -22,14 +22,13 @@ HISTORY_LIMIT = 50
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     now: str
-    ago: str  # {} is a number of seconds
     later: str  # {} is a parameter, a number of seconds
     later_by: str  # {0} is a column or a parameter, a whole number; {1} is its unit
     seconds_between: str  # {0} is the earlier time, {1} the later one
     event: str
     event_of_insert: str  # the event that an INSERT could not insert, because the row exists
     append: str  # {event}
-    append_after_lock: str  # as append, after "run lost" if a lock expired; {lock_timeout} is in seconds
+    append_after_lock: str  # as append, after "run lost" if a lock expired
     first_event: str  # {event}
     known_point: str
     place: str
@@ -51,11 +50,10 @@ def _iso(utc: str) -> str:
 
 _POSTGRESQL_SHORTENED = _shortened("jsonb_array_length", "k.history - 0", HISTORY_LIMIT)
 _POSTGRESQL_SHORTENED_BY_TWO = _shortened("jsonb_array_length", "k.history - 0 - 0", HISTORY_LIMIT - 1)
-_EXPIRED_AT = _iso("timezone('UTC', k.locked_at) + interval '{lock_timeout} seconds'")
+_EXPIRED_AT = _iso("timezone('UTC', k.locked_until)")
 _CLAIMED_AT = _iso("timezone('UTC', k.last_run_at)")
 POSTGRESQL = Dialect(
     now="statement_timestamp()",
-    ago="(statement_timestamp() - interval '{} seconds')",
     later="(statement_timestamp() + {}::double precision * interval '1 second')",
     # Sums of times with a time zone are stable functions.
     later_by=("timezone('UTC', timezone('UTC', statement_timestamp()) + CAST({0} AS integer) * interval '1 {1}')"),
@@ -64,7 +62,7 @@ POSTGRESQL = Dialect(
     event_of_insert="excluded.history",
     append=f"({_POSTGRESQL_SHORTENED}) || {{event}}",
     append_after_lock=(
-        f"(CASE WHEN k.locked_at IS NULL THEN {_POSTGRESQL_SHORTENED} ELSE "
+        f"(CASE WHEN k.locked_until IS NULL THEN {_POSTGRESQL_SHORTENED} ELSE "
         f"({_POSTGRESQL_SHORTENED_BY_TWO}) || jsonb_object(ARRAY['at', {_EXPIRED_AT}, {_LOST}{_CLAIMED_AT}]) END) || {{event}}"
     ),
     first_event="jsonb_build_array({event})",
@@ -76,7 +74,6 @@ _SQLITE_SHORTENED = _shortened("json_array_length", "json_remove(k.history, '$[0
 _SQLITE_SHORTENED_BY_TWO = _shortened("json_array_length", "json_remove(k.history, '$[0]', '$[0]')", HISTORY_LIMIT - 1)
 SQLITE = Dialect(
     now="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')",
-    ago="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '-{} seconds')",
     later="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '+' || {} || ' seconds')",
     later_by="strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', '+' || {0} || ' {1}s')",
     seconds_between="((julianday({1}) - julianday({0})) * 86400.0)",
@@ -84,9 +81,9 @@ SQLITE = Dialect(
     event_of_insert="json_extract(excluded.history, '$[0]')",
     append=f"json_insert({_SQLITE_SHORTENED}, '$[#]', {{event}})",
     append_after_lock=(
-        f"CASE WHEN k.locked_at IS NULL THEN json_insert({_SQLITE_SHORTENED}, '$[#]', {{event}}) "
+        f"CASE WHEN k.locked_until IS NULL THEN json_insert({_SQLITE_SHORTENED}, '$[#]', {{event}}) "
         f"ELSE json_insert({_SQLITE_SHORTENED_BY_TWO}, '$[#]', "
-        f"json_object('at', {_SQLITE_TIME}k.locked_at, '+{{lock_timeout}} seconds'), "
+        f"json_object('at', {_SQLITE_TIME}k.locked_until), "
         f"{_LOST}{_SQLITE_TIME}k.last_run_at)), '$[#]', {{event}}) END"
     ),
     first_event="json_array({event})",

@@ -3,23 +3,22 @@
 from contextlib import AbstractContextManager
 from functools import partial
 
-from idempotency import conf
 from idempotency._engine import events, settlement
 from idempotency._engine.adapter import with_stored_work
 from idempotency._engine.claimed_key import ClaimedKey
-from idempotency._states import completer_delay_seconds
+from idempotency._states import HUNG_AFTER_LEASES, completer_delay_seconds
 from idempotency._watchdog import watched
 
 
 def watched_key(key: ClaimedKey) -> AbstractContextManager[None]:
     """Register project code that runs for a claimed key, or for one that was only read. The watchdog of a loop marks the key if
     the code hangs."""
-    limit = conf.get().hung_after_seconds
+    limit = HUNG_AFTER_LEASES * key.lease_seconds
     return watched(f"the run of key {key.key_hash}", limit_seconds=limit, mark=partial(_mark_hung, key), key=key)
 
 
 def _mark_hung(key: ClaimedKey, place: str) -> None:
-    using, limits = str(key._state.db), conf.get()
-    delay = max(completer_delay_seconds(key.completer_attempts), limits.hung_after_seconds)
+    using = str(key._state.db)
+    delay = max(completer_delay_seconds(key.completer_attempts), HUNG_AFTER_LEASES * key.lease_seconds)
     if settlement.mark_hung(key, place, delay_seconds=delay, using=using):
         with_stored_work(key, lambda work: events.announce_stuck(key.pk, None, using=using))

@@ -11,7 +11,6 @@ from collections import deque
 
 from django.db import Error, connections
 
-from idempotency import conf
 from idempotency._engine import fence, replication
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.errors import drop_connection
@@ -28,13 +27,13 @@ _thread: threading.Thread | None = None
 
 
 def release_later(key: ClaimedKey, error: str, *, using: str) -> None:
-    """Let a thread retry to release the key, for LOCK_TIMEOUT_SECONDS at most. A key without an id is found by its claim."""
+    """Let a thread retry to release the key, for the length of its lease. A key without an id is found by its claim."""
     global _thread
     # A copy for the fence: the key itself would keep its request in memory.
-    held = ClaimedKey(pk=key.pk, scope=key.scope, idempotency_key=key.idempotency_key)
+    held = ClaimedKey(pk=key.pk, scope=key.scope, idempotency_key=key.idempotency_key, lease_seconds=key.lease_seconds)
     held.fence = key.fence
     with _starting:
-        _waiting.append((time.monotonic() + conf.get().LOCK_TIMEOUT_SECONDS, held, error, using))
+        _waiting.append((time.monotonic() + held.lease_seconds, held, error, using))
         if _thread is None or not _thread.is_alive():  # It has ended, or this is a forked process.
             _thread = threading.Thread(target=_run, name="idempotency-late-releases", daemon=True)
             _thread.start()

@@ -127,7 +127,8 @@ def atomic_phase(key: ClaimedKey, *, isolation: ChosenIsolation = "from settings
     """
     run = run_of(key)
     phase = AtomicPhase(run)
-    with durable_transaction(run.begin_phase(isolation), using=run.using, of_phase=True) as own:
+    level, lease = run.begin_phase(isolation), run.key.lease_seconds
+    with durable_transaction(level, using=run.using, of_phase=True, lease_seconds=lease) as own:
         run.transaction = own
         # Registered first: an exception in a hook of the view must not skip it.
         transaction.on_commit(phase.note, using=run.using)

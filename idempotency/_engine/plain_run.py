@@ -98,7 +98,8 @@ class PlainRun:
     def _block(self, first: First) -> AbstractContextManager[OwnTransaction]:
         if self.is_nested:
             return savepoints.savepoint(using=self.using)
-        return durable_transaction(self.work.level(), using=self.using, first=first)
+        lease = self._request.lease_seconds
+        return durable_transaction(self.work.level(), using=self.using, first=first, lease_seconds=lease)
 
     def _end(self, outcome: Outcome, others: OtherTransactions) -> bool:
         """Write the result with the last statement of the transaction, or mark it for rollback; return whether it commits."""

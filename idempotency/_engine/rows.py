@@ -13,7 +13,6 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 from django.db.models import DEFERRED
 
-from idempotency import conf
 from idempotency._engine import database_product, round_trips, statements
 from idempotency._engine.claimed_key import ClaimedKey
 from idempotency._engine.cursors import changed_rows, classified_errors, is_instrumented, numbered, own_cursor, positional
@@ -35,8 +34,7 @@ _statements = cache(statements.Statements)
 
 
 def statements_for(using: str) -> statements.Statements:
-    limits = conf.get()
-    return _statements(vendor(using), limits.LOCK_TIMEOUT_SECONDS, limits.abandoned_after_seconds)
+    return _statements(vendor(using))
 
 
 def execute(text: str, parameters: Parameters, using: str) -> int:

@@ -63,7 +63,7 @@ def savepoint(*, using: str) -> Iterator[OwnTransaction]:
 
 
 def hold(key: IdempotencyKey, *, using: str) -> None:
-    """Count the claimed key in the open transaction, and log at its COMMIT if that is later than LOCK_TIMEOUT_SECONDS. A
+    """Count the claimed key in the open transaction, and log at its COMMIT if that is later than its lease. A
     rollback to an earlier savepoint releases the key and undoes the count. Raises RuntimeError above MAX_KEYS."""
     hooks = connections[using].run_on_commit
     if sum(isinstance(hook, _HeldKey) for _, hook, _ in hooks) >= MAX_KEYS:  # type: ignore[misc]  # the stubs know two
@@ -83,7 +83,7 @@ class _HeldKey:
 
     def __call__(self) -> None:
         held = time.monotonic() - self._since
-        if held > conf.get().LOCK_TIMEOUT_SECONDS:
+        if held > self._key.lease_seconds:
             logger.warning(
                 "key %s was held for %d s by an outer transaction, until its COMMIT. %s",
                 self._key.key_hash,

@@ -75,7 +75,7 @@ def mark_hung(key: ClaimedKey, place: str, *, delay_seconds: float, using: str) 
     has renewed its lock, or another run has claimed the key."""
     text, error = statements_for(using), storable(f"The run hung at {place}.")
     statement = (
-        f"UPDATE {TABLE} AS k SET claim_token = %(new_token)s, locked_at = NULL, hangs = k.hangs + 1, "  # nosec B608  # see the noqa above
+        f"UPDATE {TABLE} AS k SET claim_token = %(new_token)s, locked_until = NULL, hangs = k.hangs + 1, "  # nosec B608  # see the noqa above
         f"next_run_at = {text.dialect.later.format('%(delay)s')}, last_error = %(error)s, stuck_reason = "
         f"CASE WHEN k.stuck_code = '{StuckCode.ON_ABANDON}' THEN %(error)s ELSE k.stuck_reason END, history = {text.history} "
         f"WHERE k.id = %(id)s AND k.claim_token = %(token)s AND k.finished_at IS NULL AND {text.unlocked} RETURNING hangs"
@@ -92,7 +92,7 @@ def mark_hung(key: ClaimedKey, place: str, *, delay_seconds: float, using: str) 
 
 def release_lock(decision: Decision) -> bool:
     return _change(
-        decision, "locked_at = NULL", "k.locked_at IS NOT NULL", event=HistoryEvent.LOCK_RELEASED, detail=decision.signed
+        decision, "locked_until = NULL", "k.locked_until IS NOT NULL", event=HistoryEvent.LOCK_RELEASED, detail=decision.signed
     )
 
 
@@ -100,7 +100,8 @@ def hand_back(decision: Decision) -> bool:
     text = statements_for(decision.using)
     return _change(
         decision,
-        f"locked_at = NULL, next_run_at = NULL, completer_attempts = 0, hangs = 0, handed_back_at = {text.now}, {CLEAR_STUCK}",
+        f"locked_until = NULL, next_run_at = NULL, completer_attempts = 0, hangs = 0, "
+        f"handed_back_at = {text.now}, {CLEAR_STUCK}",
         f"{text.unlocked} AND k.refused_at IS NULL AND k.stuck_code <> '{StuckCode.ON_ABANDON}'",
         event=HistoryEvent.HANDED_BACK,
         detail=f"to the completer, {decision.signed}",
@@ -112,7 +113,7 @@ def answer(decision: Decision, response: StoredResponse, *, calls: str | None) -
     return _change(
         decision,
         f"recovery_point = '{FINISHED}', finished_at = {text.now}, expires_at = {text.expiry}, "
-        f"locked_at = NULL, refused_at = NULL, {CLEAR_STUCK}, "
+        f"locked_until = NULL, refused_at = NULL, {CLEAR_STUCK}, "
         "response_code = %(code)s, response_headers = %(headers)s, response_body = %(body)s",
         text.unlocked + (f" AND {_calls(decision.using)} = %(calls)s" if calls is not None else ""),
         event=HistoryEvent.ANSWERED,

@@ -1,7 +1,8 @@
 """The SQL statements on keys, for PostgreSQL and for SQLite. Durations are seconds; times are those of the database.
 
-Only ``expires_at`` decides whether a key is expired: NULL until the key is finished or refused.
-Only names of columns and numbers of the settings are formatted into a text; values of a request are parameters.
+Two columns decide about times, and no setting does: a lock holds until ``locked_until``, and a key is expired after
+``expires_at``, which is NULL until the key is finished or refused.
+Only names of columns and constants are formatted into a text; values of a request are parameters.
 """
 # ruff: noqa: S608 - see above
 
@@ -10,6 +11,7 @@ from typing import Any
 
 from idempotency._engine.advisory_locks import KEY_LOCK, MARK_KEY, MARK_REQUEST
 from idempotency._engine.dialects import POSTGRESQL, SQLITE
+from idempotency._states import ABANDONED_AFTER_LEASES
 from idempotency.exceptions import OPEN_TO_RETRIES, StuckCode
 from idempotency.models import FINISHED, RETIRED_SCOPE, STARTED, IdempotencyKey
 
@@ -60,7 +62,7 @@ _REPLACED = (
     "retention_hours",
 )
 #: The columns of a request: fields of ``ClaimedRequest``, and parameters of a claim.
-REQUEST = ("scope", "idempotency_key", "request_method", "request_fingerprint", *_REPLACED)
+REQUEST = ("scope", "idempotency_key", "request_method", "request_fingerprint", "lease_seconds", *_REPLACED)
 _LAST_REQUEST = ", ".join(f"{name} = CASE WHEN {_UNTOUCHED} THEN excluded.{name} ELSE k.{name} END" for name in _REPLACED)
 _NOTHING_CLAIMED = ", ".join(["NULL"] * (len(CLAIMED) + 2))
 _NOTHING_MET = ", ".join(["NULL"] * (len(MET) + 2))
@@ -69,22 +71,21 @@ _FENCE = "k.id = %(id)s AND k.claim_token = %(token)s"
 
 
 class Statements:
-    """The statements for one database vendor and one pair of time limits."""
+    """The statements for one database vendor."""
 
-    def __init__(self, vendor: str, lock_timeout_seconds: int, abandoned_after_seconds: float) -> None:
+    def __init__(self, vendor: str) -> None:
         self.dialect = dialect = POSTGRESQL if vendor == "postgresql" else SQLITE
-        self.lock_timeout_seconds = lock_timeout_seconds
         self.now = dialect.now
-        self.unlocked = f"(k.locked_at IS NULL OR k.locked_at < {dialect.ago.format(lock_timeout_seconds)})"
-        self.abandoned = f"(k.locked_at IS NULL OR k.locked_at < {dialect.ago.format(abandoned_after_seconds)})"
+        self.unlocked = f"(k.locked_until IS NULL OR k.locked_until <= {self.now})"
+        silent = dialect.seconds_between.format("k.locked_until", self.now)
+        self.abandoned = f"(k.locked_until IS NULL OR {silent} > {ABANDONED_AFTER_LEASES - 1} * k.lease_seconds)"
+        #: The end of a lock that is taken or renewed now.
+        self.lease_end = dialect.later_by.format("k.lease_seconds", "second")
         self.history = dialect.append.format(event=dialect.event)
         #: The new history of an unlocked key. An expired lock is that of a lost run, as each end of a run clears it.
-        self.history_of_unlocked = self._after_lock(dialect.event)
+        self.history_of_unlocked = dialect.append_after_lock.format(event=dialect.event)
         self.expired = f"k.expires_at < {self.now}"
         self.expiry = dialect.later_by.format("k.retention_hours", "hour")
-
-    def _after_lock(self, event: str) -> str:
-        return self.dialect.append_after_lock.format(lock_timeout=self.lock_timeout_seconds, event=event)
 
     def _claimable(self, unlocked: str) -> str:
         # A retry may claim a stuck key only with a code of OPEN_TO_RETRIES, and if the code declares its recovery point.
@@ -103,7 +104,7 @@ class Statements:
 
     @property
     def _met(self) -> str:
-        left = f"{self.lock_timeout_seconds} - {self.dialect.seconds_between.format('k.locked_at', self.now)}"
+        left = self.dialect.seconds_between.format(self.now, "k.locked_until")
         return f"{self._columns(MET, 'k.')}, COALESCE({self.expired}, false) AS expired, COALESCE({left}, 0) AS lock_seconds"
 
     @cached_property
@@ -126,7 +127,7 @@ class Statements:
             "finished_at": self.now if finished else "NULL",
             "expires_at": self.dialect.later_by.format("%(retention_hours)s", "hour") if finished else "NULL",
             "recovery_point": f"'{FINISHED if finished else STARTED}'",
-            "locked_at": "NULL" if finished else self.now,
+            "locked_until": "NULL" if finished else self.dialect.later_by.format("%(lease_seconds)s", "second"),
             "attempts": "1",
             "begun": "false",
             "completer_attempts": "0",
@@ -136,7 +137,7 @@ class Statements:
             "history": self.dialect.first_event.format(event=self.dialect.event),
         } | {name: f"%({name})s" for name in ("claim_token", "seed", *REQUEST)}
         # A parameter of two expressions must have one type in both.
-        values["retention_hours"] = "CAST(%(retention_hours)s AS integer)"
+        values |= {name: f"CAST(%({name})s AS integer)" for name in ("lease_seconds", "retention_hours")}
         return f"INSERT INTO {TABLE} AS k ({', '.join(values)}) SELECT {', '.join(values.values())} {source} "
 
     @cached_property
@@ -145,13 +146,13 @@ class Statements:
         return f"{self._upsert('WHERE true')}, {_NOTHING_MET}, ''"
 
     def _upsert(self, source: str) -> str:
-        lock_age = self.dialect.seconds_between.format("k.locked_at", "excluded.locked_at")
-        claimable = self._claimable(f"(k.locked_at IS NULL OR {lock_age} > {self.lock_timeout_seconds})")
+        claimable = self._claimable("(k.locked_until IS NULL OR k.locked_until <= excluded.created_at)")
+        history = self.dialect.append_after_lock.format(event=self.dialect.event_of_insert)
         return (
             self._insert(finished=False, source=source)
             + "ON CONFLICT (scope, idempotency_key) DO UPDATE SET claim_token = excluded.claim_token, "  # nosec B608  # see the docstring
-            "locked_at = excluded.locked_at, last_run_at = excluded.last_run_at, "
-            f"{_NEXT_ATTEMPT}, {CLEAR_STUCK}, {_LAST_REQUEST}, history = {self._after_lock(self.dialect.event_of_insert)} "
+            "locked_until = excluded.locked_until, lease_seconds = excluded.lease_seconds, "
+            f"last_run_at = excluded.last_run_at, {_NEXT_ATTEMPT}, {CLEAR_STUCK}, {_LAST_REQUEST}, history = {history} "
             f"WHERE {claimable} RETURNING {self._claimed()}"
         )
 
@@ -190,17 +191,15 @@ class Statements:
     @cached_property
     def insert_plain(self) -> str:
         """Claim for a plain view on SQLite. Its single writer needs no advisory lock."""
-        return (
-            self._insert(finished=True, source="WHERE true")
-            + f"ON CONFLICT DO NOTHING RETURNING {self._claimed()}, {_NOTHING_MET}, ''"
-        )
+        insert = self._insert(finished=True, source="WHERE true")
+        return f"{insert}ON CONFLICT DO NOTHING RETURNING {self._claimed()}, {_NOTHING_MET}, ''"
 
     @cached_property
     def claim_by_id(self) -> str:
         """Claim for the completer, which sets the next run, or for ``on_abandon`` in the reaper."""
         return (
-            f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, locked_at = {self.now}, last_run_at = {self.now}, "  # nosec B608  # see the docstring
-            f"{_NEXT_ATTEMPT}, completer_attempts = k.completer_attempts + 1, "
+            f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, locked_until = {self.lease_end}, "  # nosec B608  # see the docstring
+            f"last_run_at = {self.now}, {_NEXT_ATTEMPT}, completer_attempts = k.completer_attempts + 1, "
             f"next_run_at = {self.dialect.later.format('%(delay)s')}, {CLEAR_STUCK}, history = {self.history_of_unlocked} "
             f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} "
             f"AND (%(early)s OR {self.abandoned} AND (k.next_run_at IS NULL OR k.next_run_at <= {self.now})) "
@@ -228,15 +227,15 @@ class Statements:
     @cached_property
     def advance(self) -> str:
         return (
-            f"UPDATE {TABLE} AS k SET recovery_point = %(recovery_point)s, locked_at = {self.now}, {_BEGUN}, {CLEAR_STUCK}, "  # nosec B608  # see the docstring
-            f"history = {self.history} WHERE {_FENCE} AND {_REACHED}"
+            f"UPDATE {TABLE} AS k SET recovery_point = %(recovery_point)s, locked_until = {self.lease_end}, "  # nosec B608  # see the docstring
+            f"{_BEGUN}, {CLEAR_STUCK}, history = {self.history} WHERE {_FENCE} AND {_REACHED}"
         )
 
     @cached_property
     def renew(self) -> str:
         """Renew the lock, and mark that something is begun. A late run must begin nothing once its key is stuck."""
         return (
-            f"UPDATE {TABLE} AS k SET locked_at = {self.now}, {_BEGUN} "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET locked_until = {self.lease_end}, {_BEGUN} "  # nosec B608  # see the docstring
             f"WHERE {_FENCE} AND {_REACHED} AND k.stuck_at IS NULL"
         )
 
@@ -244,7 +243,7 @@ class Statements:
     def begin_call(self) -> str:
         """Renew the lock before a call to a downstream service. The key of ``on_abandon`` is stuck with its own code."""
         return (
-            f"UPDATE {TABLE} AS k SET locked_at = {self.now}, {_BEGUN}, call_begun_at = {self.now}, "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET locked_until = {self.lease_end}, {_BEGUN}, call_begun_at = {self.now}, "  # nosec B608  # see the docstring
             f"history = {self.history} WHERE {_FENCE} AND {_REACHED} AND k.stuck_code = %(stuck_code)s"
         )
 
@@ -260,7 +259,7 @@ class Statements:
     def _finish(self, times: str) -> str:
         return (
             f"UPDATE {TABLE} AS k SET recovery_point = '{FINISHED}', {times}"  # nosec B608  # see the docstring
-            f"locked_at = NULL, {CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, "
+            f"locked_until = NULL, {CLEAR_STUCK}, response_code = %(code)s, response_headers = %(headers)s, "
             f"response_body = %(body)s, history = {self.history} WHERE {_FENCE} AND {_REACHED}"
         )
 
@@ -271,7 +270,7 @@ class Statements:
     @cached_property
     def release(self) -> str:
         return (
-            f"UPDATE {TABLE} AS k SET locked_at = NULL, last_error = %(error)s, history = {self.history} "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET locked_until = NULL, last_error = %(error)s, history = {self.history} "  # nosec B608  # see the docstring
             f"WHERE {_FENCE} AND k.finished_at IS NULL"
         )
 
@@ -279,13 +278,13 @@ class Statements:
     def refuse(self) -> str:
         """Unlock a key if nothing was begun. From now on only a retry of its client runs it."""
         return (
-            f"UPDATE {TABLE} AS k SET locked_at = NULL, refused_at = {self.now}, expires_at = {self.expiry}, "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET locked_until = NULL, refused_at = {self.now}, expires_at = {self.expiry}, "  # nosec B608  # see the docstring
             f"{CLEAR_STUCK}, last_error = %(error)s, history = {self.history} WHERE {_FENCE} AND {_REACHED} AND {_UNTOUCHED}"
         )
 
     def _mark_stuck(self, condition: str, history: str) -> str:
         return (
-            f"UPDATE {TABLE} AS k SET locked_at = NULL, stuck_at = {self.now}, stuck_code = %(code)s, "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET locked_until = NULL, stuck_at = {self.now}, stuck_code = %(code)s, "  # nosec B608  # see the docstring
             f"completer_attempts = k.completer_attempts * %(counting)s, "
             f"stuck_reason = %(reason)s, history = {history} WHERE {condition} AND k.finished_at IS NULL"
         )

@@ -90,10 +90,11 @@ class OwnTransaction:
         of_phase: bool = False,
         first: First | None = None,
         durable: bool = True,
+        lease_seconds: int | None = None,
     ) -> None:
         self.block = OwnBlock(connection.alias, durable=durable)
         self._connection, self._isolation, self._of_phase, self._first = connection, isolation, of_phase, first
-        self._begun = False
+        self._lease_seconds, self._begun = lease_seconds, False
         #: Empty in a plain view, whose row is gone after a ROLLBACK, and on SQLite.
         self._marker = ""
         self._last: tuple[str, Parameters, Callable[[Any], None], round_trips.Meanings] | None = None
@@ -109,7 +110,7 @@ class OwnTransaction:
         connection, first = self._connection, self._first
         del vars(connection)[_BEGIN_HOOK]  # for this transaction only
         self._begun = True
-        limit = conf.get().LOCK_TIMEOUT_SECONDS * 1000
+        limit = (self._lease_seconds or conf.get().LOCK_TIMEOUT_SECONDS) * 1000
         limits = Limits(connection, {IDLE: limit} | ({LOCK: limit} if self._of_phase else {}))
         begin = [*self._statements_of_begin(), *limits.show, *limits.set]
         try:
@@ -223,20 +224,25 @@ def _refuse_outer_transaction(connection: BaseDatabaseWrapper) -> None:
 
 @contextmanager
 def durable_transaction(
-    isolation: Isolation | None, *, using: str, of_phase: bool = False, first: First | None = None
+    isolation: Isolation | None,
+    *,
+    using: str,
+    of_phase: bool = False,
+    first: First | None = None,
+    lease_seconds: int | None = None,
 ) -> Iterator[OwnTransaction]:
     """Run the block in its own transaction at the level ``isolation``; None is the connection's own level. On return it is
-    committed; on an exception it is rolled back. After the lock timeout of a key without a
-    statement, the database ends the transaction. Otherwise the locks of a lost host would last until TCP gives up, perhaps
-    hours. With ``of_phase``, each statement
-    waits at most that long for a lock, and the end refuses a transaction that the view has ended. The statement ``first`` is
-    sent with BEGIN where that is possible, else it must be the first of the block. In ``TestCase`` the block is a savepoint.
+    committed; on an exception it is rolled back. After ``lease_seconds`` without a statement, by default LOCK_TIMEOUT_SECONDS,
+    the database ends the transaction. Otherwise the locks of a lost host would last until TCP gives up, perhaps hours. With
+    ``of_phase``, each statement waits at most that long for a lock, and the end refuses a transaction that the view has ended.
+    The statement ``first`` is sent with BEGIN where that is possible, else it must be the first of the block. In ``TestCase``
+    the block is a savepoint.
     Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if CONFIRM_REPLICATED is set."""
     if isolation not in (None, *_LEVELS):
         raise ValueError(f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not {isolation!r}.")
     connection = connections[using]
     _refuse_outer_transaction(connection)
-    own = OwnTransaction(connection, isolation, of_phase=of_phase, first=first)
+    own = OwnTransaction(connection, isolation, of_phase=of_phase, first=first, lease_seconds=lease_seconds)
     # Django keeps the error that once broke a transaction, and would name it as the cause of later errors.
     connection.rollback_exc = None  # type: ignore[attr-defined]
     begun = False

@@ -32,7 +32,8 @@ _NOT_CLAIMED = frozenset({"body_incomplete", "scope_missing"})
 
 _TIME_LIMIT = (
     "the view %s exceeded %s, and PostgreSQL rolled its transaction back. A plain view or a phase must send a statement at "
-    "least every LOCK_TIMEOUT_SECONDS (%d), or more often if the database has a stricter limit. Make slow calls between phases."
+    "least every %d s (LOCK_TIMEOUT_SECONDS, or lease_seconds of the view), or more often if the database has a stricter "
+    "limit. Make slow calls between phases."
 )
 
 
@@ -149,7 +150,7 @@ def _announced(call: Call, options: Options, key: Hidden[str]) -> HttpResponseBa
 def _problem_of_loss(error: Error, using: str, call: Call, options: Options) -> Problem:
     """Return the problem for a lost database. If the view itself has exceeded a time limit of its transaction, say so."""
     if (limit := exceeded_time_limit(error)) is not None:
-        logger.error(_TIME_LIMIT, call.name, limit, conf.get().LOCK_TIMEOUT_SECONDS)
+        logger.error(_TIME_LIMIT, call.name, limit, options.lease())
         return problem_of(Unavailable(code="time_limit_exceeded"))
     text = summary(error_text(error, withheld=not options.store_body))
     logger.warning("the database %r cannot be reached: %s", using, text)

@@ -24,8 +24,8 @@ _FUNCTIONS = {
     "using": "a database alias or a function of the request",
     "on_abandon": "a function of the key",
 }
-#: Ten years.
-_MAX_RETENTION_HOURS = 87_600
+#: The least and the greatest value of the options that are whole numbers: ten years, and the shortest retention.
+_RANGES = {"retention_hours": (24, 87_600), "lease_seconds": (1, 86_400)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -45,6 +45,7 @@ class Options:
     store_body: bool = True
     keep: Sequence[str] = ()
     retention_hours: int | None = None
+    lease_seconds: int | None = None
     on_abandon: OnAbandon | None = None
 
     def __post_init__(self) -> None:
@@ -66,13 +67,10 @@ class Options:
                 raise ValueError(f"The option {name} must be {expected}, not {value!r}.")
         if not isinstance(self.wait_seconds, int | float) or self.wait_seconds < 0:
             raise ValueError(f"The option wait_seconds must be a number, 0 or more, not {self.wait_seconds!r}.")
-        if self.retention_hours is not None and not (
-            isinstance(self.retention_hours, int) and 24 <= self.retention_hours <= _MAX_RETENTION_HOURS
-        ):
-            raise ValueError(
-                f"The option retention_hours must be a whole number from 24 to {_MAX_RETENTION_HOURS}, not "
-                f"{self.retention_hours!r}."
-            )
+        for name, (least, most) in _RANGES.items():
+            number = getattr(self, name)
+            if number is not None and not (type(number) is int and least <= number <= most):
+                raise ValueError(f"The option {name} must be a whole number from {least} to {most}, not {number!r}.")
 
     def _refuse_points(self) -> None:
         if (points := self.recovery_points) is None:
@@ -107,6 +105,10 @@ class Options:
     def hours_kept(self) -> int:
         """Return the hours for which a finished or refused key is kept."""
         return max(conf.get().RETENTION_HOURS, self.retention_hours or 0)
+
+    def lease(self) -> int:
+        """Return the seconds for which a run holds the lock of its key without renewing it."""
+        return self.lease_seconds or conf.get().LOCK_TIMEOUT_SECONDS
 
     def level(self) -> Isolation | None:
         return conf.get().PLAIN_ISOLATION if self.isolation == "from settings" else self.isolation

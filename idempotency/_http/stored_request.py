@@ -104,6 +104,7 @@ def capture(
         ),
         made_alike=partial(made_alike, request=request, body=body),
         retention_hours=options.hours_kept(),
+        lease_seconds=options.lease(),
         unstorable=unstorable,
     )
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from django.utils.text import capfirst
@@ -196,8 +196,7 @@ def last_call(key: IdempotencyKey, now: datetime) -> LastCall | None:
 
 def next_step(key: Any, *, has_view: bool) -> str:
     """Return a text about the next step: its time, and the process or client that takes it."""
-    limits, now = conf.get(), key.read_at
-    locked = timedelta(seconds=limits.LOCK_TIMEOUT_SECONDS)
+    now = key.read_at
     match key.state:
         case KeyState.FINISHED:
             if key.expires_at is None:
@@ -213,7 +212,7 @@ def next_step(key: Any, *, has_view: bool) -> str:
                 "A run holds the key. If that run crashes or hangs, its lock expires at %(time)s. Then a retry of the client, "
                 "or later the completer, continues from the recovery point."
             )
-            return text % {"time": _moment(key.locked_at + locked, now)}
+            return text % {"time": _moment(key.locked_until, now)}
         case KeyState.REFUSED:
             if key.expires_at is None:
                 return _("Nothing was begun. Only a retry of the client runs the request. The key is kept forever.")

@@ -8,7 +8,6 @@ from typing import Any
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext as _
 
-from idempotency import conf
 from idempotency._engine.history import HistoryEvent
 from idempotency._states import KeyState
 from idempotency._text import duration
@@ -34,7 +33,7 @@ class KeyTimeline:
 
     def __init__(self, key: Any, events: list[Event]) -> None:
         self._key, self._events = key, [event for event in events if event.at is not None]
-        self._lock_seconds = conf.get().LOCK_TIMEOUT_SECONDS
+        self._lock_seconds = key.lease_seconds
         self._runs, self._others = runs_of(self._events, self._lock_seconds)
         if self._runs and not self._runs[-1].ending and key.state != KeyState.IN_FLIGHT:
             self._runs[-1].ending = LOST
@@ -117,7 +116,7 @@ class KeyTimeline:
         now = self._at(self._now)
         match self._key.state:
             case KeyState.IN_FLIGHT:
-                expiry = self._at(self._key.locked_at) + self._lock_seconds
+                expiry = self._at(self._key.locked_until)
                 bar = Stretch(now, expiry, "ahead")
                 label = _("Lock, expires in %(duration)s") % {"duration": duration(expiry - now)}
                 return [Lane(label, (bar,), (Mark(expiry, "expiry", _("expires")),))]

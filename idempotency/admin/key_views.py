@@ -29,7 +29,7 @@ from idempotency.templatetags.idempotency_admin import moment
 
 _REQUEST_PARTS = ("request_headers_shown", "request_shown")
 _TIMES = (
-    *("created_at", "last_run_at", "locked_at", "finished_at", "expires_at", "refused_at", "stuck_at", "acknowledged_at"),
+    *("created_at", "last_run_at", "locked_until", "finished_at", "expires_at", "refused_at", "stuck_at", "acknowledged_at"),
     *("handed_back_at", "next_run_at"),
 )
 _LABELS: dict[str, Any] = {field.name: field.verbose_name for field in IdempotencyKey._meta.fields}

@@ -123,8 +123,8 @@ def _doubts(view: Protected) -> Iterator[CheckMessage]:
     if hours is not None and hours < least:
         yield Warning(
             f"The view {view.path} has @idempotent(retention_hours={hours}), without effect: RETENTION_HOURS is {least}.",
-            hint="Remove it. Or lower RETENTION_HOURS in three steps: deploy retention_hours for each view that needs a longer "
-            "time, wait for the current RETENTION_HOURS, then lower the setting.",
+            hint="Remove it. Or lower RETENTION_HOURS, and set retention_hours for each view that needs a longer time. "
+            "Existing keys keep their retention.",
             id="idempotency.W016",
         )
     yield from _doubts_of_scope(view)

@@ -33,7 +33,7 @@ PARENT_VARIABLE = "IDEMPOTENCY_WORKER_PID"
 #: The maximum wait after failed passes. The wait doubles with each failure. An interval above this maximum is not changed.
 MAX_PAUSE_SECONDS = 10.0
 #: The interval at which the supervisor looks at the runs. It is shorter than the time between the end of a hung run and the
-#: claim of its key by the next completer, which is half of LOCK_TIMEOUT_SECONDS.
+#: claim of its key by the next completer, which is half of a lease.
 _LOOK_SECONDS = 0.2
 
 

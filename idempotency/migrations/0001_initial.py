@@ -42,6 +42,7 @@ class Migration(migrations.Migration):
                 ('traceparent', models.CharField(blank=True, help_text='The W3C trace context of the request.', max_length=55, null=True, verbose_name='traceparent')),
                 ('seed', models.BinaryField(default=idempotency.models.random_seed, verbose_name='seed')),
                 ('retention_hours', models.PositiveIntegerField(blank=True, help_text='The time for which the key is kept after it is finished or refused. Null: forever.', null=True, verbose_name='retention in hours')),
+                ('lease_seconds', models.PositiveIntegerField(default=idempotency.models.default_lease_seconds, help_text='Lock timeout: the time for which a run holds the key without renewing the lock.', verbose_name='lease in seconds')),
                 ('acknowledged_at', models.DateTimeField(blank=True, help_text='Time at which a person acknowledged the stuck key. If the key becomes stuck again, this has no effect any more.', null=True, verbose_name='acknowledged at')),
                 ('handed_back_at', models.DateTimeField(blank=True, help_text='Time at which a person handed the key back to the completer. The retention counts from here.', null=True, verbose_name='handed back at')),
                 ('next_run_at', models.DateTimeField(blank=True, help_text='The completer does not run the key before this time.', null=True, verbose_name='next run at')),
@@ -62,7 +63,7 @@ class Migration(migrations.Migration):
                 ('response_code', models.PositiveSmallIntegerField(blank=True, null=True, verbose_name='response code')),
                 ('response_headers', models.JSONField(blank=True, null=True, verbose_name='response headers')),
                 ('response_body', models.BinaryField(blank=True, help_text='Null: the body was not stored.', null=True, verbose_name='response body')),
-                ('locked_at', models.DateTimeField(blank=True, help_text='Start of the current lock; each phase renews it. Null: not locked.', null=True, verbose_name='locked at')),
+                ('locked_until', models.DateTimeField(blank=True, help_text='End of the current lock; each phase renews it. Null: not locked.', null=True, verbose_name='locked until')),
                 ('recovery_point', models.CharField(default='started', max_length=50, verbose_name='recovery point')),
                 ('history', models.JSONField(blank=True, default=list, help_text='The last 50 events, with their times.', verbose_name='history')),
             ],
@@ -179,7 +180,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddConstraint(
             model_name='idempotencykey',
-            constraint=models.CheckConstraint(condition=models.Q(('locked_at__isnull', True), ('claim_token__isnull', False), _connector='OR'), name='idempotency_key_locked_by_claim'),
+            constraint=models.CheckConstraint(condition=models.Q(('locked_until__isnull', True), ('claim_token__isnull', False), _connector='OR'), name='idempotency_key_locked_by_claim'),
         ),
         migrations.AddConstraint(
             model_name='downstreamcall',

@@ -24,7 +24,9 @@ from idempotency.monitoring.heartbeats import LOOPS
 from idempotency.monitoring.measures import COUNT_LIMIT
 
 #: Columns that runs change. An update of an indexed column writes to each index of the table, and is not HOT.
-_CHANGING = ["recovery_point", "locked_at", "last_run_at", "next_run_at", "claim_token", "attempts", "begun", "call_begun_at"]
+_CHANGING = [
+    *("recovery_point", "locked_until", "last_run_at", "next_run_at", "claim_token", "attempts", "begun", "call_begun_at"),
+]
 #: By default autovacuum starts when a fifth of the rows are dead. If twice that share is dead, autovacuum does not keep up.
 DEAD_SHARE, FEW_DEAD = 0.4, 10_000
 OLDEST_TRANSACTION_SECONDS = 600.0

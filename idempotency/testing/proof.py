@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from django.db import connections
 
-from idempotency import conf
 from idempotency.exceptions import CallInDoubt
 from idempotency.testing.attempts import Attempt, Threads
 from idempotency.testing.calls import downstream_calls_noticed
@@ -219,11 +218,11 @@ class Proof(TwoKeys):
     def _lock_expires(self, one: Attempt, first: int) -> bool:
         """Let the first attempt reach its boundary, and let its lock expire before or at the boundary. Return whether the
         attempt had a lock."""
-        expired = self._age(conf.get().LOCK_TIMEOUT_SECONDS + 1)
+        expired = self._age(self._lease() + 1)
         if first:
             one.go_on()
             one.settle()
-            expired |= self._age(conf.get().LOCK_TIMEOUT_SECONDS + 1)
+            expired |= self._age(self._lease() + 1)
         return expired
 
     def _checked(self, title: str, key: str, answer: Answer, *, stays: bool = False) -> Failure | None:

@@ -17,7 +17,7 @@ from idempotency._http.environment import in_environment
 from idempotency._http.responses import stored_headers
 from idempotency._http.routes import has_on_abandon
 from idempotency._http.stored_request import can_rebuild
-from idempotency._states import IdempotencyKeyQuerySet
+from idempotency._states import ABANDONED_AFTER_LEASES, IdempotencyKeyQuerySet
 from idempotency.completer import complete_once
 from idempotency.exceptions import StuckCode
 from idempotency.models import IdempotencyKey, ProcessedMessage
@@ -137,7 +137,7 @@ class Stage:
             again = answer.status in COME_BACK or answer.status >= 500
             if answer.status == self._answer.status or not again or self._keys().stuck().exists():
                 break
-            self._age(conf.get().LOCK_TIMEOUT_SECONDS + 1)
+            self._age(self._lease() + 1)
         return answer
 
     def _complete(self) -> IdempotencyKey | None:
@@ -150,7 +150,7 @@ class Stage:
         limits, key = conf.get(), None
         for number in range(_COMPLETER_RUNS):
             idle = limits.COMPLETER_IDLE_SECONDS * 2**number
-            self._age(max(limits.abandoned_after_seconds, limits.COMPLETER_MIN_AGE_SECONDS, idle) + 1)
+            self._age(max(ABANDONED_AFTER_LEASES * self._lease(), limits.COMPLETER_MIN_AGE_SECONDS, idle) + 1)
             run = Run()
             with observed(run):
                 complete_once()
@@ -170,6 +170,10 @@ class Stage:
     def _messages(self) -> bool:
         known = self._snapshot.read[ProcessedMessage._meta.label]
         return ProcessedMessage.objects.exclude(pk__in=known).exists()
+
+    def _lease(self) -> int:
+        """Return the longest lease of the keys."""
+        return max(self._keys().values_list("lease_seconds", flat=True), default=0)
 
     def _age(self, seconds: float) -> bool:
         """Make each unfinished key older by ``seconds``, except keys whose row is locked. Return whether any key changed."""

@@ -11,7 +11,7 @@ from idempotency._states import KeyState
 from idempotency.admin import reading
 from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
-from tests.kit.ageing import ago
+from tests.kit.ageing import ago, lock_end
 from tests.models import Entry
 
 pytestmark = pytest.mark.django_db
@@ -37,7 +37,7 @@ def one_of_each_state():
     stuck = {"stuck_at": ago(minutes=1), "stuck_code": "in_doubt", "stuck_reason": "Somebody must look."}
     return {
         "finished": IdempotencyKeyFactory(finished=True),
-        "in flight": IdempotencyKeyFactory(locked_at=timezone.now(), claim_token=uuid4()),
+        "in flight": IdempotencyKeyFactory(locked_until=lock_end(), claim_token=uuid4()),
         "refused": IdempotencyKeyFactory(refused_at=timezone.now(), **old),
         "stuck": IdempotencyKeyFactory(**stuck, **old),
         "acknowledged": IdempotencyKeyFactory(acknowledged_at=timezone.now(), **stuck, **old),

@@ -29,7 +29,7 @@ from idempotency.interventions import acknowledge
 from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo.urls import urlpatterns
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
-from tests.kit.ageing import ago, make_older
+from tests.kit.ageing import ago, lock_end, make_older
 from tests.kit.claims import hand_back_and_meet_another_run
 from tests.kit.serving import Sender
 from tests.kit.threads import all_at_once
@@ -59,7 +59,7 @@ def stuck_key(**changes: Any) -> IdempotencyKey:
 
 
 def held_key() -> IdempotencyKey:
-    return IdempotencyKeyFactory(claim_token=uuid4(), locked_at=Now())
+    return IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end())
 
 
 def url(key: IdempotencyKey, button: str) -> str:
@@ -448,8 +448,8 @@ def test_the_page_says_what_happens_next() -> None:
     expected = {
         "waiting": ({}, "Without a retry, the completer takes the key at"),
         "abandoned": ({}, "The completer takes the key in its next pass (run 1 of 25)"),
-        "in flight": ({"locked_at": Now()}, "its lock expires at"),
-        "stuck": ({"locked_at": None, "stuck_at": Now(), "stuck_code": "x", "stuck_reason": "y"}, "it waits for a person"),
+        "in flight": ({"locked_until": lock_end()}, "its lock expires at"),
+        "stuck": ({"locked_until": None, "stuck_at": Now(), "stuck_code": "x", "stuck_reason": "y"}, "it waits for a person"),
     }
     for name, (state, sentence) in expected.items():
         if state:

@@ -16,7 +16,7 @@ from idempotency.admin import bulk, filters
 from idempotency.admin.keys import IdempotencyKeyAdmin
 from idempotency.models import IdempotencyKey, ProcessedMessage, StagedJob
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
-from tests.kit.ageing import ago
+from tests.kit.ageing import ago, lock_end
 from tests.kit.threads import all_at_once
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -114,7 +114,7 @@ def test_keys_of_the_same_moment_are_each_reached_once() -> None:
 
 def test_chosen_rows_alone_are_taken_and_those_that_run_are_left_alone() -> None:
     keys, other = stuck_keys(2), stuck_keys(1)
-    running = IdempotencyKeyFactory(claim_token=uuid4(), locked_at=Now(), last_run_at=ago(seconds=5))
+    running = IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end(), last_run_at=ago(seconds=5))
     finished = IdempotencyKeyFactory(finished=True)
     client = person()
     url = choose(client, f"{KEYS}?state=unfinished", "hand_back", [*keys, running, finished])
@@ -148,7 +148,7 @@ def test_what_changes_after_the_question_is_left_alone_and_said_to_be() -> None:
     finish = {"recovery_point": "finished", "stuck_at": None, "stuck_code": "", "stuck_reason": "", "finished_at": Now()}
     IdempotencyKey.objects.filter(pk=finished.pk).update(**finish)
     assert interventions.acknowledge(settled.pk, settled.claim_token, by="jane")
-    IdempotencyKey.objects.filter(pk=running.pk).update(locked_at=Now())
+    IdempotencyKey.objects.filter(pk=running.pk).update(locked_until=lock_end())
     text, _ = work_to_the_end(client, f"{HAND_BACK}?state=unfinished", sent)
     assert numbers(text)[0] == 1
     assert sorted(numbers(text)) == [1, 1, 1, 2]
@@ -197,7 +197,7 @@ def test_a_key_that_a_run_claims_between_reading_and_writing_is_left_alone(monke
     sent = question(client, ACKNOWLEDGE)
 
     def late(*seen: Any, **more: Any) -> bool:
-        IdempotencyKey.objects.update(claim_token=uuid4(), locked_at=Now())
+        IdempotencyKey.objects.update(claim_token=uuid4(), locked_until=lock_end())
         return interventions.acknowledge(*seen, **more)
 
     action = next(action for action in bulk_actions() if action.name == "acknowledge")

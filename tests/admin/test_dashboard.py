@@ -21,7 +21,7 @@ from idempotency.models import DownstreamCall, IdempotencyKey, ProcessHeartbeat,
 from idempotency.monitoring.doctor import diagnose
 from idempotency.monitoring.heartbeats import LOOPS
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
-from tests.kit.ageing import ago
+from tests.kit.ageing import ago, lock_end
 
 KEYS, JOBS = "/admin/idempotency/idempotencykey/", "/admin/idempotency/stagedjob/"
 MESSAGES, CALLS = "/admin/idempotency/processedmessage/", "/admin/idempotency/downstreamcall/"
@@ -51,7 +51,7 @@ def test_each_number_leads_to_the_list_that_it_counts() -> None:
         IdempotencyKeyFactory(recovery_point="ride_created", **stuck(code))
     IdempotencyKeyFactory(**stuck("view_gave_up"), acknowledged_at=timezone.now() + timedelta(seconds=1))
     IdempotencyKeyFactory(created_at=ago(minutes=10))
-    IdempotencyKeyFactory(locked_at=timezone.now(), claim_token=uuid4())
+    IdempotencyKeyFactory(locked_until=lock_end(), claim_token=uuid4())
     IdempotencyKeyFactory(finished=True)
     for since in ({"seconds": 1}, {"minutes": 7}, {"hours": -1}):
         StagedJobFactory(run_at=ago(**since))
@@ -202,9 +202,10 @@ def fill(count: int) -> None:
         cursor.execute(
             "INSERT INTO idempotency_idempotencykey (scope, idempotency_key, attempts, completer_attempts, request_method, "
             "request_path, request_content_type, request_headers, remote_addr, request_fingerprint, seed, recovery_point, "
-            "finished_at, response_code, response_headers, stuck_code, stuck_reason, last_error, history, created_at) "
+            "finished_at, response_code, response_headers, stuck_code, stuck_reason, last_error, history, "
+            "lease_seconds, created_at) "
             "SELECT 'user:' || n %% 1000, n::text, 1, 0, 'POST', '/rides', '', '{}', '', 'v1:0', '', 'finished', now(), 201, "
-            "'{}', '', '', '', '[]', now() - n * interval '1 second' FROM generate_series(%s, %s) AS n",
+            "'{}', '', '', '', '[]', 90, now() - n * interval '1 second' FROM generate_series(%s, %s) AS n",
             [last + 1, last + count],
         )
         cursor.execute(

@@ -22,7 +22,7 @@ from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_finished, key_stuck
 from rides_demo.models import AuditRecord
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
-from tests.kit.ageing import make_older, past_the_retention
+from tests.kit.ageing import lock_end, make_older, past_the_retention
 from tests.kit.claims import hand_back_and_meet_another_run
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, all_at_once, background, elsewhere
@@ -256,7 +256,7 @@ def test_a_run_that_is_answered_for_after_its_lock_expired_commits_nothing_more(
         shop.gate.wait_until_reached()
         key = the_key()
         assert not interventions.answer(key.pk, key.claim_token, HttpResponse(status=410), by="jane"), "a run holds it"
-        make_older(91, "locked_at")
+        make_older(91, "locked_until")
         assert interventions.answer(key.pk, key.claim_token, HttpResponse(status=410), by="jane")
         shop.gate.open()
     assert late.result().status_code == 410
@@ -271,7 +271,7 @@ def test_that_nothing_was_done_cannot_be_answered_after_a_run_thought_dead_has_d
     serve(view=two_phases(lambda request: gate.wait_here(), lambda request: HttpResponse(status=503)))
     with background(lambda: another_client(sender).send()):
         gate.wait_until_reached()
-        make_older(91, "locked_at")
+        make_older(91, "locked_until")
         make_older(73 * 3600, "created_at")
         assert reap_once() == ReapPass(stuck=1)
         seen = the_key()
@@ -286,13 +286,13 @@ INTERVENTIONS = {
     "hand back": (interventions.hand_back, {}),
     "acknowledge": (interventions.acknowledge, {}),
     "answer": (lambda pk, seen, **more: interventions.answer(pk, seen, HttpResponse(status=410), **more), {}),
-    "release": (interventions.release_lock, {"locked_at": Now()}),
+    "release": (interventions.release_lock, {"locked_until": lock_end()}),
 }
 each_intervention = pytest.mark.parametrize(("intervene", "state"), INTERVENTIONS.values(), ids=INTERVENTIONS)
 
 
 def stuck_key(state: dict[str, Any]) -> IdempotencyKey:
-    stuck = {} if "locked_at" in state else {"stuck_at": Now(), "stuck_code": "view_gave_up", "stuck_reason": "Look."}
+    stuck = {} if "locked_until" in state else {"stuck_at": Now(), "stuck_code": "view_gave_up", "stuck_reason": "Look."}
     key = IdempotencyKeyFactory(claim_token=uuid4())
     IdempotencyKey.objects.update(**stuck, **state)
     return key

@@ -30,7 +30,7 @@ from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage,
 from rides_demo.models import Ride
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory, UserFactory
 from tests.kit.admin import listed
-from tests.kit.ageing import ago
+from tests.kit.ageing import ago, lock_end
 from tests.kit.shards import EntriesInShardB
 from tests.models import Entry
 
@@ -79,7 +79,7 @@ def history(begin: float, *events: tuple[float, str, str]) -> dict[str, Any]:
 def test_the_state_is_in_the_heading_with_its_age_and_its_code(staff: Client) -> None:
     assert page(staff, stuck_key()).context["heading"] == "Stuck, 9 min: attempts_exhausted"
     assert page(staff, IdempotencyKeyFactory(finished=True, response_code=None)).context["heading"]
-    held = IdempotencyKeyFactory(claim_token=uuid4(), locked_at=Now(), last_run_at=ago(seconds=20))
+    held = IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end(), last_run_at=ago(seconds=20))
     assert re.fullmatch(r"In flight, 2\d s", page(staff, held).context["heading"])
 
 
@@ -120,7 +120,7 @@ def test_a_call_whose_result_came_late_is_cured_by_completing(staff: Client) -> 
 
 
 def test_a_run_that_is_going_on_has_no_cure(staff: Client) -> None:
-    held = IdempotencyKeyFactory(claim_token=uuid4(), locked_at=Now())
+    held = IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end())
     assert 'class="button default"' not in page(staff, held).text
 
 
@@ -196,7 +196,7 @@ def test_the_timeline_shows_runs_phases_calls_the_lost_run_and_the_next_one(staf
 
 def test_the_timeline_of_a_run_that_goes_on_shows_when_its_lock_expires(staff: Client) -> None:
     events = history(20, (0, "claimed", "client"))
-    svg = timeline(staff, IdempotencyKeyFactory(claim_token=uuid4(), locked_at=ago(seconds=20), **events))
+    svg = timeline(staff, IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end(20), **events))
     assert shapes(svg) == {"run", "ahead", "expiry"}
     begin, end = (written for text in svg.iter("text") if "UTC" in (written := text.text or ""))
     assert timezone.datetime.fromisoformat(end[:19]) - timezone.datetime.fromisoformat(begin[:19]) == timedelta(
@@ -228,11 +228,11 @@ def test_many_runs_share_rows(staff: Client) -> None:
     "events", [[], [{"at": "", "event": "claimed", "detail": ""}], [{"at": "2026-11-21T06:00:00Z", "event": "?", "detail": ""}]]
 )
 def test_any_history_can_be_shown(staff: Client, events: list[dict[str, str]]) -> None:
-    for changes in ({"finished": True}, {}, {"claim_token": uuid4(), "locked_at": Now()}):
+    for changes in ({"finished": True}, {}, {"claim_token": uuid4(), "locked_until": lock_end()}):
         assert page(staff, IdempotencyKeyFactory(history=events, **changes)).status_code == 200
 
 
-@pytest.mark.parametrize("state", [{"finished": True}, {}, {"claim_token": uuid4(), "locked_at": Now()}])
+@pytest.mark.parametrize("state", [{"finished": True}, {}, {"claim_token": uuid4(), "locked_until": lock_end()}])
 def test_the_page_works_in_a_project_without_time_zones(staff: Client, settings: Any, state: dict[str, Any]) -> None:
     settings.USE_TZ = False
     events = [{"at": "2026-11-21T06:00:00Z", "event": name, "detail": ""} for name in ("claimed", "call begun")]

@@ -26,7 +26,7 @@ from idempotency.monitoring.heartbeats import LOOPS
 from tests import catalogue
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory
 from tests.kit.admin import KEYS, person
-from tests.kit.ageing import ago
+from tests.kit.ageing import ago, lock_end
 from tests.kit.pseudo_language import latin_words, pseudo_language
 
 ADMIN = "/admin/idempotency/"
@@ -85,7 +85,7 @@ KEYS_OF_ALL_KINDS: dict[str, Callable[[], IdempotencyKey]] = {
     "waiting": lambda: IdempotencyKeyFactory(attempts=1, **history(20, *RUN)),
     "abandoned": lambda: IdempotencyKeyFactory(request_path="/NOWHERE", **history(2100, *MANY)),
     "no attempt left": lambda: IdempotencyKeyFactory(completer_attempts=99),
-    "in flight": lambda: IdempotencyKeyFactory(claim_token=uuid4(), locked_at=ago(seconds=5), **history(5, *RUN)),
+    "in flight": lambda: IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end(5), **history(5, *RUN)),
     "refused": lambda: IdempotencyKeyFactory(refused_at=Now()),
     "acknowledged": lambda: stuck(acknowledged_at=Now()),
     "finished": lambda: IdempotencyKeyFactory(finished=True, attempts=2, **history(60, *RUN, (2, "finished"))),
@@ -122,7 +122,7 @@ def test_what_belongs_to_a_key_is_translated(pseudo: None) -> None:
 
 @pytest.mark.parametrize("button", BUTTONS)
 def test_a_question_and_its_answer_are_translated(pseudo: None, button: str) -> None:
-    held = {"claim_token": uuid4(), "locked_at": Now(), "stuck_at": None, "stuck_code": "", "stuck_reason": ""}
+    held = {"claim_token": uuid4(), "locked_until": lock_end(), "stuck_at": None, "stuck_code": "", "stuck_reason": ""}
     key, client = stuck(last_error="ERROR\nMORE", **(held if button == "release" else {})), person()
     if button == "answer":
         IdempotencyKeyFactory(finished=True)
@@ -202,7 +202,7 @@ def test_the_progress_of_an_action_and_its_end_are_translated(
 ) -> None:
     monkeypatch.setattr(bulk, "CHUNK_ROWS", 1)
     StagedJobFactory(failed_at=Now())
-    IdempotencyKeyFactory(claim_token=uuid4(), locked_at=Now())
+    IdempotencyKeyFactory(claim_token=uuid4(), locked_until=lock_end())
     client, url = person(), f"{page}bulk/{action}/?state={'unfinished' if page == KEYS else 'failed'}"
     asked = client.get(url)
     IdempotencyKey.objects.filter(stuck_code="call_in_doubt").update(stuck_at=Now(), last_run_at=ago(seconds=-9))

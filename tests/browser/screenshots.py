@@ -31,7 +31,7 @@ TROUBLE = (
     INSERT INTO idempotency_idempotencykey (
         scope, idempotency_key, attempts, completer_attempts, request_method, request_path, request_headers, remote_addr,
         request_content_type, request_body, request_fingerprint, seed, recovery_point, created_at, last_run_at, stuck_at,
-        stuck_code, stuck_reason, last_error, history
+        stuck_code, stuck_reason, last_error, lease_seconds, history
     )
     SELECT 'user:1', 'made-up-' || n, 3, 2, 'POST', '/rides', '{}', '127.0.0.1', 'application/json', '{"origin_lat": 0.0}',
         'v1:0', '', 'ride_created', now() - n * interval '90 s', now() - n * interval '80 s', now() - n * interval '70 s',
@@ -40,7 +40,7 @@ TROUBLE = (
             'The call ''sms'' was begun, and its result was never recorded.',
             'The completer ran it 25 times without success. The last error: ReadTimeout: no answer after ' || n || ' s',
             'Stripe lists no charge for ride ' || n || '.'
-        ])[1 + n % 3], '', '[]'
+        ])[1 + n % 3], '', 90, '[]'
     FROM generate_series(1, 60) AS n
     """,
     """

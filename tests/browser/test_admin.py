@@ -28,14 +28,15 @@ _STUCK = """
 _ADD_STUCK = """
     INSERT INTO idempotency_idempotencykey (
         scope, idempotency_key, attempts, completer_attempts, request_method, request_path, request_headers, remote_addr,
-        request_content_type, request_fingerprint, seed, recovery_point, stuck_at, stuck_code, stuck_reason, last_error, history
+        request_content_type, request_fingerprint, seed, recovery_point, lease_seconds, stuck_at, stuck_code, stuck_reason,
+        last_error, history
     ) VALUES (
-        'user:1', %s, 1, 0, 'POST', '/rides', '{}', '', '', 'v1:0', '', 'started', now(), 'view_gave_up', 'Look.', '', '[]'
+        'user:1', %s, 1, 0, 'POST', '/rides', '{}', '', '', 'v1:0', '', 'started', 90, now(), 'view_gave_up', 'Look.', '', '[]'
     ) RETURNING id
 """
 #: Let a run hold the key whose charge failed: the page shows it as in flight, for as long as the lock lasts.
 _HOLD = """
-    UPDATE idempotency_idempotencykey SET locked_at = now()
+    UPDATE idempotency_idempotencykey SET locked_until = now() + interval '90 s'
     WHERE id = (SELECT max(id) FROM idempotency_idempotencykey WHERE finished_at IS NULL AND stuck_at IS NULL) RETURNING id
 """
 _ANSWERED = "SELECT id, response_code FROM idempotency_idempotencykey WHERE response_code IS NOT NULL ORDER BY id"

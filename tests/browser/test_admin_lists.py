@@ -15,10 +15,10 @@ KEYS = "/admin/idempotency/idempotencykey/"
 _STUCK_KEYS = """
     INSERT INTO idempotency_idempotencykey (scope, idempotency_key, attempts, completer_attempts, request_method, request_path,
         request_content_type, request_headers, remote_addr, request_fingerprint, seed, recovery_point, stuck_at, stuck_code,
-        stuck_reason, last_error, history, created_at, last_run_at)
+        stuck_reason, last_error, lease_seconds, history, created_at, last_run_at)
     SELECT 'user:1', 'night-' || n, 1, 0, 'POST', '/night', '', '{}', '', 'v1:0', '', 'ride_created',
         now() - interval '1 hour', CASE WHEN n %% 10 = 0 THEN 'call_in_doubt' ELSE 'view_gave_up' END,
-        'Stripe lists no charge for ride ' || n || '.', 'OSError: down', '[]',
+        'Stripe lists no charge for ride ' || n || '.', 'OSError: down', 90, '[]',
         now() - n * interval '1 second' - interval '2 hours', now() - interval '2 hours'
     FROM generate_series(1, %s) AS n RETURNING id
 """

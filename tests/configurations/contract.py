@@ -78,7 +78,7 @@ class Contract(TransactionTestCase):
     def abandon(self) -> None:
         """Make the client of the only key silent, so that the completer may run it."""
         while_ago = timedelta(minutes=20)
-        self.later(created_at=while_ago, last_run_at=while_ago, locked_at=while_ago)
+        self.later(created_at=while_ago, last_run_at=while_ago, locked_until=while_ago)
 
     def test_first_request_and_replay(self) -> None:
         """A retry gets the same response, and the work is done once."""
@@ -202,7 +202,7 @@ class Contract(TransactionTestCase):
 
         def other() -> None:
             try:
-                self.later(locked_at=timedelta(hours=1))
+                self.later(locked_until=timedelta(hours=1))
                 answers.append(self.send("/phased/", client=self.signed_in()))
             finally:
                 connections.close_all()

@@ -60,7 +60,7 @@ def test_29_retry_after_is_at_most_what_is_left_of_the_lock(
         key = f"key-{len(gates)}"
         running = in_background(lambda: another_client(sender).send(key=key))
         gates[-1].wait_until_reached()
-        make_older(seconds_ago, "locked_at")
+        make_older(seconds_ago, "locked_until")
         answer = sender.send(key=key)
         gates[-1].open()
         assert running.result(WAIT_SECONDS).status_code == 201
@@ -76,7 +76,7 @@ def test_31_takeover_resumes_and_the_late_one_changes_nothing(gate: Gate, serve:
     serve(view=two_phases(first := Counted(), second := Counted(partial(_create_second)), call=gate.wait_here))
     late = in_background(another_client(sender).send)
     gate.wait_until_reached()
-    make_older(91, "locked_at")
+    make_older(91, "locked_until")
     winner = sender.send()
     finished = IdempotencyKey.objects.values().get()
     gate.open()
@@ -100,7 +100,7 @@ def test_31_no_takeover_before_the_lock_timeout(gate: Gate, serve: Serve, sender
     serve(view=two_phases(lambda request: None, second := Counted(), call=gate.wait_here))
     running = in_background(another_client(sender).send)
     gate.wait_until_reached()
-    make_older(3600 - 60, "locked_at")
+    make_older(3600 - 60, "locked_until")
     assert sender.send().status_code == 409
     gate.open()
     assert running.result(WAIT_SECONDS).status_code == 201
@@ -117,7 +117,7 @@ def test_31_late_one_inside_its_phase_is_rolled_back(gate: Gate, serve: Serve, s
     serve(view=two_phases(lambda request: None, Counted(work)))
     late = in_background(another_client(sender).send)
     gate.wait_until_reached()
-    make_older(91, "locked_at")
+    make_older(91, "locked_until")
     winner = sender.send()
     gate.open()
     answer = late.result(WAIT_SECONDS)
@@ -138,7 +138,7 @@ def test_31_late_one_that_fails_does_not_free_the_lock_of_the_winner(serve: Serv
     serve(view=two_phases(lambda request: None, create, call=partial(calls, None)))
     late = in_background(another_client(sender).send)
     gates[0].wait_until_reached()
-    make_older(91, "locked_at")
+    make_older(91, "locked_until")
     winner = in_background(another_client(sender).send)
     gates[1].wait_until_reached()
     gates[0].open()
@@ -156,7 +156,7 @@ def test_31_late_one_is_sent_round_again_while_the_winner_runs(serve: Serve, sen
     serve(view=two_phases(lambda request: None, create, call=partial(calls, None)))
     late = in_background(another_client(sender).send)
     gates[0].wait_until_reached()
-    make_older(91, "locked_at")
+    make_older(91, "locked_until")
     winner = in_background(another_client(sender).send)
     gates[1].wait_until_reached()
     gates[0].open()

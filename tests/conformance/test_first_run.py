@@ -197,7 +197,7 @@ def test_16_error_in_a_later_phase_releases_the_key_and_is_resumed(serve: Serve,
     )
     assert sender.send().status_code == 500
     key = IdempotencyKey.objects.get()
-    assert (key.recovery_point, key.locked_at) == ("between", None)
+    assert (key.recovery_point, key.locked_until) == ("between", None)
     assert "out of luck" in key.last_error
     assert [sender.send().status_code for _ in range(2)] == [201, 201]
     assert (first.runs, second.runs) == (1, 2)
@@ -208,7 +208,7 @@ def test_16_returned_5xx_of_a_phased_view_releases_the_key(serve: Serve, sender:
     serve(view=phased_outside(work := Counted(lambda request: next(answers))))
     assert sender.send().status_code == 503
     key = IdempotencyKey.objects.get()
-    assert (key.recovery_point, key.locked_at) == ("started", None)
+    assert (key.recovery_point, key.locked_until) == ("started", None)
     assert "503" in key.last_error
     assert [sender.send().status_code for _ in range(2)] == [404, 404]
     assert work.runs == 2

@@ -64,7 +64,7 @@ def test_13_kill_at_any_point_leaves_work_and_completion_both_or_neither(
         state, entries = row.recovery_point if row else "no row", Entry.objects.filter(name__endswith=f" {key}").count()
         left.add((state, entries))
 
-        make_older(91, "locked_at")
+        make_older(91, "locked_until")
         # The database ends the transaction of the dead as soon as it notices.
         response = eventually(lambda: (response := _retry(sender, kind, key)).status_code != 409 and response)  # noqa: B023
         assert response.status_code == 201

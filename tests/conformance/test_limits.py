@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,6 +85,14 @@ def test_58_a_request_only_lowers_the_limits_of_the_role(
             seen = seen_by(kind, serve, sender, f"key-{number}")
             assert seen == {name: expected[name] for name in seen}
         assert read() == before
+
+
+@both_kinds
+def test_58_the_limits_follow_the_lease_of_the_view(kind: Kind, serve: Serve, sender: Sender) -> None:
+    seen = seen_by(partial(kind, lease_seconds=600), serve, sender, "key")
+    assert seen[IDLE] == 600_000
+    assert kind is not phased or seen["lock_timeout"] == 600_000
+    connection.close()
 
 
 @both_kinds

@@ -109,7 +109,7 @@ def test_15_request_that_is_not_stored_whole_waits_even_if_the_reaper_finds_it_f
     serve(view=phased(lambda request: answers.pop(), store_body=False))
     assert sender.send().status_code == 500
     past_the_retention()  # before the completer has seen it
-    IdempotencyKey.objects.update(locked_at=Now() - timedelta(hours=1))
+    IdempotencyKey.objects.update(locked_until=Now() - timedelta(hours=1))
     run("reap_keys")
     assert (IdempotencyKey.objects.stuck().count(), IdempotencyKey.objects.refused().count()) == (0, 1)
     answers.append(HttpResponse("done", status=201))

@@ -107,7 +107,7 @@ def test_46_view_hands_its_key_to_a_person(serve: Serve, sender: Sender) -> None
     assert [problem(answer)["code"] for answer in answers] == ["key_stuck"] * 3
     assert work.runs == 1
     key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, key.stuck_reason, key.locked_at) == ("view_gave_up", "The charge is in doubt.", None)
+    assert (key.stuck_code, key.stuck_reason, key.locked_until) == ("view_gave_up", "The charge is in doubt.", None)
     assert key.recovery_point == "between"
     assert [entry.name for entry in Entry.objects.all()] == ["made"]
     assert stuck == [key]

@@ -81,7 +81,7 @@ def test_22_original_answer_stays_after_the_resource_changed_and_went(kind: Kind
 def test_23_finished_key_is_replayed_although_it_is_locked(kind: Kind, serve: Serve, sender: Sender) -> None:
     serve(view=kind(work := Counted()))
     first = sender.send()
-    IdempotencyKey.objects.update(locked_at=F("finished_at"))
+    IdempotencyKey.objects.update(locked_until=F("expires_at"))
     replayed = sender.send()
     assert (replayed.status_code, replayed.content) == (201, first.content)
     assert work.runs == 1

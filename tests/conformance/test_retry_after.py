@@ -114,7 +114,7 @@ def test_54_after_a_phase_the_retry_continues(serve: Serve, sender: Sender) -> N
     serve(view=view)
     assert sender.send().status_code == 409
     key = IdempotencyKey.objects.get()
-    assert (key.recovery_point, key.locked_at, key.stuck_at, "409" in key.last_error) == ("between", None, None, True)
+    assert (key.recovery_point, key.locked_until, key.stuck_at, "409" in key.last_error) == ("between", None, None, True)
     abandon()
     assert complete_once() == CompletePass(finished=1)
     assert (sender.send().status_code, Entry.objects.count()) == (201, 1)

@@ -178,7 +178,7 @@ def test_59_a_wrapper_that_raises_leaves_work_and_response_or_neither(
         assert status == (500 if met else 201)
         finished = IdempotencyKey.objects.finished().filter(idempotency_key=f"key-{number}")
         assert Entry.objects.filter(idempotency_key__in=finished).count() == finished.count() == (not met)
-        IdempotencyKey.objects.filter(locked_at__isnull=False).update(locked_at=None)
+        IdempotencyKey.objects.filter(locked_until__isnull=False).update(locked_until=None)
         assert sender.send(key=f"key-{number}").status_code == 201
     assert number >= 3
     assert Entry.objects.count() == number

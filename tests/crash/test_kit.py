@@ -29,6 +29,7 @@ from idempotency.phases import atomic_phase
 from idempotency.testing import CannotProve, CrashTestCase, DoesNotSurvive, Report, age, assert_survives, courses, progress
 from tests.crash import views
 from tests.factories import IdempotencyKeyFactory
+from tests.kit.ageing import lock_end
 from tests.kit.commands import environment
 from tests.kit.serving import Sender
 from tests.kit.threads import background
@@ -195,7 +196,7 @@ def test_a_view_that_fails_proves_nothing_and_shows_its_error(serve: Callable[..
 
 
 def test_an_aged_key_is_abandoned_and_its_lock_expired() -> None:
-    key = IdempotencyKeyFactory(claim_token="7c9e6679-7425-40de-944b-e07fc1f90ae7", locked_at=timezone.now())
+    key = IdempotencyKeyFactory(claim_token="7c9e6679-7425-40de-944b-e07fc1f90ae7", locked_until=lock_end())
     other = IdempotencyKeyFactory()
     created_at = key.created_at
     assert not IdempotencyKey.objects.abandoned().exists()
@@ -209,7 +210,7 @@ def test_an_aged_key_is_abandoned_and_its_lock_expired() -> None:
 
 def test_an_aged_key_ages_in_all_that_it_remembers() -> None:
     moments = {field.name for field in IdempotencyKey._meta.concrete_fields if isinstance(field, DateTimeField)}
-    moments -= {"finished_at", "locked_at"}  # of a key that is finished, or held
+    moments -= {"finished_at", "locked_until"}  # of a key that is finished, or held
     now = timezone.now()
     key = IdempotencyKeyFactory(**dict.fromkeys(moments, now), stuck_code="a code", stuck_reason="the reason")
     age(key, seconds=3600)

@@ -15,6 +15,7 @@ from idempotency.models import IdempotencyKey, StagedJob
 from rides_demo import payments, views
 from rides_demo.jobs import send_ride_receipt
 from rides_demo.models import AuditRecord, Receipt, Ride, User
+from tests.kit.ageing import lock_end
 from tests.kit.rides import RIDE, Phone, jane, joe, max_, sandbox, slowness  # noqa: F401
 from tests.kit.threads import at_once
 from tests.kit.waiting import eventually
@@ -36,9 +37,7 @@ def error_code(response):
 
 
 def take_lock(key, seconds_ago):
-    IdempotencyKey.objects.filter(idempotency_key=key).update(
-        locked_at=timezone.now() - timedelta(seconds=seconds_ago), claim_token=uuid.uuid4()
-    )
+    IdempotencyKey.objects.filter(idempotency_key=key).update(locked_until=lock_end(seconds_ago), claim_token=uuid.uuid4())
 
 
 @pytest.fixture
@@ -235,7 +234,7 @@ class TestPayment:
             assert (response.status_code, error_code(response)) == (503, "payment_unavailable")
             assert int(response["Retry-After"]) >= 1
         key = IdempotencyKey.objects.get()
-        assert (key.recovery_point, key.locked_at, key.response_code) == ("ride_created", None, None)
+        assert (key.recovery_point, key.locked_until, key.response_code) == ("ride_created", None, None)
 
         response = jane.book(key="patient")
 
@@ -295,7 +294,7 @@ class TestRecovery:
         mend = failing("_audit")
         assert jane.book(key="k").status_code == 500
         key = IdempotencyKey.objects.get()
-        assert (key.recovery_point, key.locked_at) == ("started", None)
+        assert (key.recovery_point, key.locked_until) == ("started", None)
         assert not Ride.objects.exists()
 
         mend()
@@ -356,7 +355,7 @@ class TestRecovery:
         assert jane.book(key="k").status_code == status
 
         key = IdempotencyKey.objects.get()
-        assert key.locked_at is None
+        assert key.locked_until is None
         assert Ride.objects.count() == (status == 201)
 
     @pytest.mark.django_db(transaction=True)
@@ -406,7 +405,7 @@ class TestCompleter:
         assert complete_once().failed == 1
 
         key = IdempotencyKey.objects.get()
-        assert (key.recovery_point, key.locked_at, key.stuck_at) == ("ride_created", None, None)
+        assert (key.recovery_point, key.locked_until, key.stuck_at) == ("ride_created", None, None)
 
     @pytest.mark.parametrize(("created", "last_run"), [(2970, 601), (3001, 570)])
     def test_a_client_who_may_still_come_back_is_left_alone(self, jane, sandbox, settings, created, last_run):

@@ -7,11 +7,9 @@ import hmac
 import json
 import time
 import uuid
-from datetime import timedelta
 
 import pytest
 from django.conf import settings
-from django.db.models.functions import Now
 from django.test import Client
 from django.utils import timezone
 
@@ -19,6 +17,7 @@ from idempotency.models import IdempotencyKey, ProcessedMessage
 from rides_demo.models import AuditRecord, Receipt, Ride
 from rides_demo.sandbox.switch import BEHAVIOURS
 from tests.factories import ReceiptFactory, RideFactory
+from tests.kit.ageing import lock_end
 from tests.kit.rides import RIDE, jane, joe, max_, sandbox  # noqa: F401
 
 pytestmark = pytest.mark.django_db
@@ -374,9 +373,9 @@ class TestPageState:
         jane.book(key="k")
         booking = "/page/booking?key=k"
 
-        IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=1))
+        IdempotencyKey.objects.update(locked_until=lock_end(1))
         held = window.get(booking).json()["booking"]
-        IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=91))
+        IdempotencyKey.objects.update(locked_until=lock_end(91))
         free = window.get(booking).json()["booking"]
 
         assert (held["state"], held["steps"]["charge_created"]) == ("running", "running")

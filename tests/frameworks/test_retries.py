@@ -256,7 +256,7 @@ def test_38_retry_goes_on_after_the_last_committed_phase(service: Service) -> No
     first, calls = Work(lambda request: Reply()), iter([crash, lambda: None])
     work = service.serve(first=first, call=lambda: next(calls)())
     assert service.send().status_code == 500
-    assert (IdempotencyKey.objects.get().recovery_point, IdempotencyKey.objects.get().locked_at) == ("made", None)
+    assert (IdempotencyKey.objects.get().recovery_point, IdempotencyKey.objects.get().locked_until) == ("made", None)
     assert [service.send().status_code for _ in range(2)] == [201, 201]
     assert (first.runs, work.runs, Entry.objects.count()) == (1, 1, 1)
 

@@ -96,7 +96,9 @@ def scope(request: HttpRequest) -> str:
 
 def left(**scope: str) -> QuerySet[IdempotencyKey]:
     """Return the keys that nobody could use any more."""
-    return IdempotencyKey.objects.filter(Q(finished_at=None) | Q(locked_at__isnull=False) | Q(stuck_at__isnull=False), **scope)
+    return IdempotencyKey.objects.filter(
+        Q(finished_at=None) | Q(locked_until__isnull=False) | Q(stuck_at__isnull=False), **scope
+    )
 
 
 @pytest.mark.parametrize("view", ["plain", "phased"])

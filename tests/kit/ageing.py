@@ -8,6 +8,7 @@ from django.db.models import F
 from django.db.models.functions import Now
 from django.utils import timezone
 
+from idempotency import conf
 from idempotency._engine.database_product import is_citus
 from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory
@@ -16,6 +17,11 @@ from tests.factories import IdempotencyKeyFactory
 def ago(**span: float) -> datetime:
     """Return the time ``timedelta(**span)`` ago."""
     return timezone.now() - timedelta(**span)
+
+
+def lock_end(seconds_ago: float = 0) -> datetime:
+    """Return the end of a lock that a run has renewed ``seconds_ago``, with the lease of the settings."""
+    return ago(seconds=seconds_ago - conf.get().LOCK_TIMEOUT_SECONDS)
 
 
 def make_older(seconds: float, *fields: str) -> None:
@@ -33,7 +39,7 @@ def make_older(seconds: float, *fields: str) -> None:
 
 def expire_lock(seconds: float = 226) -> None:
     """Make the lock of each key ``seconds`` old. By default it has expired for clients (90 s) and the completer (225 s)."""
-    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=seconds))
+    IdempotencyKey.objects.update(locked_until=Now() + timedelta(seconds=conf.get().LOCK_TIMEOUT_SECONDS - seconds))
 
 
 def abandon(times: int = 1, *, using: str = "default") -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from idempotency import conf
 from idempotency._engine import claims, fence
 from idempotency._engine.advisory_locks import lock_parameters
 from idempotency._engine.claims import ClaimedRequest
@@ -25,6 +26,7 @@ def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:o
         request_fingerprint=fingerprint,
         made_alike=lambda stored: None,
         retention_hours=72,
+        lease_seconds=conf.get().LOCK_TIMEOUT_SECONDS,
     )
 
 

@@ -116,7 +116,7 @@ class Promise(RuleBasedStateMachine):
 
     @rule()
     def the_locks_expire(self) -> None:
-        make_older(100, "locked_at")
+        make_older(100, "locked_until")
 
     @rule()
     def the_reaper_passes(self) -> None:
@@ -152,7 +152,7 @@ class Promise(RuleBasedStateMachine):
         happened["resumed"] += IdempotencyKey.objects.filter(attempts__gt=1).count()
         self._look_at_answers()
         for _ in range(10):
-            make_older(500, "created_at", "last_run_at", "locked_at")
+            make_older(500, "created_at", "last_run_at", "locked_until")
             IdempotencyKey.objects.update(next_run_at=None)
             complete_once()
         for key in IdempotencyKey.objects.all():

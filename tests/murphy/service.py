@@ -141,7 +141,7 @@ class Service:
 
     def let_locks_expire(self) -> None:
         """Let so much time have passed for each lock that a retry takes over."""
-        older = "UPDATE idempotency_idempotencykey SET locked_at = locked_at - %s * interval '1 second' RETURNING id"
+        older = "UPDATE idempotency_idempotencykey SET locked_until = locked_until - %s * interval '1 second' RETURNING id"
         self.rows(older, [LOCK_TIMEOUT_SECONDS + 1])
 
     def mails(self, ride: int) -> int:

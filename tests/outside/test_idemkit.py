@@ -54,7 +54,7 @@ class Backend:
         def run() -> ClaimResult:
             claim = claims.claim_phased(request, (STARTED,), using=ALIAS)
             if claim.outcome is Outcome.CLAIMED:
-                _date_back("locked_at", claim.key, LOCK_TIMEOUT_SECONDS - lease_ttl_seconds)
+                _date_back("locked_until", claim.key, LOCK_TIMEOUT_SECONDS - lease_ttl_seconds)
             return _result(claim, request)
 
         return await self._call(run)
@@ -85,7 +85,7 @@ class Backend:
     async def renew(self, effective_key: str, claim_token: str, lease_ttl_seconds: float) -> bool:
         def run(key: IdempotencyKey) -> None:
             fence.renew(key, using=ALIAS)
-            _date_back("locked_at", key, LOCK_TIMEOUT_SECONDS - lease_ttl_seconds)
+            _date_back("locked_until", key, LOCK_TIMEOUT_SECONDS - lease_ttl_seconds)
 
         return await self._fenced(effective_key, claim_token, run)
 
@@ -144,6 +144,7 @@ def _request(effective_key: str, fingerprint: str) -> ClaimedRequest:
         request_fingerprint=fingerprint,
         made_alike=lambda stored: fingerprint,
         retention_hours=conf.get().RETENTION_HOURS,
+        lease_seconds=LOCK_TIMEOUT_SECONDS,
     )
 
 

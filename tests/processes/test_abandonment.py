@@ -60,7 +60,7 @@ def test_its_response_finishes_the_key(abandoned: Any, sender: Sender, caplog: p
     assert (answer.status_code, answer.json()) == (410, {"refunded": "started"})
     assert len(refunds) == 1
     key.refresh_from_db()
-    assert (key.stuck_at, key.locked_at) == (None, None)
+    assert (key.stuck_at, key.locked_until) == (None, None)
     claimed = [event["detail"] for event in key.history if event["event"] == "claimed"]
     assert claimed[-1] == "reaper", "who reads it at night knows which process ran it"
 

@@ -31,7 +31,7 @@ from idempotency.phases import atomic_phase
 from idempotency.signals import key_conflict, key_replayed, key_stuck
 from rides_demo.processes.ports import free_port
 from tests.factories import IdempotencyKeyFactory, UserFactory
-from tests.kit.ageing import abandon, ago
+from tests.kit.ageing import abandon, ago, lock_end
 from tests.kit.serving import Sender, problem
 from tests.kit.shop import Shop, open_shop
 from tests.kit.threads import Gate, all_at_once, background
@@ -86,7 +86,7 @@ def test_a_view_that_would_end_its_process_ends_neither_the_pass_nor_the_loop(
     abandon()
     assert complete_once() == CompletePass(failed=2)
     assert runs == ["one", "two"] * 2
-    assert set(IdempotencyKey.objects.values_list("last_error", "locked_at")) == {(f"{leave.__name__}: on purpose", None)}
+    assert set(IdempotencyKey.objects.values_list("last_error", "locked_until")) == {(f"{leave.__name__}: on purpose", None)}
     assert len([record for record in caplog.records if record.name == "idempotency" and record.levelname == "ERROR"]) == 2
 
 
@@ -97,7 +97,7 @@ def test_a_view_that_would_end_its_process_ends_neither_the_pass_nor_the_loop(
         {"created_at": Now() - timedelta(seconds=2970)},
         {"last_run_at": Now() - timedelta(seconds=570)},
         {"next_run_at": Now() + timedelta(seconds=30)},
-        {"locked_at": Now() - timedelta(seconds=870), "claim_token": "8e03978e-40d5-43e8-bc93-6894a57f9324"},
+        {"locked_until": Now() + timedelta(seconds=30), "claim_token": "8e03978e-40d5-43e8-bc93-6894a57f9324"},
         {"stuck_at": Now(), "stuck_code": "view_gave_up", "stuck_reason": "in doubt"},
     ],
 )
@@ -129,7 +129,7 @@ def test_a_view_that_fails_again_leaves_its_key_where_it_was_and_waits_longer_ea
         assert complete_once() == CompletePass(failed=1)
         key = IdempotencyKey.objects.get()
         waits.append((key.next_run_at - key.last_run_at).total_seconds())
-        assert (key.recovery_point, key.locked_at) == ("entry_created", None)
+        assert (key.recovery_point, key.locked_until) == ("entry_created", None)
         assert key.last_error == "OSError: Stripe is down"
     assert all(least <= wait < 2 * least for least, wait in zip((60, 120, 240), waits, strict=True))
     assert key.completer_attempts == 3
@@ -166,7 +166,7 @@ def test_a_missing_user_or_view_or_body_makes_the_key_stuck(shop: Shop, sender: 
         abandon()
         assert complete_once() == CompletePass(stuck=1)
         key = IdempotencyKey.objects.get()
-        assert (key.stuck_code, key.locked_at) == (code, None)
+        assert (key.stuck_code, key.locked_until) == (code, None)
         IdempotencyKey.objects.update(**before)
     assert len(shop.seen) == 1
 
@@ -219,13 +219,13 @@ def test_what_ends_before_the_views_decorator_releases_the_key_and_says_so(
     abandon()
     assert complete_once() == CompletePass(failed=1)
     key = IdempotencyKey.objects.get()
-    assert (key.locked_at, key.recovery_point, key.history[-1]["event"]) == (None, "entry_created", "error")
+    assert (key.locked_until, key.recovery_point, key.history[-1]["event"]) == (None, "entry_created", "error")
     assert key.last_error.endswith("responded with status 429: Slow down.")
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": tenant_is_gone}
     abandon()
     assert complete_once() == CompletePass(failed=1)
     key = IdempotencyKey.objects.get()
-    assert (key.locked_at, key.last_error) == (None, "LookupError: the tenant is gone")
+    assert (key.locked_until, key.last_error) == (None, "LookupError: the tenant is gone")
     assert len(shop.seen) == 1
 
 
@@ -250,7 +250,7 @@ def test_a_throttle_of_the_framework_releases_the_key_and_says_so(sender: Sender
     abandon()
     assert complete_once() == CompletePass(failed=1)
     key = IdempotencyKey.objects.get()
-    assert key.locked_at is None
+    assert key.locked_until is None
     assert "status 429" in key.last_error
 
 
@@ -262,7 +262,7 @@ def test_a_reason_to_ask_a_person_that_is_raised_before_the_view_makes_the_key_s
     abandon()
     assert complete_once() == CompletePass(stuck=1)
     key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, key.stuck_reason, key.locked_at) == ("view_gave_up", "Whose tenant is it?", None)
+    assert (key.stuck_code, key.stuck_reason, key.locked_until) == ("view_gave_up", "Whose tenant is it?", None)
 
 
 class CodeOfItsOwn(KeyStuck):
@@ -303,7 +303,7 @@ def test_whatever_code_a_view_gives_its_key_reaches_a_person(
         abandon()
         assert complete_once() == CompletePass(stuck=1)
     key = IdempotencyKey.objects.stuck().get()
-    assert (key.stuck_code, key.stuck_reason, key.locked_at) == (kept, "5 against 500", None)
+    assert (key.stuck_code, key.stuck_reason, key.locked_until) == (kept, "5 against 500", None)
     assert problem(sender.send())["code"] == "key_stuck"
 
 
@@ -353,7 +353,7 @@ def test_a_key_becomes_stuck_although_its_reason_cannot_be_made(
         serve(view=idempotent(recovery_points=[])(lambda request: give_up_without_reason(request, request.idempotency_key)))
         assert sender.send().status_code == 409
     key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, key.stuck_reason, key.locked_at) == ("call_in_doubt", "WithoutReason: Look.", None)
+    assert (key.stuck_code, key.stuck_reason, key.locked_until) == ("call_in_doubt", "WithoutReason: Look.", None)
 
 
 def test_a_key_whose_last_run_did_not_come_back_is_given_up_without_another(
@@ -400,12 +400,12 @@ def test_a_key_that_another_run_has_taken_is_not_given_up(transactional_db: None
     def take_second() -> bool:
         asked.append(1)
         if len(asked) == 2:
-            IdempotencyKey.objects.filter(stuck_at=None).update(claim_token=uuid4(), locked_at=Now())
+            IdempotencyKey.objects.filter(stuck_at=None).update(claim_token=uuid4(), locked_until=lock_end())
         return False
 
     assert complete_once(stop=take_second) == CompletePass(stuck=1)
     assert IdempotencyKey.objects.stuck().count() == 1
-    IdempotencyKey.objects.update(locked_at=None)
+    IdempotencyKey.objects.update(locked_until=None)
     assert complete_once() == CompletePass(stuck=1)
 
 
@@ -743,7 +743,7 @@ def test_a_run_of_the_completer_that_lost_its_key_replays_it_to_nobody(shop: Sho
     shop.broken, shop.gate = False, (gate := Gate())
     with background(complete_once) as completer:
         gate.wait_until_reached()
-        IdempotencyKey.objects.update(locked_at=None)
+        IdempotencyKey.objects.update(locked_until=None)
         shop.gate = None
         assert sender.send().status_code == 201
         key_replayed.connect(hear)

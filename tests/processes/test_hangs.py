@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
-from django.test import Client
+from django.test import Client, override_settings
 from pytest_django import Settings
 
 from idempotency import interventions
@@ -29,10 +29,11 @@ def _views(settings: Settings) -> None:
     settings.ROOT_URLCONF = "tests.processes.hanging"
 
 
-def leave(*keys: str, url: str = "/view/") -> None:
-    """Leave keys that are abandoned at once."""
-    for key in keys:
-        assert Client().post(url, headers={"Idempotency-Key": key}).status_code == 503
+def leave(*keys: str, url: str = "/view/", lease: int = 2) -> None:
+    """Leave keys that are abandoned at once, with the lease of the loop."""
+    with override_settings(IDEMPOTENCY={"LOCK_TIMEOUT_SECONDS": lease}):
+        for key in keys:
+            assert Client().post(url, headers={"Idempotency-Key": key}).status_code == 503
     IdempotencyKey.objects.filter(idempotency_key__in=keys, attempts=1).update(refused_at=None)
     make_older(60, "created_at", "last_run_at")
 
@@ -47,7 +48,7 @@ def is_finished(*keys: str) -> bool:
 
 def runs(key: str) -> bool:
     """Return whether the completer runs the key."""
-    return state(key).attempts == 2 and state(key).locked_at is not None
+    return state(key).attempts == 2 and state(key).locked_until is not None
 
 
 def events(key: str) -> list[str]:
@@ -72,20 +73,20 @@ def start() -> Iterator[Callable[..., Any]]:
 @pytest.mark.processes
 def test_one_run_that_hangs_delays_no_other_key_and_ends_the_process(start: Any) -> None:
     process = start(*COMPLETER, "--concurrency", "2", lease=4)
-    leave("hang")
+    leave("hang", lease=4)
     eventually(lambda: runs("hang"))
     for number in range(3):
-        leave(f"good-{number}")
+        leave(f"good-{number}", lease=4)
         eventually(lambda number=number: is_finished(f"good-{number}"))
     assert runs("hang")
     eventually(lambda: "hung" in events("hang"))
     assert process.poll() is None
-    leave("slow")
+    leave("slow", lease=4)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == HUNG
     assert is_finished("slow"), "the process waits for a call that may be made once only"
     key = state("hang")
-    assert (key.hangs, key.stuck_code, key.locked_at, key.attempts) == (1, "", None, 2)
+    assert (key.hangs, key.stuck_code, key.locked_until, key.attempts) == (1, "", None, 2)
     assert "hanging.py" in key.last_error
     assert "wait_for_the_provider" in errors
     assert (key.next_run_at - key.last_run_at).total_seconds() > 8, "the next completer does not claim it at once"
@@ -119,10 +120,10 @@ def test_a_query_that_hangs_is_cancelled_and_the_process_stays(query: str, start
 
 @pytest.mark.processes
 def test_after_three_hangs_the_key_is_stuck_and_the_worker_serves_the_others(start: Any) -> None:
-    leave("hang", "good-1", "good-2")
+    leave("hang", "good-1", "good-2", lease=1)
     process = start("idempotency_worker", "--complete-interval", "0.1", lease=1)
     eventually(lambda: state("hang").stuck_code == "hung", 90)
-    leave("good-3")
+    leave("good-3", lease=1)
     eventually(lambda: is_finished("good-1", "good-2", "good-3"))
     assert events("hang").count("hung") == 3
     assert DownstreamCall.objects.count() == 3
@@ -149,7 +150,7 @@ def test_a_signal_waits_a_bounded_time_for_a_run_that_hangs(number: int, start: 
     process.send_signal(number)
     assert process.wait(30) == HUNG
     key = state("hang")
-    assert (key.hangs, key.locked_at is not None) == (0, True), "its lease ends, and another run continues"
+    assert (key.hangs, key.locked_until is not None) == (0, True), "its lease ends, and another run continues"
 
 
 @pytest.mark.processes
@@ -191,7 +192,7 @@ def test_the_loops_of_a_killed_worker_end(start: Any) -> None:
 
 def test_the_completer_waits_longer_than_a_client_for_a_lock_that_expired(settings: Settings) -> None:
     """The loop that holds the lock may still find that its run hangs."""
-    leave("good")
+    leave("good", lease=90)
     IdempotencyKey.objects.update(created_at="2020-01-01T00:00Z", claim_token="7c9e6679-7425-40de-944b-e07fc1f90ae7")
     for seconds in (91, 181, 224):
         expire_lock(seconds)

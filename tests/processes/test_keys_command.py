@@ -16,6 +16,7 @@ from django.utils import timezone
 
 from idempotency.models import DownstreamCall, IdempotencyKey
 from tests.factories import IdempotencyKeyFactory, UserFactory
+from tests.kit.ageing import lock_end
 from tests.kit.commands import environment
 from tests.kit.serving import Sender
 from tests.kit.views import two_phases
@@ -127,13 +128,13 @@ def test_a_request_is_completed_in_the_process_of_the_command(serve: Any, sender
 @pytest.mark.parametrize(
     ("action", "changed"),
     [
-        ("release", {"locked_at": None}),
+        ("release", {"locked_until": None}),
         ("hand-back", {"stuck_code": ""}),
         ("acknowledge", {"stuck_code": "view_gave_up"}),
     ],
 )
 def test_each_action_changes_what_the_button_changes(action: str, changed: dict[str, Any], capsys: Any) -> None:
-    key = stuck() if action != "release" else IdempotencyKeyFactory(claim_token="0" * 32, locked_at=timezone.now())
+    key = stuck() if action != "release" else IdempotencyKeyFactory(claim_token="0" * 32, locked_until=lock_end())
     run(action, key.pk, "--yes")
     key.refresh_from_db()
     assert {name: getattr(key, name) for name in changed} == changed

@@ -163,7 +163,7 @@ def test_a_run_that_is_killed_at_any_point_calls_once_or_a_person_hears_of_it(ki
     number, ends = 1, set()
     while killed("text", f"t{number}", number):
         name = f"t{number}"
-        make_older(91, "locked_at")
+        make_older(91, "locked_until")
         answer = unless_refused(partial(send_text, name))
         ends.add((answer.json().get("code", answer.status_code), world().count(name)))
         assert Entry.objects.filter(name=name).count() == 1
@@ -181,7 +181,7 @@ def test_an_on_abandon_that_is_killed_at_any_point_runs_once_or_a_person_hears_o
         make_older(73 * 3600, "created_at")
         if not killed("settle", str(key.pk), number):
             break
-        make_older(91, "locked_at")
+        make_older(91, "locked_until")
         settle(key.pk, using="default")
         key.refresh_from_db()
         ends.add((key.response_code or key.stuck_code, world().count(name)))

@@ -14,7 +14,7 @@ from idempotency.models import IdempotencyKey, ProcessHeartbeat
 from idempotency.monitoring import measures
 from idempotency.monitoring.doctor import diagnose
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
-from tests.kit.ageing import ago
+from tests.kit.ageing import ago, lock_end
 
 pytestmark = pytest.mark.django_db
 
@@ -31,7 +31,7 @@ def fill() -> None:
     IdempotencyKeyFactory(**stuck("refused_when_rebuilt"))
     IdempotencyKeyFactory.create_batch(3, **stuck(), acknowledged_at=timezone.now())
     # A retry of the client runs this one after a deploy: nobody needs to look.
-    IdempotencyKeyFactory(**stuck("unknown_recovery_point"), locked_at=timezone.now(), claim_token=uuid4())
+    IdempotencyKeyFactory(**stuck("unknown_recovery_point"), locked_until=lock_end(), claim_token=uuid4())
     IdempotencyKeyFactory.create_batch(4, **OLD)
     IdempotencyKeyFactory()
     IdempotencyKeyFactory(finished=True, **OLD)
@@ -116,7 +116,7 @@ def test_older_keys_that_need_nobody_hide_no_stuck_one(kind: str) -> None:
 
 
 def test_a_key_that_is_due_is_late_and_one_that_a_run_holds_is_not() -> None:
-    IdempotencyKeyFactory(**OLD, locked_at=timezone.now(), claim_token=uuid4())
+    IdempotencyKeyFactory(**OLD, locked_until=lock_end(), claim_token=uuid4())
     assert measures.unfinished_keys(IdempotencyKey.objects.all()).completer_lag == 0
     IdempotencyKeyFactory(**stuck("unknown_recovery_point"))
     assert measures.unfinished_keys(IdempotencyKey.objects.all()).completer_lag > 60

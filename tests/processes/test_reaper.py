@@ -12,7 +12,6 @@ from django.core.management import call_command
 from django.db import DatabaseError, IntegrityError, ProgrammingError, connection, transaction
 from django.db.models import ProtectedError
 from django.db.models.signals import post_delete, pre_delete
-from django.utils import timezone
 from pytest_django import Settings
 
 from idempotency import reaper
@@ -22,7 +21,7 @@ from idempotency.monitoring.measures import keys_to_reap
 from idempotency.reaper import ReapPass, reap_once
 from idempotency.signals import key_stuck
 from tests.factories import IdempotencyKeyFactory, RideFactory, StagedJobFactory
-from tests.kit.ageing import ago, expired_key, expired_keys, make_older
+from tests.kit.ageing import ago, expired_key, expired_keys, lock_end, make_older
 from tests.kit.database import held_transaction
 from tests.kit.shards import EntriesInShardB
 from tests.kit.threads import at_once
@@ -131,9 +130,9 @@ def test_retention_counts_from_the_finish_not_from_the_creation():
 
 
 def test_a_locked_key_stays():
-    key = expired_key(locked_at=timezone.now(), claim_token=uuid4())
+    key = expired_key(locked_until=lock_end(), claim_token=uuid4())
     assert reap_once() == ReapPass()
-    IdempotencyKey.objects.filter(pk=key.pk).update(locked_at=ago(hours=73))
+    IdempotencyKey.objects.filter(pk=key.pk).update(locked_until=ago(hours=73))
     assert reap_once() == ReapPass(deleted=1)
 
 
@@ -359,7 +358,7 @@ def test_an_unfinished_key_past_the_retention_is_handed_to_a_person():
 
 
 def test_an_unfinished_key_that_a_run_holds_is_left_alone():
-    IdempotencyKeyFactory(created_at=ago(hours=73), locked_at=timezone.now(), claim_token=uuid4())
+    IdempotencyKeyFactory(created_at=ago(hours=73), locked_until=lock_end(), claim_token=uuid4())
     assert reap_once() == ReapPass()
     assert not IdempotencyKey.objects.stuck().exists()
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -15,7 +14,7 @@ from idempotency.decorators import idempotent
 from idempotency.exceptions import CallNotRecorded
 from idempotency.models import DownstreamCall, IdempotencyKey
 from idempotency.phases import AtMostOnceCall, atomic_phase
-from tests.kit.ageing import expire_lock
+from tests.kit.ageing import expire_lock, lock_end
 from tests.kit.database import statements
 from tests.kit.serving import Sender, problem
 from tests.kit.threads import Gate, background
@@ -111,7 +110,7 @@ def test_an_at_most_once_call_renews_the_lock(serve: Any, sender: Sender) -> Non
     def body(key: IdempotencyKey) -> None:
         expire_lock(60)
         with key.call("sms", at_most_once=True) as call:
-            seen.append(IdempotencyKey.objects.filter(locked_at__gt=Now() - timedelta(seconds=30)).exists())
+            seen.append(IdempotencyKey.objects.filter(locked_until__gt=lock_end(30)).exists())
             call.record()
         with atomic_phase(key) as phase:
             phase.set_response(HttpResponse())
@@ -352,7 +351,7 @@ def test_an_early_answer_does_not_end_a_request_whose_call_was_made(
     for _ in range(1 + later_run):
         assert sender.send().status_code == 500
     key = IdempotencyKey.objects.get()
-    assert (key.finished_at, key.locked_at, key.last_error[:20]) == (None, None, "ResponseNotCommitted")
+    assert (key.finished_at, key.locked_until, key.last_error[:20]) == (None, None, "ResponseNotCommitted")
 
 
 @pytest.mark.parametrize("early", [answered, raised])
@@ -561,7 +560,7 @@ def test_a_result_is_recorded_though_a_failover_has_lost_the_claim_of_a_retry_to
     first_fails, once_only = once(fail), once(fail_over)
     serve(view=view)
     assert sender.send().status_code == 500
-    before = IdempotencyKey.objects.values("claim_token", "locked_at", "attempts", "begun", "last_run_at", "history").get()
+    before = IdempotencyKey.objects.values("claim_token", "locked_until", "attempts", "begun", "last_run_at", "history").get()
     assert sender.send().status_code == 409
     assert sender.send().json() == {"receipt": "receipt 1"}
     assert len(service.sent) == 1

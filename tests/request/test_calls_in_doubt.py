@@ -161,7 +161,7 @@ def test_a_result_that_came_late_ends_the_doubt(serve: Any, sender: Sender, char
     serve(view=over_key(pay))
     with background(another_client(sender).send) as late:
         gate.wait_until_reached()
-        make_older(91, "locked_at")
+        make_older(91, "locked_until")
         refused = sender.send()
         gate.open()
         late.result(60)
@@ -242,7 +242,7 @@ def test_a_run_that_was_given_up_makes_no_call(serve: Any, sender: Sender, charg
     serve(view=over_key(pay))
     with background(another_client(sender).send) as late:
         gate.wait_until_reached()
-        make_older(73 * 3600, "created_at", "last_run_at", "locked_at")
+        make_older(73 * 3600, "created_at", "last_run_at", "locked_until")
         assert reap_once().stuck == 1
         gate.open()
         assert problem(late.result(60))["code"] == "key_stuck"

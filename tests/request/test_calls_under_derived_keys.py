@@ -42,11 +42,11 @@ def test_it_gives_the_derived_key_and_is_written_down_before_the_block(serve: An
 
     def pay(key: Any) -> None:
         derived = key.derive("charge", valid_seconds=60)
-        make_older(80, "locked_at")
+        make_older(80, "locked_until")
         before = IdempotencyKey.objects.get()
         with key.call("charge", valid_seconds=60) as call:
             row = IdempotencyKey.objects.get()
-            seen.append((call.key == derived, before.untouched, row.untouched, row.locked_at > before.locked_at))
+            seen.append((call.key == derived, before.untouched, row.untouched, row.locked_until > before.locked_until))
             seen.append((row.call_begun_at is not None, row.history[-1]["event"], row.history[-1]["detail"]))
         finish(key)
 
@@ -126,7 +126,7 @@ def test_a_late_run_does_not_begin_to_charge(end: str, serve: Any, sender: Sende
     serve(view=over_key(pay))
     with background(another_client(sender).send) as late:
         gate.wait_until_reached()
-        make_older(91, "locked_at")
+        make_older(91, "locked_until")
         key = IdempotencyKey.objects.get()
         if end == "answered":
             seen = {"at": key.recovery_point, "calls": interventions.calls_of(key.pk)}
@@ -162,7 +162,7 @@ def test_an_answer_is_refused_when_a_call_was_begun_since_the_person_looked(serv
         seen = looked()
         before.open()
         during.wait_until_reached()
-        make_older(91, "locked_at")
+        make_older(91, "locked_until")
         assert not interventions.answer(key.pk, key.claim_token, refusal, **seen)
         assert interventions.answer(key.pk, key.claim_token, refusal, **looked())
         during.open()

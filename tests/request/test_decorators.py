@@ -94,6 +94,9 @@ def test_unknown_isolation_is_refused_at_decoration() -> None:
         ("retention_hours", 23, "a whole number from 24 to 87600"),
         ("retention_hours", 87601, "a whole number from 24 to 87600"),
         ("retention_hours", 24.5, "a whole number from 24 to 87600"),
+        ("lease_seconds", 0, "a whole number from 1 to 86400"),
+        ("lease_seconds", 86_401, "a whole number from 1 to 86400"),
+        ("lease_seconds", True, "a whole number from 1 to 86400"),
     ],
 )
 def test_an_argument_of_another_kind_is_refused_at_decoration(name: str, value: Any, right: str) -> None:
@@ -209,7 +212,7 @@ def test_phase_in_a_transaction_of_the_view_is_refused(serve: Serve, sender: Sen
     serve(view=view)
     assert sender.send().status_code == 500
     assert not Entry.objects.exists()
-    assert IdempotencyKey.objects.get().locked_at is None
+    assert IdempotencyKey.objects.get().locked_until is None
 
 
 @both_kinds
@@ -683,13 +686,13 @@ def verbs(queries: Iterable[dict[str, str]]) -> list[str]:
 def test_replay_writes_nothing_and_locks_nothing(locked: bool, kind: Kind, serve: Serve, sender: Sender) -> None:
     def row() -> tuple[Any, ...]:
         with connection.cursor() as cursor:
-            cursor.execute("SELECT ctid::text, xmin::text, xmax::text, locked_at FROM idempotency_idempotencykey")
+            cursor.execute("SELECT ctid::text, xmin::text, xmax::text, locked_until FROM idempotency_idempotencykey")
             return cursor.fetchone()
 
     serve(view=kind(Counted()))
     sender.send()
     if locked:
-        IdempotencyKey.objects.update(locked_at=F("finished_at"))
+        IdempotencyKey.objects.update(locked_until=F("expires_at"))
     before = row()
     around_a_test = transaction.atomic()
     around_a_test._from_testcase = True

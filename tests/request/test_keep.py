@@ -11,7 +11,6 @@ from django.contrib.auth.models import Group
 from django.contrib.sessions.models import Session
 from django.core.exceptions import PermissionDenied
 from django.db import OperationalError, connection
-from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.utils.functional import SimpleLazyObject
 from pytest_django import Settings
@@ -23,7 +22,7 @@ from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from idempotency.policy import policies
-from tests.kit.ageing import abandon
+from tests.kit.ageing import abandon, lock_end
 from tests.kit.database import statements
 from tests.kit.serving import Sender
 from tests.kit.views import phased
@@ -342,7 +341,7 @@ def test_while_nothing_is_begun_values_that_cannot_be_stored_are_an_error(
 def test_a_running_request_is_in_use_though_the_values_of_a_retry_cannot_be_stored(serve: Serve, sender: Sender) -> None:
     serve(view=phased(raising(OSError), keep=["session.basket"]))
     assert sender.send().status_code == 500
-    IdempotencyKey.objects.update(locked_at=Now())
+    IdempotencyKey.objects.update(locked_until=lock_end())
     grow(sender)
     assert sender.send().json()["code"] == "key_in_use"
 

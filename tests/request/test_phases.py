@@ -1,14 +1,12 @@
 """Phases commit with their recovery point or not at all; a late run changes nothing."""
 
 import json
-from datetime import timedelta
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from django.db import connection, transaction
-from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.template import engines
 from django.template.response import SimpleTemplateResponse
@@ -20,7 +18,7 @@ from idempotency.models import IdempotencyKey
 from idempotency.phases import atomic_phase
 from idempotency.signals import key_finished, key_stuck
 from tests.factories import IdempotencyKeyFactory
-from tests.kit.ageing import expire_lock, make_older
+from tests.kit.ageing import expire_lock, lock_end, make_older
 from tests.kit.serving import Sender, another_client, problem
 from tests.kit.threads import Gate, background, in_background
 from tests.kit.views import phased, phased_outside, plain
@@ -78,7 +76,7 @@ def test_a_crash_between_phases_is_resumed_from_the_last_recovery_point(serve: A
     serve(view=two_phases(crash_once))
     assert sender.send().status_code == 500
     key = IdempotencyKey.objects.get()
-    assert (key.recovery_point, key.locked_at, key.finished_at) == ("entry_created", None, None)
+    assert (key.recovery_point, key.locked_until, key.finished_at) == ("entry_created", None, None)
     assert key.last_error == "OSError: the other system cut the line"
     answer = sender.send()
     assert answer.status_code == 201
@@ -108,7 +106,7 @@ def test_a_phase_that_forgets_to_move_is_rolled_back(serve: Any, sender: Sender)
     with pytest.raises(PhaseDidNotAdvance):
         sender.send()
     assert not Entry.objects.exists()
-    assert IdempotencyKey.objects.get().locked_at is None
+    assert IdempotencyKey.objects.get().locked_until is None
 
 
 @pytest.mark.parametrize("moves", [0, 1])
@@ -282,7 +280,7 @@ def test_reading_the_key_again_does_not_pass_the_fence(serve: Any, sender: Sende
         for _ in key.phases():
             runs.append(key.pk)
             if len(runs) == 1:
-                make_older(91, "locked_at")
+                make_older(91, "locked_until")
                 winner.append(in_background(another_client(sender).send))
                 gate.wait_until_reached()
                 key.refresh_from_db()  # the late run continues, and reads its recovery point
@@ -313,7 +311,7 @@ def test_a_phase_renews_the_lock_however_it_ends(serve: Any, sender: Sender, end
                 phase.set_recovery_point("one")
             else:
                 phase.no_op()
-        seen.append(IdempotencyKey.objects.filter(locked_at__gt=Now() - timedelta(seconds=30)).exists())
+        seen.append(IdempotencyKey.objects.filter(locked_until__gt=lock_end(30)).exists())
         with atomic_phase(key) as phase:
             phase.set_response(HttpResponse())
 
@@ -390,7 +388,7 @@ def test_a_response_that_no_phase_stored_is_refused(serve: Any, sender: Sender, 
     assert sender.send().status_code == 500
     key = IdempotencyKey.objects.get()
     assert key.last_error.startswith("ResponseNotCommitted")
-    assert (key.recovery_point, key.locked_at) == ("one", None)
+    assert (key.recovery_point, key.locked_until) == ("one", None)
 
 
 def test_a_refusal_after_a_phase_that_moved_nothing_is_refused_too(serve: Any, sender: Sender) -> None:
@@ -404,7 +402,7 @@ def test_a_refusal_after_a_phase_that_moved_nothing_is_refused_too(serve: Any, s
     assert sender.send().status_code == 500
     key = IdempotencyKey.objects.get()
     assert key.last_error.startswith("ResponseNotCommitted")
-    assert (key.recovery_point, key.finished_at, key.locked_at) == ("started", None, None)
+    assert (key.recovery_point, key.finished_at, key.locked_until) == ("started", None, None)
 
 
 def test_nothing_begins_after_the_response_is_stored(serve: Any, sender: Sender) -> None:
@@ -494,7 +492,7 @@ def test_a_downstream_key_past_its_validity_makes_the_key_stuck(serve: Any, send
     answer = sender.send()
     assert (answer.status_code, problem(answer)["code"], problem(answer)["retryable"]) == (409, "key_stuck", False)
     key = IdempotencyKey.objects.get()
-    assert (key.stuck_code, key.locked_at) == (DownstreamKeyExpired.code, None)
+    assert (key.stuck_code, key.locked_until) == (DownstreamKeyExpired.code, None)
 
 
 def test_a_view_can_hand_its_key_to_a_person(serve: Any, sender: Sender) -> None:

@@ -100,7 +100,7 @@ def at_most_once_then(status: int) -> Step:
 
 def abandon() -> None:
     """Make each key due for the completer."""
-    make_older(1000, "created_at", "last_run_at", "locked_at")
+    make_older(1000, "created_at", "last_run_at", "locked_until")
     IdempotencyKey.objects.update(next_run_at=None)
 
 
@@ -132,7 +132,7 @@ def test_a_refused_request_is_run_by_its_client_alone(step: Step, status: int, b
         abandon()
         assert complete_once() == CompletePass()
     key = IdempotencyKey.objects.get()
-    assert (key.refused_at is not None, key.untouched, key.stuck_code, key.locked_at) == (True, True, "", None)
+    assert (key.refused_at is not None, key.untouched, key.stuck_code, key.locked_until) == (True, True, "", None)
     assert complete_key(key.pk) is None
     assert shop.charges == []
     assert sender.send().status_code == 201
@@ -287,7 +287,7 @@ def test_a_late_refusal_is_not_told_when_the_key_was_taken_over(
     shop = bank(refuse_late, work)
     with background(another_client(sender).send) as first:
         late.wait_until_reached()
-        make_older(91, "locked_at")
+        make_older(91, "locked_until")
         with background(another_client(sender).send) as winner:
             if winner_is_done:
                 assert winner.result(60).status_code == 201
@@ -388,7 +388,7 @@ def test_a_refusal_after_a_commit_whose_end_is_unknown_is_not_told(
     told = sender.send()
     assert (told.status_code, problem(told)["code"]) == (409, "key_in_use")
     key = IdempotencyKey.objects.get()
-    assert (key.refused_at, key.finished_at, key.locked_at) == (None, None, None)
+    assert (key.refused_at, key.finished_at, key.locked_until) == (None, None, None)
 
 
 @pytest.mark.postgres
@@ -407,7 +407,7 @@ def test_what_is_run_again_inside_the_process_is_locked_and_not_refused(bank: An
 
     def order_and_fail(key: IdempotencyKey) -> HttpResponse:
         row = IdempotencyKey.objects.get()
-        found.append((row.locked_at is not None, row.refused_at is not None))
+        found.append((row.locked_until is not None, row.refused_at is not None))
         with atomic_phase(key) as phase:
             phase.set_recovery_point("ordered")
         return HttpResponse(status=503)
@@ -434,7 +434,7 @@ def test_a_refusal_in_the_last_run_inside_the_process_is_one(bank: Any, sender: 
     bank(*[forbid_what_is_taken] * 3)
     assert sender.send().status_code == 403
     key = IdempotencyKey.objects.get()
-    assert (key.refused_at is not None, key.locked_at) == (True, None)
+    assert (key.refused_at is not None, key.locked_until) == (True, None)
 
 
 @pytest.mark.postgres
@@ -446,7 +446,7 @@ def test_a_key_is_stuck_although_the_connection_was_lost(bank: Any, sender: Send
     shop = bank(give_up_and_lose_the_connection)
     assert problem(sender.send())["code"] == "key_stuck"
     key = IdempotencyKey.objects.stuck().get()
-    assert (key.stuck_code, key.locked_at) == (KeyStuck.code, None)
+    assert (key.stuck_code, key.locked_until) == (KeyStuck.code, None)
     assert problem(sender.send())["code"] == "key_stuck"
     assert shop.charges == []
 

@@ -103,7 +103,7 @@ def test_it_is_not_stored_and_the_retry_of_the_client_runs(refusal: Refusal, ser
     left_by_its_client(Shop(refusal), serve, sender)
     assert complete_once() == CompletePass(failed=1)
     key = IdempotencyKey.objects.get()
-    assert (key.finished_at, key.stuck_at, key.locked_at, key.refused_at) == (None, None, None, None)
+    assert (key.finished_at, key.stuck_at, key.locked_until, key.refused_at) == (None, None, None, None)
     assert re.search("40[034]|^PermissionDenied", key.last_error)
     send(sender, 201)
     assert Entry.objects.count() == 1
@@ -219,7 +219,7 @@ def test_a_client_that_came_back_meanwhile_keeps_its_key(serve: Any, sender: Sen
         if tenant.get():
             answer: HttpResponseBase = shop.view(request)
             return answer
-        IdempotencyKey.objects.update(locked_at=None)
+        IdempotencyKey.objects.update(locked_until=None)
         send(sender, 503)
         return HttpResponse(status=404)
 

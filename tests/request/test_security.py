@@ -18,6 +18,7 @@ from pytest_django import Settings
 
 from idempotency.models import DownstreamCall, IdempotencyKey, ProcessedMessage, ProcessHeartbeat
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
+from tests.kit.ageing import lock_end
 from tests.kit.database import statements
 from tests.kit.serving import View, problem
 from tests.kit.views import Counted, both_kinds, create
@@ -42,7 +43,7 @@ STUCK = {"stuck_at": timezone.now(), "stuck_code": "exception", "stuck_reason": 
 STATES: dict[str, dict[str, Any]] = {
     "finished": {"finished": True},
     "waiting for a retry": {},
-    "in flight": {"locked_at": timezone.now(), "claim_token": uuid4()},
+    "in flight": {"locked_until": lock_end(), "claim_token": uuid4()},
     "stuck": STUCK,
 }
 

@@ -409,6 +409,7 @@ DIFFERENCES: dict[str, Any] = {
     "store_body": False,
     "validate": validate,
     "retention_hours": 1000,
+    "lease_seconds": 100,
     "using": "shard_b",
 }
 

@@ -134,7 +134,7 @@ def test_an_account_of_a_framework_is_not_replaced_by_an_anonymous_user(
     assert sender.send(headers={"X-Token": "7"}).status_code == 503
     settings.IDEMPOTENCY = {"PREPARE_REQUEST": prepare}
     key = completed(bank)
-    assert (bank.charged, key.stuck_code, key.locked_at) == ([], "user_missing", None)
+    assert (bank.charged, key.stuck_code, key.locked_until) == ([], "user_missing", None)
 
 
 def test_an_account_that_a_middleware_names_is_not_left_out(serve: Any, sender: Sender) -> None:
@@ -212,7 +212,7 @@ def test_whose_rights_were_revoked_is_not_charged(checked: Any, moved: bool, ser
     assert sender.send().status_code == 503
     type(sender.user).objects.filter(pk=sender.user.pk).update(**dict.fromkeys(rights, False))
     key = completed(bank)
-    assert (bank.charged, key.finished_at, key.locked_at) == ([], None, None)
+    assert (bank.charged, key.finished_at, key.locked_until) == ([], None, None)
     assert key.stuck_code == ("user_missing" if moved else "")
 
 
@@ -224,7 +224,7 @@ def test_a_sender_who_was_deactivated_is_not_charged(moved: bool, serve: Any, se
     assert sender.send().status_code == 503
     type(sender.user).objects.filter(pk=sender.user.pk).update(is_active=False)
     key = completed(bank)
-    assert (bank.charged, key.stuck_code, key.locked_at) == ([], "user_missing", None)
+    assert (bank.charged, key.stuck_code, key.locked_until) == ([], "user_missing", None)
 
 
 def test_a_refusal_of_the_view_itself_is_not_one_of_its_sender(serve: Any, sender: Sender) -> None:

@@ -22,7 +22,7 @@ from idempotency._engine.dialects import HISTORY_LIMIT
 from idempotency._hidden import Hidden
 from idempotency.models import IdempotencyKey
 from tests.factories import IdempotencyKeyFactory
-from tests.kit.ageing import ago, expire_lock, make_older, past_the_retention
+from tests.kit.ageing import ago, expire_lock, lock_end, make_older, past_the_retention
 from tests.kit.claims import claim, claim_as_completer, claim_plain, finish, locks, request
 from tests.kit.cutting import Cut, cutting_proxy
 from tests.kit.database import default_isolation, held_transaction, statements, waits_for_a_lock
@@ -56,7 +56,7 @@ def test_what_a_claim_returns_is_what_the_row_says() -> None:
 
 def test_the_age_of_a_key_goes_by_its_creation() -> None:
     first = claim().key
-    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=1), locked_at=None)
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(hours=1), locked_until=None)
     for key in (claim().key, rows.read(first.pk, using="default")):
         assert 3599 < time.monotonic() - key.created_monotonic < 3700  # SQLite has milliseconds
 
@@ -90,11 +90,9 @@ def test_a_lock_that_is_renewed_while_a_claim_waits_for_it_has_not_expired(take:
 
 def test_a_takeover_by_a_client_renews_lock_and_time_of_the_run() -> None:
     claim()
-    IdempotencyKey.objects.update(locked_at=Now() - timedelta(seconds=91), last_run_at=Now() - timedelta(seconds=91))
+    IdempotencyKey.objects.update(locked_until=lock_end(91), last_run_at=Now() - timedelta(seconds=91))
     claim()
-    age = IdempotencyKey.objects.filter(
-        locked_at__gt=Now() - timedelta(seconds=30), last_run_at__gt=Now() - timedelta(seconds=30)
-    )
+    age = IdempotencyKey.objects.filter(locked_until__gt=lock_end(30), last_run_at__gt=Now() - timedelta(seconds=30))
     assert age.exists()
 
 
@@ -126,7 +124,7 @@ def test_a_finished_key_is_not_claimed_by_a_view_that_knows_the_last_point() -> 
 
 def test_only_a_view_that_knows_the_point_takes_a_key_over() -> None:
     claim()
-    IdempotencyKey.objects.update(recovery_point="elsewhere", locked_at=None)
+    IdempotencyKey.objects.update(recovery_point="elsewhere", locked_until=None)
     refused = claim()
     assert (refused.outcome, refused.key.recovery_point) == (Outcome.UNKNOWN_POINT, "elsewhere")
     assert IdempotencyKey.objects.get().attempts == 1
@@ -274,7 +272,7 @@ def test_a_claim_that_a_rival_outran_at_a_high_level_looks_again_where_it_can(
                 look(key)
             return None
 
-    with meanwhile(lambda: IdempotencyKey.objects.update(locked_at=Now()), take_over) as other:
+    with meanwhile(lambda: IdempotencyKey.objects.update(locked_until=lock_end()), take_over) as other:
         found = other.result(60)
     if look is claim_as_completer or in_transaction:
         assert found is None
@@ -312,7 +310,7 @@ def test_the_completer_claims_what_nobody_holds_and_not_before_its_delay() -> No
     assert (taken.attempts, taken.completer_attempts) == (2, 1)
     assert taken.fence not in (None, key.fence)
     assert [(event["event"], event["detail"]) for event in taken.history][-1] == ("claimed", "completer")
-    assert IdempotencyKey.objects.filter(locked_at__gt=Now() - timedelta(seconds=30)).exists()
+    assert IdempotencyKey.objects.filter(locked_until__gt=lock_end(30)).exists()
     expire_lock()
     assert claim_as_completer(key) is None
     assert claim_as_completer(key, early=True) is not None
@@ -349,8 +347,8 @@ def test_a_claim_of_an_expired_lock_records_the_lost_run(who: str) -> None:
     assert events() == ["claimed: client", "run lost: lock expired", f"claimed: {who}"]
     lost = IdempotencyKey.objects.get().history[1]
     expired, begun = (datetime.fromisoformat(lost[name]) for name in ("at", "claimed_at"))
-    assert left.locked_at is not None
-    assert abs(expired - left.locked_at - timedelta(seconds=90)) < timedelta(milliseconds=2)  # SQLite has milliseconds
+    assert left.locked_until is not None
+    assert abs(expired - left.locked_until) < timedelta(milliseconds=2)  # SQLite has milliseconds
     assert abs(begun - left.last_run_at) < timedelta(milliseconds=2)
 
 
@@ -542,7 +540,7 @@ def test_a_claim_whose_result_is_lost_is_released(look: Callable[[Any], Any], be
     key = None
     if begun:
         key = claim().key
-        IdempotencyKey.objects.update(begun=True, locked_at=None, created_at=ago(hours=1), last_run_at=ago(hours=1))
+        IdempotencyKey.objects.update(begun=True, locked_until=None, created_at=ago(hours=1), last_run_at=ago(hours=1))
     with cutting_proxy(short_folder) as proxy:
         proxy.cut = Cut(word=b"claim_token", reply_bytes=0)
         with pytest.raises(OperationalError):

@@ -105,7 +105,7 @@ def test_a_late_release_leaves_the_key_to_the_run_that_claimed_it_since() -> Non
     eventually(nothing_waits)
     row = IdempotencyKey.objects.get()
     assert (row.claim_token, row.last_error) == (winner.fence, "")
-    assert row.locked_at is not None
+    assert row.locked_until is not None
 
 
 def test_a_late_release_is_given_up_when_the_lock_has_expired(settings: Settings) -> None:
@@ -131,7 +131,7 @@ def test_a_claim_whose_result_was_lost_is_released() -> None:
     release_later(lost_claim(key, key.fence), "out of luck", using="default")
     eventually(nothing_waits)
     key.refresh_from_db()
-    assert (key.locked_at, key.last_error) == (None, "out of luck")
+    assert (key.locked_until, key.last_error) == (None, "out of luck")
 
 
 def test_a_claim_that_was_never_committed_changes_nothing() -> None:
@@ -139,4 +139,4 @@ def test_a_claim_that_was_never_committed_changes_nothing() -> None:
     release_later(lost_claim(key, uuid4()), "out of luck", using="default")
     eventually(nothing_waits)
     key.refresh_from_db()
-    assert key.locked_at is not None
+    assert key.locked_until is not None

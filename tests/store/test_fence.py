@@ -27,7 +27,7 @@ def test_finishing_frees_the_lock_and_keeps_the_answer() -> None:
     key = claim().key
     fence.finish(key, fence.StoredResponse(201, {"A": "b"}, b"body"), using="default")
     row = IdempotencyKey.objects.get()
-    assert (row.locked_at, row.response_code, row.response_headers, bytes(row.response_body)) == (
+    assert (row.locked_until, row.response_code, row.response_headers, bytes(row.response_body)) == (
         None,
         201,
         {"A": "b"},
@@ -82,7 +82,7 @@ def test_a_release_says_what_went_wrong_and_frees_the_lock() -> None:
     key = claim().key
     fence.release(key, "first line\nsecond line", using="default")
     row = IdempotencyKey.objects.get()
-    assert (row.locked_at, row.last_error) == (None, "first line\nsecond line")
+    assert (row.locked_until, row.last_error) == (None, "first line\nsecond line")
     assert (row.history[-1]["event"], row.history[-1]["detail"]) == ("error", "first line …")
 
 

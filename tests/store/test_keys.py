@@ -18,7 +18,7 @@ from idempotency.exceptions import LockLost
 from idempotency.jobs import stage_job
 from idempotency.models import IdempotencyKey, StagedJob
 from tests.factories import IdempotencyKeyFactory
-from tests.kit.ageing import expire_lock, make_older, past_the_retention
+from tests.kit.ageing import expire_lock, lock_end, make_older, past_the_retention
 from tests.kit.claims import claim, claim_as_completer, claim_plain, finish, request
 from tests.kit.database import default_isolation, statements
 from tests.kit.threads import all_at_once
@@ -151,7 +151,7 @@ def test_expiry_counts_from_the_end_not_from_the_creation() -> None:
 
 def test_an_unfinished_key_never_expires_by_itself() -> None:
     key = claim().key
-    IdempotencyKey.objects.update(created_at=Now() - timedelta(days=99), locked_at=None)
+    IdempotencyKey.objects.update(created_at=Now() - timedelta(days=99), locked_until=None)
     assert claim().key.pk == key.pk
 
 
@@ -215,7 +215,7 @@ def test_giving_up_spares_a_key_that_somebody_holds() -> None:
         {"finished": True, "recovery_point": "paid"},
         {"stuck_code": "code"},
         {"stuck_at": Now()},
-        {"locked_at": Now()},
+        {"locked_until": lock_end()},
         {"idempotency_key": ""},
         {"scope": ""},
     ],

@@ -139,7 +139,7 @@ def test_a_release_that_finds_another_claim_is_confirmed(confirm: Any) -> None:
         fence.release(key, "on purpose", using="default")
     confirm(False)
     fence.release(key, "on purpose", using="default")
-    assert IdempotencyKey.objects.get().locked_at is not None
+    assert IdempotencyKey.objects.get().locked_until is not None
 
 
 def test_a_recorded_call_is_used_again_only_when_it_is_confirmed(serve: Serve, sender: Sender, confirm: Any) -> None:

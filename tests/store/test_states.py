@@ -19,11 +19,11 @@ pytestmark = pytest.mark.django_db
 
 LONG_AGO, LATER = ago(days=1), timezone.now() + timedelta(days=1)
 STUCK = {"stuck_at": ago(hours=1), "stuck_reason": "x"}
-LOCKED = {"claim_token": uuid4(), "locked_at": LATER}
+LOCKED = {"claim_token": uuid4(), "locked_until": LATER}
 #: The possible values of a row's columns, in groups of columns.
 PARTS: list[list[dict[str, Any]]] = [
     [{}, {"refused_at": LONG_AGO, "expires_at": LATER}],
-    [{}, LOCKED, {**LOCKED, "locked_at": LONG_AGO}],
+    [{}, LOCKED, {**LOCKED, "locked_until": LONG_AGO}],
     [{}, {**STUCK, "stuck_code": "call_in_doubt"}, {**STUCK, "stuck_code": "unknown_recovery_point"}],
     [{}, {"acknowledged_at": LONG_AGO}, {"acknowledged_at": LATER}],
     [{}, {"created_at": LONG_AGO}, {"created_at": LONG_AGO, "last_run_at": LONG_AGO}],
@@ -68,7 +68,7 @@ def test_the_completer_takes_abandoned_keys_and_those_that_a_deploy_left(every_r
     ("columns", "state"),
     [
         (LOCKED | STUCK | {"stuck_code": "unknown_recovery_point"}, KeyState.IN_FLIGHT),
-        (LOCKED | STUCK | {"locked_at": LONG_AGO, "stuck_code": "on_abandon"}, KeyState.STUCK),
+        (LOCKED | STUCK | {"locked_until": LONG_AGO, "stuck_code": "on_abandon"}, KeyState.STUCK),
         (STUCK | {"stuck_code": "x", "acknowledged_at": LONG_AGO}, KeyState.STUCK),
     ],
 )

@@ -25,7 +25,7 @@ _STATES = {state.value.replace(" ", "-"): state for state in KeyState}
 #: The fields that ``show`` prints. The key, the seed, the token, the headers and the bodies are secrets.
 _SHOWN = (
     "pk", "scope", "user_id", "request_method", "request_path", "remote_addr", "recovery_point", "attempts",
-    "completer_attempts", "created_at", "last_run_at", "next_run_at", "locked_at", "stuck_at", "stuck_code", "stuck_reason",
+    "completer_attempts", "created_at", "last_run_at", "next_run_at", "locked_until", "stuck_at", "stuck_code", "stuck_reason",
     "last_error", "acknowledged_at", "handed_back_at", "refused_at", "finished_at", "expires_at", "response_code", "history",
 )  # fmt: skip
 #: Each action: its help, the word of its result, and the function of ``interventions``.
