@@ -196,7 +196,8 @@ def page(query: str, name: str = "changelist_view") -> float:
 
 def insert(alias: str, run: str, last: int, *, first: int = 1, of: int = 0, **values: Any) -> None:
     """Insert the keys ``first`` to ``last`` of a run of ``of`` keys, as the views of this module store them."""
-    described = _captured(ask(), "", "", plain)
+    described = _captured(ask(), "", "", plain if values.get("finished", True) else phased)
+    headers = described.request_headers
     parameters = {
         "run": run,
         "first": first,
@@ -206,8 +207,8 @@ def insert(alias: str, run: str, last: int, *, first: int = 1, of: int = 0, **va
         "finished": True,
         "oldest_hours": 0,
         "at_least_hours": 0,
-        "body": views.BODY.encode(),
-        "headers": json.dumps(described.request_headers | {"urlconf": __name__}),
+        "body": described.request_body,
+        "headers": json.dumps(headers and headers | {"urlconf": __name__}),
         "fingerprint": described.request_fingerprint,
         "response": b'{"id": 1}',
     }

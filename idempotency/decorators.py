@@ -73,8 +73,8 @@ def idempotent(view: View | None = None, **given: Any) -> Any:
     - ``wait_seconds``: the time for which a duplicate waits for the first request before it gets 409.
     - ``isolation``: the level of a plain view's transaction; the default is PLAIN_ISOLATION.
     - ``using``: the alias of the key's database, or a function of the request that returns it.
-    - ``store_body``: False stores no request body. Without it, the completer cannot run the request, and its key becomes
-      stuck.
+    - ``store_body``, in a phased view: False stores no request body. Without it, the completer cannot run the request, and
+      its key becomes stuck. A plain view stores neither headers nor body.
     - ``keep``, in a phased view: names of session values ("session.basket") and of attributes that a middleware sets
       ("tenant", "basket.pk"). The values are stored as JSON; the completer sets them on the request that it rebuilds.
     - ``retention_hours``: how many hours a key is kept after it is finished or refused, if more than RETENTION_HOURS.

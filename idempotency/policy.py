@@ -133,7 +133,7 @@ def policy_of(view: Protected) -> Policy:
         scope=_dotted(options.scope) or "idempotency.scopes.user_or_session",
         isolation=isolation or "the connection's own",
         using=_dotted(options.using),
-        store_body=options.store_body,
+        store_body=bool(options.store_body),
         keep=tuple(options.keep),
     )
 

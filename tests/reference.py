@@ -59,7 +59,7 @@ NOTES = {
         "`unknown_recovery_point`."
     ),
     "IdempotencyKey.request_headers": (
-        "The headers that a second run needs, and the values of `keep=`. No credentials and no cookies."
+        "The headers that a second run of a phased view needs, and the values of `keep=`. No credentials and no cookies."
     ),
     "IdempotencyKey.request_fingerprint": "Its version and a hash of method, path, query and body.",
     "IdempotencyKey.seed": "Random bytes, from which `derive()` makes downstream keys.",

@@ -3,6 +3,7 @@
 import logging
 import time
 
+import psycopg
 from django.db.utils import Error
 from django.http import HttpResponseBase
 
@@ -152,6 +153,8 @@ def _problem_of_loss(error: Error, using: str, call: Call, options: Options) -> 
     if (limit := exceeded_time_limit(error)) is not None:
         logger.error(_TIME_LIMIT, call.name, limit, options.lease())
         return problem_of(Unavailable(code="time_limit_exceeded"))
-    text = summary(error_text(error, withheld=not options.store_body))
+    # The text of the driver quotes no value of the request.
+    withheld = not (options.store_body or isinstance(error.__cause__, psycopg.Error))
+    text = summary(error_text(error, withheld=withheld))
     logger.warning("the database %r cannot be reached: %s", using, text)
     return problem_of(Unavailable(code="database_unavailable"))

@@ -22,7 +22,7 @@ from idempotency._http.view import Call
 #: The attribute of a request with the run of its view. Copies of the request have it too, in each thread.
 _RUN = "_idempotency_run"
 #: The options that a part of a run cannot have for itself, because they concern the key.
-_OF_KEY = ("store_body", "validate", "retention_hours", "lease_seconds")
+_OF_KEY = ("validate", "retention_hours", "lease_seconds")
 
 _running: ContextVar["ViewRun | None"] = ContextVar("idempotency_run", default=None)
 

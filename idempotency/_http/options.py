@@ -42,7 +42,8 @@ class Options:
     wait_seconds: float = 0
     isolation: ChosenIsolation = "from settings"
     using: str | Callable[[HttpRequest], str] | None = None
-    store_body: bool = True
+    #: None, until ``Options`` sets it: True in a phased view, False in a plain one.
+    store_body: bool | None = None
     keep: Sequence[str] = ()
     retention_hours: int | None = None
     lease_seconds: int | None = None
@@ -59,7 +60,7 @@ class Options:
             levels = ", ".join(map(repr, get_args(Isolation)))
             raise ValueError(f"The option isolation must be None or one of {levels}, not {self.isolation!r}.")
         self._refuse_points()
-        self._refuse_kept()
+        self._refuse_stored_parts()
         for name, expected in _FUNCTIONS.items():
             value = getattr(self, name)
             right = value is None or callable(value) or (name == "using" and isinstance(value, str))
@@ -88,10 +89,17 @@ class Options:
                 "each of their requests; a request that is sent again then takes effect again."
             )
 
-    def _refuse_kept(self) -> None:
+    def _refuse_stored_parts(self) -> None:
         refuse_keep(self.keep)
-        if self.keep and self.recovery_points is None:
+        phased = self.recovery_points is not None
+        if self.keep and not phased:
             raise ValueError("The option keep needs recovery_points: the completer runs phased views only.")
+        if self.store_body is not None and not phased:
+            raise ValueError(
+                "The option store_body needs recovery_points: of a request to a plain view, neither headers nor body are "
+                "stored, because the completer runs phased views only."
+            )
+        object.__setattr__(self, "store_body", phased and self.store_body is not False)
 
     def every_point(self) -> tuple[str, ...]:
         """Return all recovery points in order, with the first and the last; empty for a plain view."""

@@ -67,24 +67,19 @@ MAX_KEPT_BYTES = 4096
 def capture(
     request: HttpRequest, scope: str, key: Hidden[str], options: Options, *, view: str, framework: bool
 ) -> ClaimedRequest:
-    """Return the parts of the request that a claim stores. The body is read. Raises Problem ``body_incomplete`` for a
+    """Return the parts of the request that a claim stores. For a plain view these contain neither headers nor body, which only
+    the completer needs. The body is read. Raises Problem ``body_incomplete`` for a
     truncated body, and the exceptions of Django for a body that is too large or invalid. If the values of ``keep=`` cannot be
     stored, ``unstorable`` has the error, which names the ``view``: a request that is only answered needs them no more. With
     ``framework``, the view has parsers of its own, as in Django REST framework."""
     body, content_type = body_to_store(request, framework=framework)
     snapshot, unstorable = _kept(request, options, view)
-    user = user_of(request)
-    no_user = user is None and is_no_user(request)
-    marks = {
-        _NO_USER: "true" if no_user else "",
-        _MULTIPART: "true" if is_multipart(request) and content_type == FORM else "",
-        _PARSED: "true" if request.method != "POST" and getattr(request, "_post", None) else "",
-        _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
-        _URLCONF: chosen_urlconf(request),
-    }
+    user, phased = user_of(request), options.recovery_points is not None
     # An empty body contains no secret, and the completer can run it.
-    is_stored = body.value is not None and (options.store_body or not body.value)
+    is_stored = phased and body.value is not None and (options.store_body or not body.value)
     path, is_cut = without_credentials(target(request))
+    # The completer cannot run a request without its body and its whole query.
+    rest = {_CREDENTIALS: "true"} if is_cut else {_KEPT: snapshot.value if is_stored else ""}
     return ClaimedRequest(
         scope=scope,
         idempotency_key=key.value,
@@ -92,11 +87,8 @@ def capture(
         request_method=(request.method or "")[:20],
         request_path=path,
         request_body=body.value if is_stored else None,
-        request_content_type=printable(content_type),
-        request_headers=_client_headers(request)
-        | _given(marks)
-        # The completer cannot run a request without its body and its whole query.
-        | _given({_CREDENTIALS: "true"} if is_cut else {_KEPT: snapshot.value if is_stored else ""}),
+        request_content_type=printable(content_type) if phased else "",
+        request_headers=_client_headers(request) | _marks(request, content_type) | _given(rest) if phased else {},
         remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
         # Parts that are not stored must not be guessed from the fingerprint.
         request_fingerprint=fingerprint(
@@ -112,6 +104,18 @@ def capture(
 def _client_headers(request: HttpRequest) -> dict[str, str]:
     headers = {name: value for name in _KEPT_HEADERS if (value := header(request, name)) and value.isprintable()}
     return headers | {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
+
+
+def _marks(request: HttpRequest, content_type: str) -> dict[str, str]:
+    return _given(
+        {
+            _NO_USER: "true" if user_of(request) is None and is_no_user(request) else "",
+            _MULTIPART: "true" if is_multipart(request) and content_type == FORM else "",
+            _PARSED: "true" if request.method != "POST" and getattr(request, "_post", None) else "",
+            _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
+            _URLCONF: chosen_urlconf(request),
+        }
+    )
 
 
 def _given(marks: dict[str, str]) -> dict[str, str]:
@@ -163,6 +167,11 @@ def sender_is_no_user(key: IdempotencyKey) -> bool:
 def has_whole_query(key: IdempotencyKey) -> bool:
     """Return whether the query is stored as the client sent it, with no credential left out."""
     return _CREDENTIALS not in key.request_headers
+
+
+def has_headers(key: IdempotencyKey) -> bool:
+    """Return whether the headers of the request are stored, as for each phased view. They name at least its scheme."""
+    return bool(key.request_headers)
 
 
 def can_rebuild(key: IdempotencyKey) -> bool:

@@ -17,6 +17,7 @@ from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from idempotency._http.atomic_requests import EVERY_ALIAS
+from idempotency._http.stored_request import has_headers
 from idempotency._text import cut
 from idempotency.admin import answering, belongings, copying, key_page
 from idempotency.admin.actions import BUTTONS, TOO_LATE, looked_at, noted, offered, username
@@ -95,6 +96,8 @@ class KeyPageAdmin(ReadOnlyAdmin):
 
     @admin.display(description=_("body"))
     def request_shown(self, key: IdempotencyKey) -> SafeString:
+        if not has_headers(key):  # The request of a plain view.
+            return preformatted("")
         return preformatted(gettext("(not kept)") if key.request_body is None else pretty(key.request_params))
 
     @admin.display(description=_("headers"))
@@ -130,7 +133,7 @@ class KeyPageAdmin(ReadOnlyAdmin):
             "buttons": offered(key, partial(self.holds, request)),
             "missing": offered(key, lambda permission: not self.holds(request, permission)),
             "looked_at": looked,
-            "curl": encodable(copying.curl(key, request)),
+            "curl": encodable(copying.curl(key, request)) if has_headers(key) else "",
             "linked": belongings.belongings(key, self.admin_site, request, using=self._alias(key)),
         }
         return super().render_change_form(request, context, *args, **kwargs)

@@ -363,7 +363,7 @@ def test_a_response_that_no_form_can_hold_is_no_template(changes: dict[str, Any]
 
 
 def test_the_response_of_a_view_that_stores_no_body_is_no_template(settings: Any) -> None:
-    @idempotent(store_body=False)
+    @idempotent(recovery_points=[], store_body=False)
     def view(request: HttpRequest) -> HttpResponseBase:
         return JsonResponse({})
 

@@ -474,6 +474,13 @@ def test_the_curl_command_goes_to_a_host_of_the_site(
     assert url in curl_of(staff, key)[0]
 
 
+def test_the_request_of_a_plain_view_is_not_stored_so_no_curl_command_is_offered(staff: Client) -> None:
+    key = IdempotencyKeyFactory(finished=True, request_body=None, request_headers={}, request_content_type="")
+    shown = page(staff, key)
+    assert "idem-curl" not in shown.text
+    assert re.findall(r'data-copy="([\w-]+)"', shown.text) == ["idem-key", "idem-path"]
+
+
 def test_each_copy_button_names_a_text_of_the_page(staff: Client) -> None:
     text = page(staff, IdempotencyKeyFactory()).text
     named = re.findall(r'data-copy="([\w-]+)"', text)

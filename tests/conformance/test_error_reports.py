@@ -26,7 +26,7 @@ from idempotency.phases import ClaimedKey, atomic_phase
 from tests.factories import IdempotencyKeyFactory, StagedJobFactory
 from tests.kit.frames import OutOfLuck, Planted, values_shown
 from tests.kit.serving import Sender, View
-from tests.kit.views import over_key, phased, phased_outside, plain
+from tests.kit.views import over_key, phased, phased_outside, plain, storing_no_body
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -65,13 +65,12 @@ def test_a_secret_in_a_frame_is_found(planted: Planted) -> None:
         planted.refuse_shown(caught.value)
 
 
-@pytest.mark.parametrize("options", [{}, {"store_body": False}])
-def test_60_error_of_a_plain_view(options: dict[str, Any], serve: Serve, planted: Planted, ask: Any) -> None:
+def test_60_error_of_a_plain_view(serve: Serve, planted: Planted, ask: Any) -> None:
     def view(request: HttpRequest) -> HttpResponse:
         planted.of_key(request.idempotency_key)
         raise OutOfLuck
 
-    serve(view=plain(view, **options))
+    serve(view=plain(view))
     planted.refuse_shown(ask(), at_least=10)
 
 
@@ -177,7 +176,7 @@ def test_60_error_of_an_upload(
     handler: type, method: str, kind: Kind, serve: Serve, planted: Planted, ask: Any, settings: Any
 ) -> None:
     settings.FILE_UPLOAD_HANDLERS = [f"{handler.__module__}.{handler.__qualname__}"]
-    serve(view=kind(fail, store_body=False))
+    serve(view=storing_no_body(kind)(fail))
     planted.refuse_shown(ask(method=method, **uploaded(planted)), at_least=10)
 
 

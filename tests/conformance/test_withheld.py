@@ -16,7 +16,7 @@ from idempotency.models import IdempotencyKey
 from idempotency.reaper import reap_once
 from tests.kit.ageing import make_older
 from tests.kit.serving import Sender, View
-from tests.kit.views import both_kinds, create, phased, two_phases
+from tests.kit.views import both_kinds, create, phased, storing_no_body, two_phases
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -79,7 +79,7 @@ def test_53_error_that_quotes_a_value_leaves_it_nowhere(
     sender: Sender,
     hidden: Callable[[], bool],
 ) -> None:
-    serve(view=kind(work, store_body=False))
+    serve(view=storing_no_body(kind)(work))
     for _ in range(2):
         assert sender.send(body={"card": {"number": NUMBER}}).status_code in (500, 503)
     if kind is phased and work is invalid:
@@ -124,7 +124,7 @@ def test_53_retry_inside_the_process_leaves_the_value_nowhere(
                 raise ValueError(number_of(request)) from error
         return create(request)
 
-    serve(view=kind(work, store_body=False))
+    serve(view=storing_no_body(kind)(work))
     assert sender.send(body={"card": {"number": NUMBER}}).status_code == 201
     assert hidden()
 
@@ -139,7 +139,7 @@ def test_53_value_in_any_place_of_its_parent_is_not_kept(
     settings: Settings,
     hidden: Callable[[], bool],
 ) -> None:
-    serve(view=kind(create, store_body=False))
+    serve(view=storing_no_body(kind)(create))
     sent = [sender.send(body={"card": card}) for _ in range(2)]
     assert sent[1]["Idempotent-Replayed"] == "true"
     assert sender.send(body={"card": {"number": NUMBER[::-1]}}).status_code == 422

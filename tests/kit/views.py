@@ -1,6 +1,7 @@
 """Protected views of both kinds around one piece of work."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ Work = Callable[[HttpRequest], HttpResponseBase]
 def plain(work: Work, **options: Any) -> View:
     """Return a plain view that does the work."""
     return idempotent(**options)(work)
+
+
+def storing_no_body(kind: Callable[..., View]) -> Callable[..., View]:
+    """Return this kind of view without a stored body: a plain view never stores one."""
+    return kind if kind is plain else partial(kind, store_body=False)
 
 
 def phased(work: Work, *, isolation: ChosenIsolation = "from settings", **options: Any) -> View:

@@ -104,6 +104,12 @@ def test_an_argument_of_another_kind_is_refused_at_decoration(name: str, value: 
         idempotent(**{name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), [("keep", ["session.basket"]), ("store_body", True), ("store_body", False)])
+def test_an_option_for_the_completer_is_refused_for_a_plain_view(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^The option {name} needs recovery_points"):
+        idempotent(**{name: value})
+
+
 @pytest.mark.parametrize("name", ["applies", "validate", "scope", "using", "key_from"])
 def test_a_coroutine_function_that_nobody_would_await_is_refused_at_decoration(name: str) -> None:
     async def function(request: HttpRequest) -> Any:

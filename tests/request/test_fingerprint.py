@@ -304,7 +304,7 @@ def functions_called(work: Callable[[], object]) -> int:
 def test_a_form_with_too_many_parts_is_refused_before_it_is_compared(
     method: str, by_file: bool, serve: Callable[..., None], sender: Sender
 ) -> None:
-    serve(view=plain(work := Counted(), store_body=False))
+    serve(view=plain(work := Counted()))
     parts = {f"a{i}": SimpleUploadedFile("f", b"") if by_file else "" for i in range(1001 if not by_file else 101)}
     body, content_type = encode_multipart(BOUNDARY, parts), MULTIPART_CONTENT
     assert sender.send(method=method, body=body, content_type=content_type).status_code == 400

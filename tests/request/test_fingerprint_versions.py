@@ -13,7 +13,7 @@ from idempotency.models import IdempotencyKey
 from tests.kit.database import statements
 from tests.kit.serving import Sender, View, another_client, problem
 from tests.kit.threads import Gate, in_background
-from tests.kit.views import Counted, both_kinds, create, phased
+from tests.kit.views import Counted, both_kinds, create, phased, plain, storing_no_body
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -95,15 +95,23 @@ def test_comparing_a_row_of_another_way_costs_no_statement(
     assert counts[0] == counts[1]
 
 
-@both_kinds
-@pytest.mark.parametrize(("before", "after"), [({}, {"store_body": False}), ({"store_body": False}, {})])
+@pytest.mark.parametrize(
+    "deploy",
+    [
+        (phased, storing_no_body(phased)),
+        (storing_no_body(phased), phased),
+        (plain, phased),
+        (phased, plain),
+    ],
+)
 def test_a_deploy_that_changes_what_is_kept_makes_no_other_request_of_a_retry(
-    before: dict[str, Any], after: dict[str, Any], kind: Kind, serve: Serve, sender: Sender
+    deploy: tuple[Kind, Kind], serve: Serve, sender: Sender
 ) -> None:
     work = Counted()
-    serve(view=kind(work, **before))
+    before, after = deploy
+    serve(view=before(work))
     first = sender.send()
-    serve(view=kind(work, **after))
+    serve(view=after(work))
     assert sender.send().content == first.content
     assert refused(sender.send(body={"a": 2})) == CHOOSE_A_NEW_KEY
     assert work.runs == 1
@@ -151,7 +159,7 @@ def test_a_secret_that_is_changed_while_the_first_request_runs_refuses_no_retry_
         gate.wait_here()
         return create(request)
 
-    serve(view=kind(counted := Counted(work), store_body=False, scope=lambda request: "one"))
+    serve(view=storing_no_body(kind)(counted := Counted(work), scope=lambda request: "one"))
     first = in_background(another_client(sender).send)
     gate.wait_until_reached()
     rotate(settings)
@@ -167,7 +175,7 @@ def test_a_secret_that_is_changed_while_the_first_request_runs_refuses_no_retry_
 def test_a_process_that_does_not_know_the_new_secret_yet_does_not_judge_its_keys(
     kind: Kind, serve: Serve, sender: Sender, settings: Settings
 ) -> None:
-    serve(view=kind(work := Counted(), store_body=False, scope=lambda request: "one"))
+    serve(view=storing_no_body(kind)(work := Counted(), scope=lambda request: "one"))
     former = settings.SECRET_KEY
     rotate(settings)
     first = sender.send()

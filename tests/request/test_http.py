@@ -434,7 +434,7 @@ def test_scope_callable_with_a_bad_answer_is_a_mistake(scope: Any, serve: Serve,
 
 
 def test_request_is_kept_for_the_completer(serve: Serve, sender: Sender) -> None:
-    serve(view=plain(create))
+    serve(view=phased(create))
     headers = {"Accept-Language": "de", "Authorization": "Bearer secret", "X-Api-Version": "2", "Cookie2": "secret"}
     sender.send("/view/?a=%20b", body='{"c": 1}', headers=headers, HTTP_HOST="localhost")
     key = IdempotencyKey.objects.get()
@@ -443,6 +443,15 @@ def test_request_is_kept_for_the_completer(serve: Serve, sender: Sender) -> None
     assert key.request_content_type == "application/json"
     assert key.request_headers == {"Host": "localhost", "scheme": "http", "Accept-Language": "de", "X-Api-Version": "2"}
     assert "secret" not in str(IdempotencyKey.objects.values().get())
+
+
+def test_of_a_request_to_a_plain_view_neither_headers_nor_body_are_stored(serve: Serve, sender: Sender) -> None:
+    serve(view=plain(create))
+    sender.send("/view/?a=%20b", body='{"c": 1}', headers={"Accept-Language": "de"})
+    key = IdempotencyKey.objects.get()
+    assert (key.request_method, key.request_path, key.user_id) == ("POST", "/view/?a=%20b", sender.user.pk)
+    assert (key.remote_addr, key.request_fingerprint[:3]) == ("127.0.0.1", "v1k")
+    assert (key.request_body, key.request_content_type, key.request_headers) == (None, "", {})
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_options_and_settings_stand_in_the_policy() -> None:
     assert "without quotes" not in policy.key_format
     assert "5xx" in policy.stored_statuses
     assert (policy.scope, policy.isolation, policy.using) == ("tests.request.test_policy.answer", "serializable", "default")
-    assert (policy.wait_seconds, policy.store_body) == (2, True)
+    assert (policy.wait_seconds, policy.store_body) == (2, False)
 
 
 @pytest.mark.processes

@@ -121,7 +121,7 @@ def test_a_visitor_who_signs_in_does_not_take_the_answer_along_to_the_user(serve
 
 def test_47_login_view_with_a_scope_of_its_own_is_replayed(serve: Serve, transactional_db: None) -> None:
     work = Counted(_sign_in)
-    serve(view=idempotent(scope=scope_by_header("X-Device"), store_body=False)(work))
+    serve(view=idempotent(scope=scope_by_header("X-Device"))(work))
     visitor = Sender()
     visitor.client.logout()
     form = {"body": f"user={visitor.user.pk}", "content_type": "application/x-www-form-urlencoded"}
@@ -141,7 +141,7 @@ def test_a_login_that_was_answered_into_the_void_has_no_session_to_ask_with(
     assert visitor.post("/view/", form, headers={"Idempotency-Key": "key-1"}).status_code == 200
     visitor.cookies["sessionid"] = before  # the new cookie was lost with the response
     assert problem(visitor.post("/view/", form, headers={"Idempotency-Key": "key-1"}))["code"] == "scope_missing"
-    serve(view=idempotent(scope=lambda request: f"sign_up:{request.POST['user']}", store_body=False)(work))
+    serve(view=idempotent(scope=lambda request: f"sign_up:{request.POST['user']}")(work))
     answers = [Client().post("/view/", form, headers={"Idempotency-Key": "key-1"}) for _ in range(2)]
     assert [answer.get("Idempotent-Replayed") for answer in answers] == [None, "true"]
     assert work.runs == 2

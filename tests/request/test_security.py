@@ -21,7 +21,7 @@ from tests.factories import IdempotencyKeyFactory, StagedJobFactory, UserFactory
 from tests.kit.ageing import lock_end
 from tests.kit.database import statements
 from tests.kit.serving import View, problem
-from tests.kit.views import Counted, both_kinds, create
+from tests.kit.views import Counted, both_kinds, create, phased
 
 MEGABYTE = 1024 * 1024
 
@@ -148,7 +148,11 @@ def test_key_scope_path_and_body_are_never_part_of_a_statement(
     assert [answer.status_code for answer in answers] == [201, 201]
     assert answers[1]["Idempotent-Replayed"] == "true"
     key = IdempotencyKey.objects.get()
-    assert (key.scope, key.idempotency_key, bytes(key.request_body)) == (f"scope={text}", text, text.encode())
+    assert (key.scope, key.idempotency_key, bytes(key.request_body or b"")) == (
+        f"scope={text}",
+        text,
+        text.encode() if kind is phased else b"",
+    )
     assert work.runs == 1
 
 

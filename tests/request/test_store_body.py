@@ -1,5 +1,5 @@
-"""Views with ``store_body=False``: the body is not in the table, cannot be guessed from it, and the completer does not run
-without it."""
+"""Plain views, and phased views with ``store_body=False``: the body is not in the table and cannot be guessed from it. The
+completer does not run a request without it."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from idempotency.models import IdempotencyKey
 from idempotency.reaper import reap_once
 from tests.kit.ageing import abandon, make_older, past_the_retention
 from tests.kit.serving import Sender, View, problem
-from tests.kit.views import Counted, both_kinds, create, phased, plain, two_phases
+from tests.kit.views import Counted, both_kinds, create, phased, plain, storing_no_body, two_phases
 
 Kind = Callable[..., View]
 Serve = Callable[..., None]
@@ -55,7 +55,7 @@ def everything_stored() -> str:
 def test_a_body_that_is_not_stored_is_nowhere_in_the_table(
     sent: dict[str, Any], kind: Kind, serve: Serve, sender: Sender
 ) -> None:
-    serve(view=kind(work := Counted(), store_body=False))
+    serve(view=storing_no_body(kind)(work := Counted()))
     assert sender.send(**sent).status_code == 201
     assert NUMBER not in everything_stored()
     assert sender.send(**sent)["Idempotent-Replayed"] == "true"
@@ -65,7 +65,7 @@ def test_a_body_that_is_not_stored_is_nowhere_in_the_table(
 @bodies
 def test_a_body_that_rest_framework_parses_is_nowhere_in_the_table(sent: dict[str, Any], serve: Serve, sender: Sender) -> None:
     class Pay(APIView):
-        @idempotent(store_body=False)
+        @idempotent
         def post(self, request: Any) -> Response:
             return Response({})
 
@@ -76,7 +76,7 @@ def test_a_body_that_rest_framework_parses_is_nowhere_in_the_table(sent: dict[st
 
 @both_kinds
 def test_a_body_that_is_not_stored_is_compared_all_the_same(kind: Kind, serve: Serve, sender: Sender) -> None:
-    serve(view=kind(Counted(), store_body=False))
+    serve(view=storing_no_body(kind)(Counted()))
     sender.send(body={"pin": "1234"})
     assert IdempotencyKey.objects.get().request_body is None
     assert sender.send(body={"pin": "1234"})["Idempotent-Replayed"] == "true"
@@ -92,7 +92,7 @@ def test_the_fingerprint_of_a_body_that_is_not_stored_needs_the_secret(
         requests.append(request)
         return HttpResponse()
 
-    serve(view=plain(work, store_body=False))
+    serve(view=plain(work))
     sender.send(body={"pin": "1234"})
     stored = IdempotencyKey.objects.get().request_fingerprint
     body = Hidden(requests[0].body)
@@ -105,7 +105,7 @@ def test_the_fingerprint_of_a_body_that_is_not_stored_needs_the_secret(
 def test_a_new_secret_does_not_make_another_request_of_a_retry(
     kind: Kind, serve: Serve, sender: Sender, settings: Settings
 ) -> None:
-    serve(view=kind(work := Counted(), store_body=False, scope=lambda request: "one"))
+    serve(view=storing_no_body(kind)(work := Counted(), scope=lambda request: "one"))
     first = sender.send(body={"pin": "1234"})
     settings.SECRET_KEY_FALLBACKS = [settings.SECRET_KEY]
     settings.SECRET_KEY = "a new secret, which signs from now on"

@@ -368,7 +368,7 @@ def test_without_a_key_it_is_a_request_without_one(serve: Serve, sender: Sender)
 
 
 def test_to_which_the_protection_does_not_apply_is_not_protected(serve: Serve, sender: Sender) -> None:
-    inner = plain(named("inner"), store_body=False, applies=lambda request: False)
+    inner = plain(named("inner"), applies=lambda request: False)
     serve(view=plain(lambda request: (inner(request), named("outer")(request))[1]))
     assert [sender.send().status_code for _ in range(2)] == [201, 201]
     assert names() == ["inner", "outer"]
@@ -406,7 +406,6 @@ def validate(request: HttpRequest) -> None:
 
 DIFFERENCES: dict[str, Any] = {
     "scope": lambda request: "somebody else",
-    "store_body": False,
     "validate": validate,
     "retention_hours": 1000,
     "lease_seconds": 100,
@@ -495,10 +494,10 @@ def test_in_a_run_of_the_completer_it_is_a_part_too(copied: Any, serve: Serve, s
     [
         (phased(named("inner")), True),
         (plain(named("inner")), False),
-        (plain(named("inner"), store_body=False), True),
+        (plain(named("inner"), retention_hours=1000), True),
         (plain(named("inner"), scope=lambda request: "somebody else"), True),
     ],
-    ids=["phased", "no phase", "store_body", "scope"],
+    ids=["phased", "no phase", "retention_hours", "scope"],
 )
 def test_in_a_run_of_the_completer_it_is_refused_too(inner: Any, in_a_phase: bool, serve: Serve, sender: Sender) -> None:
     key = Interrupted(inner, in_a_phase=in_a_phase).completed(serve, sender)

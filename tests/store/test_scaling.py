@@ -108,16 +108,16 @@ def test_what_a_key_takes_on_disk(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "of_wal", "on_disk"),
-    [("plain view", 1, 2.5), ("ride of four commits", 1, 4.1)],
+    [("plain view", 0, 0), ("ride of four commits", 1, 4.1)],
 )
 @pytest.mark.full
 def test_what_a_kilobyte_of_body_adds(name: str, of_wal: float, on_disk: float) -> None:
-    assert all(says(PAGE, kilobytes, "KB") for kilobytes in (of_wal, on_disk))
+    assert all(says(PAGE, kilobytes, "KB") for kilobytes in (of_wal, on_disk) if kilobytes)
     view = VIEWS[name]
     small, large = (median(each.wal_bytes for each in counts(view, body_of(size))) for size in (20, 1020))
-    assert large - small == pytest.approx(of_wal * 1000, rel=0.15)
+    assert large - small == pytest.approx(of_wal * 1000, rel=0.15, abs=30)
     small, large = (bytes_on_disk(view, lambda size=size: body_of(size)) for size in (20, 1020))
-    assert large - small == pytest.approx(on_disk * 1000, rel=0.15)
+    assert large - small == pytest.approx(on_disk * 1000, rel=0.15, abs=30)
 
 
 @pytest.mark.parametrize("name", size_cases.cases())

@@ -20,7 +20,7 @@ def bare(request: HttpRequest, number: int) -> JsonResponse:
     return JsonResponse({"number": number})
 
 
-@idempotent(wait_seconds=2, store_body=False)
+@idempotent(wait_seconds=2, retention_hours=100)
 def with_options(request: HttpRequest, *, name: str = "") -> HttpResponse:
     return HttpResponse(name)
 
