@@ -46,7 +46,7 @@ class IdempotencyKey(models.Model):
     """A request that runs once: its parameters, its lock, its recovery point, its stored response.
 
     All times come from the clock of the database. The statements of ``idempotency._engine`` insert and update the rows, with
-    two exceptions: ``phases`` marks a key after a failover has lost the intent of a call, and the completer postpones a key
+    two exceptions: a key is marked after a failover has lost the intent of a call, and the completer postpones a key
     with an unknown recovery point. The reaper deletes rows.
     """
 

@@ -11,7 +11,7 @@ from typing import cast
 from uuid import UUID
 
 from django.db import InterfaceError, InternalError, OperationalError, connections
-from django.db.models import QuerySet
+from django.db.models import Case, F, QuerySet, When
 from django.db.models.functions import Now
 
 from idempotency._async import NeverEntered, either_context
@@ -23,6 +23,9 @@ from idempotency._engine.transactions import durable_transaction, refuse_outer_t
 from idempotency.exceptions import CallInDoubt, CallNotRecorded, IdempotencyError, LockLost
 from idempotency.models import FINISHED, DownstreamCall, IdempotencyKey
 
+#: A refused key that has begun something expires no more; a finished key does.
+_EXPIRY = Case(When(finished_at=None, then=None), default=F("expires_at"))
+
 
 class Calls:
     """The calls of one attempt at a claimed key, or of ``on_abandon``, whose key is stuck with
@@ -30,7 +33,10 @@ class Calls:
 
     def __init__(self, key: ClaimedKey, *, using: str, stuck_code: str = "") -> None:
         self._key, self._using, self._stuck_code = key, using, stuck_code
-        #: The names of at-most-once calls that have ended, and of those whose block is open.
+        #: The names of keyed calls of this attempt, and of at-most-once calls with a result of an
+        #: earlier attempt, that have ended, and whose block is open.
+        self._keyed: set[str] = set()
+        self._recorded: set[str] = set()
         self._ended: set[str] = set()
         self._open: set[str] = set()
         #: At-most-once calls without a recorded result, with the error that a later phase raises.
@@ -41,8 +47,11 @@ class Calls:
         """Open the block of a call that a retry repeats with the same downstream key."""
         call = KeyedCall(self._key.derive(name, valid_seconds))
         refuse_finished(self._key)
+        if name in self._recorded | self._ended | self._open:
+            raise _other_mode(name)
         self.refuse_doubt()
         refuse_outer_transaction(self._using)
+        self._keyed.add(name)
         self._begin(name)
         self._key.begun = True
         yield call
@@ -54,21 +63,26 @@ class Calls:
         refuse_finished(key)
         if name in self._ended:
             raise RuntimeError(f"This run has already made the call {name!r}, and would reuse its result. Use another name.")
+        if name in self._keyed:
+            raise _other_mode(name)
         self.refuse_doubt(name)
         with durable_transaction(None, using=self._using):
-            self._begin(name)
+            if name in self._recorded:
+                fence.renew(key, using=self._using)  # No call begins.
+            else:
+                self._begin(name)
             # This locks the row of the key, so no other run writes this call meanwhile.
             calls = DownstreamCall.objects.using(self._using)
             begun = calls.filter(key_id=key.pk, name=name).first()
+            if begun is None or begun.recorded_at is None:
+                self._unsettled[name] = _call_in_doubt(name)
+            if begun is not None and begun.recorded_at is None:
+                raise self._unsettled[name]  # The rollback removes the event of a call that does not begin.
             row = begun or calls.create(key_id=key.pk, name=name, token=cast(UUID, key.fence))
         key.begun = True
         call.due = due = row.recorded_at is None
         call.result = row.result
-        if due:
-            doubt = self._unsettled[name] = _call_in_doubt(name)
-            if begun:
-                raise doubt
-        else:  # An earlier run has recorded it, perhaps late.
+        if not due:  # An earlier run has recorded it, perhaps late.
             replication.confirm(self._using)
             self._unsettled.pop(name, None)
         self._open.add(name)
@@ -100,9 +114,14 @@ class Calls:
             self._unsettled.pop(name, None)
 
     def read_doubts(self) -> None:
-        """Read the calls that an earlier attempt has begun, and that this one may not reach."""
-        begun = DownstreamCall.objects.using(self._using).filter(key_id=self._key.pk, recorded_at=None)
-        self._unsettled = {name: _call_in_doubt(name) for name in begun.values_list("name", flat=True)}
+        """Read the calls of earlier attempts: those with a result, and those in doubt, which this
+        attempt may not reach."""
+        calls = DownstreamCall.objects.using(self._using).filter(key_id=self._key.pk)
+        for name, recorded_at in calls.values_list("name", "recorded_at"):
+            if recorded_at is None:
+                self._unsettled[name] = _call_in_doubt(name)
+            else:
+                self._recorded.add(name)
 
     def refuse_open(self) -> None:
         """Raise RuntimeError inside the block of an at-most-once call."""
@@ -131,6 +150,13 @@ def refuse_finished(key: ClaimedKey) -> None:
         raise RuntimeError("This key is finished: no phase or call can follow the stored response.")
 
 
+def _other_mode(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"The call {name!r} was made with another at_most_once= for this key, so this call could "
+        f"repeat its work. Use another name."
+    )
+
+
 def _call_in_doubt(name: str) -> CallInDoubt:
     return CallInDoubt(
         f"The call {name!r} was begun, and its result was never recorded. It may have taken effect, "
@@ -154,7 +180,7 @@ def _write_outcome(key: ClaimedKey, row: DownstreamCall, call: AtMostOnceCall, *
     with durable_transaction(None, using=using):
         # Find the row by its seed. A failover that lost the intent has often lost the claim too.
         own = IdempotencyKey.objects.using(using).filter(pk=row.key_id, seed=bytes(key.seed))
-        if not own.update(begun=True, refused_at=None, expires_at=None):
+        if not own.update(begun=True, refused_at=None, expires_at=_EXPIRY):
             raise LockLost
         calls = DownstreamCall.objects.using(using)
         if not calls.filter(key_id=row.key_id, name=row.name).exists():

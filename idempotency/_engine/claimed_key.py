@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal, Protocol, overload
 
-from django.db.models.base import ModelBase
+from django.db.models.base import ModelBase, model_unpickle
 
 from idempotency._async import EitherContext
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
@@ -65,6 +65,15 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Raise RuntimeError: the columns of a claimed key are written by fenced statements alone."""
         raise RuntimeError("A claimed key is not saved by hand: that would bypass its fence. End a phase instead.")
+
+    def delete(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise RuntimeError: a retry of the client would run the request again."""
+        raise RuntimeError("A claimed key is not deleted by hand: a retry of its client would run the request again.")
+
+    def __reduce__(self) -> Any:
+        """Keep the class in a copy, which must not be saved either."""
+        reduced: Any = super().__reduce__()
+        return model_unpickle, (type(self),), reduced[2]
 
     def derive(self, name: str, valid_seconds: int | None = None) -> str:
         """Return the key to pass to a downstream service for the call ``name``: 64 hexadecimal digits.

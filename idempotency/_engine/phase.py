@@ -5,11 +5,10 @@ the run records what was committed.
 """
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from django.db import connections, transaction
 from django.db.transaction import TransactionManagementError
-from django.http import HttpResponseBase
 
 from idempotency import signals
 from idempotency._async import either_context
@@ -21,6 +20,9 @@ from idempotency._engine.transactions import OwnTransaction, durable_transaction
 from idempotency.conf import ChosenIsolation
 from idempotency.exceptions import PhaseDidNotAdvance, UnknownRecoveryPoint
 from idempotency.models import FINISHED
+
+if TYPE_CHECKING:  # ``set_response`` is the spelling of HTTP.
+    from django.http import HttpResponseBase
 
 
 class AtomicPhase:
@@ -47,7 +49,7 @@ class AtomicPhase:
             )
         self._end(name)
 
-    def set_response(self, response: HttpResponseBase) -> None:
+    def set_response(self, response: "HttpResponseBase") -> None:
         """Commit the phase together with this response, which finishes the key.
 
         Any 4xx may finish the key here. This includes statuses of NEVER_STORED_STATUSES such as 403, and a 409 with

@@ -186,35 +186,24 @@ class OwnTransaction:
 
 def in_outer_transaction(using: str) -> bool:
     """Return whether a transaction is open. As in Django's ``atomic(durable=True)``, that of a ``TestCase`` does not count."""
-    return _is_in_transaction(connections[using])
-
-
-def _is_in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    blocks = connection.atomic_blocks
+    blocks = connections[using].atomic_blocks
     return bool(blocks) and not getattr(blocks[-1], "_from_testcase", False)
 
 
 def refuse_without_autocommit(using: str) -> None:
     """Raise RuntimeError if Django's autocommit is off, also inside ``atomic()``, which then commits nothing."""
-    _refuse_without_autocommit(connections[using])
-
-
-def _refuse_without_autocommit(connection: BaseDatabaseWrapper) -> None:
+    connection = connections[using]
     if not (connection.commit_on_exit if connection.in_atomic_block else connection.get_autocommit()):
         raise RuntimeError(
-            f"Django's autocommit is off on the connection to {connection.alias!r}, so nothing would be committed. Remove "
-            "AUTOCOMMIT from DATABASES, or call transaction.set_autocommit(True) before."
+            f"Django's autocommit is off on the connection to {using!r}, so nothing would be committed. Remove AUTOCOMMIT from "
+            "DATABASES, or call transaction.set_autocommit(True) before."
         )
 
 
 def refuse_outer_transaction(using: str) -> None:
     """Raise RuntimeError inside a transaction, whose rollback would undo committed phases, and without autocommit."""
-    _refuse_outer_transaction(connections[using])
-
-
-def _refuse_outer_transaction(connection: BaseDatabaseWrapper) -> None:
-    _refuse_without_autocommit(connection)
-    if _is_in_transaction(connection):
+    refuse_without_autocommit(using)
+    if in_outer_transaction(using):
         raise RuntimeError(
             "A phased view, a phase or a call was entered inside a transaction, whose rollback would undo its committed work. "
             "Leave the outer transaction.atomic() first. Phases and calls cannot be nested in a phase either. "
@@ -240,8 +229,8 @@ def durable_transaction(
     Raises NotReplicated after a COMMIT whose wait for the standbys was cancelled, if CONFIRM_REPLICATED is set."""
     if isolation not in (None, *_LEVELS):
         raise ValueError(f"The argument isolation must be one of {', '.join(map(repr, _LEVELS))}, or None, not {isolation!r}.")
+    refuse_outer_transaction(using)
     connection = connections[using]
-    _refuse_outer_transaction(connection)
     own = OwnTransaction(connection, isolation, of_phase=of_phase, first=first, lease_seconds=lease_seconds)
     # Django keeps the error that once broke a transaction, and would name it as the cause of later errors.
     connection.rollback_exc = None  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from django.db import connection
 from django.db.models.functions import Now
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
+from idempotency import interventions
 from idempotency.decorators import idempotent
 from idempotency.exceptions import CallNotRecorded
 from idempotency.models import DownstreamCall, IdempotencyKey
@@ -49,6 +50,11 @@ def once(action: Callable[[], None]) -> Callable[[], None]:
             action()
 
     return act
+
+
+def calls_in_history() -> list[str]:
+    """Return the calls that the history of the key names."""
+    return [event["detail"] for event in IdempotencyKey.objects.get().history if event["event"] == "call begun"]
 
 
 def fail() -> None:
@@ -131,6 +137,7 @@ def test_a_retry_after_the_call_does_not_make_it_again(serve: Any, sender: Sende
     assert sender.send().status_code == 500
     assert sender.send().json() == {"receipt": "receipt 1"}
     assert len(service.sent) == 1
+    assert calls_in_history() == ["sms"]
 
 
 def test_a_result_recorded_before_an_error_is_kept(serve: Any, sender: Sender) -> None:
@@ -161,6 +168,7 @@ def test_a_call_in_doubt_is_not_made_again_but_handed_to_a_person(serve: Any, se
     assert (answer.status_code, problem(answer)["code"]) == (409, "key_stuck")
     assert len(service.sent) == 1
     assert IdempotencyKey.objects.get().stuck_code == "call_in_doubt"
+    assert calls_in_history() == ["sms"]
 
 
 def test_a_call_that_took_no_effect_is_made_again(serve: Any, sender: Sender) -> None:
@@ -643,3 +651,54 @@ def test_an_at_most_once_call_cannot_stand_in_a_phase(serve: Any, sender: Sender
 
     serve(view=view)
     assert sender.send().status_code == 200
+
+
+@pytest.mark.parametrize("at_most_once", [True, False])
+@pytest.mark.parametrize("retried", [True, False])
+def test_a_call_of_one_name_is_not_made_in_both_ways(retried: bool, at_most_once: bool, serve: Any, sender: Sender) -> None:
+    """The service may not know the key of a call that was made at most once."""
+    service, trouble = SmsService(), once(fail)
+
+    def pay_at_most_once(key: Any) -> None:
+        with key.call("pay", at_most_once=True) as call:
+            if call.due:
+                call.record(service.send())
+
+    def pay(key: Any) -> None:
+        with key.call("pay"):
+            service.send()
+
+    first, second = (pay_at_most_once, pay) if at_most_once else (pay, pay_at_most_once)
+
+    def work(key: Any) -> None:
+        if not retried or key.attempts == 1:
+            first(key)
+        if retried:
+            trouble()
+        second(key)
+
+    serve(view=over_key(work))
+    answers = [sender.send().status_code for _ in range(2)]
+    if retried and not at_most_once:
+        # The history of the key alone tells of a call with a key: the page about deploys names this limit.
+        assert len(service.sent) == 2
+    else:
+        assert (answers, len(service.sent)) == ([500, 500], 1 if at_most_once or retried else 2)
+
+
+def test_an_answered_key_expires_although_a_late_call_ends_without_a_result(serve: Any, sender: Sender) -> None:
+    gate = Gate()
+
+    def block(call: AtMostOnceCall) -> None:
+        gate.wait_here()
+        fail()
+
+    serve(view=texting(block))
+    with background(sender.send) as late:
+        gate.wait_until_reached()
+        expire_lock()
+        key = IdempotencyKey.objects.get()
+        assert interventions.answer(key.pk, key.claim_token, HttpResponse("gone", status=410), by="jane")
+        gate.open()
+        late.result(60)
+    assert IdempotencyKey.objects.get().expires_at is not None

@@ -1,6 +1,7 @@
 """Updates of a claimed key, without HTTP: what they write, and that only the run with the lock can make them."""
 
 import logging
+from copy import copy
 
 import pytest
 from django.db import transaction
@@ -114,7 +115,10 @@ def test_no_reason_is_a_reason() -> None:
 def test_a_claimed_key_is_not_saved_past_its_fence() -> None:
     key = claim().key
     key.recovery_point = "elsewhere"
-    with pytest.raises(RuntimeError, match="bypass its fence"):
-        key.save()
+    for one in (key, copy(key)):
+        with pytest.raises(RuntimeError, match="bypass its fence"):
+            one.save()
+        with pytest.raises(RuntimeError, match="not deleted by hand"):
+            one.delete()
     assert IdempotencyKey.objects.get().recovery_point == "started"
     IdempotencyKeyFactory().save()  # a row that is not claimed
