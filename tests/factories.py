@@ -35,7 +35,7 @@ class IdempotencyKeyFactory(DjangoModelFactory):
     idempotency_key = factory.Sequence(lambda n: f"key-{n}")
     request_method = "POST"
     request_path = "/rides"
-    request_headers = factory.LazyFunction(lambda: {"Host": "testserver", "scheme": "http"})
+    request_headers = factory.LazyFunction(lambda: {"HOST": "TESTSERVER"})
     request_body = b"{}"
     request_content_type = "application/json"
     request_fingerprint = factory.Sequence(lambda n: f"v1:{n:064x}")

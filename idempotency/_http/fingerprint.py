@@ -16,6 +16,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable
+from functools import lru_cache
 from io import BytesIO
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -91,6 +92,11 @@ def _empty_digest(name: str) -> Any:
     if not name:
         return hashlib.sha256()
     secret = next(each for each in _secrets() if _name(each) == name)
+    return _keyed_digest(secret).copy()
+
+
+@lru_cache(maxsize=8)
+def _keyed_digest(secret: str | bytes) -> Any:
     return hmac.new(hashlib.sha256(b"idempotency.fingerprint" + force_bytes(secret)).digest(), digestmod=hashlib.sha256)
 
 
@@ -98,6 +104,7 @@ def _secrets() -> list[str | bytes]:
     return [settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS]
 
 
+@lru_cache(maxsize=8)
 def _name(secret: str | bytes) -> str:
     """Return an id of a secret that does not reveal it."""
     return hashlib.sha256(b"idempotency.fingerprint.name" + force_bytes(secret)).hexdigest()[:8]

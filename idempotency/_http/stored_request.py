@@ -68,10 +68,10 @@ def capture(
     request: HttpRequest, scope: str, key: Hidden[str], options: Options, *, view: str, framework: bool
 ) -> ClaimedRequest:
     """Return the parts of the request that a claim stores. For a plain view these contain neither headers nor body, which only
-    the completer needs. The body is read. Raises Problem ``body_incomplete`` for a
-    truncated body, and the exceptions of Django for a body that is too large or invalid. If the values of ``keep=`` cannot be
-    stored, ``unstorable`` has the error, which names the ``view``: a request that is only answered needs them no more. With
-    ``framework``, the view has parsers of its own, as in Django REST framework."""
+    the completer needs. The body is read. Raises Problem ``body_incomplete`` for a truncated body, and the exceptions of Django
+    for a body that is too large or invalid. If the values of ``keep=`` cannot be stored, ``unstorable`` has the error, which
+    names the ``view``: a request that is only answered needs them no more. With ``framework``, the view has parsers of its own,
+    as in Django REST framework."""
     body, content_type = body_to_store(request, framework=framework)
     snapshot, unstorable = _kept(request, options, view)
     user, phased = user_of(request), options.recovery_points is not None
@@ -88,7 +88,7 @@ def capture(
         request_path=path,
         request_body=body.value if is_stored else None,
         request_content_type=printable(content_type) if phased else "",
-        request_headers=_client_headers(request) | _marks(request, content_type) | _given(rest) if phased else {},
+        request_headers=_client_headers(request) | _marks(request, user, content_type) | _given(rest) if phased else {},
         remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
         # Parts that are not stored must not be guessed from the fingerprint.
         request_fingerprint=fingerprint(
@@ -106,10 +106,10 @@ def _client_headers(request: HttpRequest) -> dict[str, str]:
     return headers | {"Host": printable(host_of(request)), "scheme": request.scheme or "http"}
 
 
-def _marks(request: HttpRequest, content_type: str) -> dict[str, str]:
+def _marks(request: HttpRequest, user: Any, content_type: str) -> dict[str, str]:
     return _given(
         {
-            _NO_USER: "true" if user_of(request) is None and is_no_user(request) else "",
+            _NO_USER: "true" if user is None and is_no_user(request) else "",
             _MULTIPART: "true" if is_multipart(request) and content_type == FORM else "",
             _PARSED: "true" if request.method != "POST" and getattr(request, "_post", None) else "",
             _SCRIPT_NAME: printable(request.META.get("SCRIPT_NAME") or ""),
