@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True), pyt
 
 KEYS, BODIES = ("a", "b", "c"), (1, 2)
 #: So many runs of so many steps: at least 5,000 steps.
-RUNS, STEPS = 105, 50
+RUNS, STEPS = 110, 50
 
 #: The other system, which keeps one charge for each key that it is given, as Stripe does: key to number.
 charges: dict[str, int] = {}

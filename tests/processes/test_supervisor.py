@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -20,7 +21,7 @@ import pytest
 from rides_demo.management.commands.demo import within_reach
 from rides_demo.processes.ports import free_port
 from rides_demo.processes.supervisor import BASE_FOLDER, SHORT_LIMITS
-from rides_demo.simulator.crashes import VICTIMS, Crashes
+from rides_demo.simulator.crashes import KILL_LOOPS, VICTIMS, Crashes
 from rides_demo.simulator.simulation import FAULTS
 from tests.kit.waiting import eventually
 
@@ -126,12 +127,11 @@ def test_it_says_when_it_takes_requests(served):
 
 
 def test_everything_listens_on_loopback_only(served):
-    addresses = {
-        connection.laddr.ip
-        for process in everything(served.pids())
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    addresses = set()
+    for process in everything(served.pids()):
+        with suppress(psutil.NoSuchProcess):  # A worker that is replaced, for instance.
+            listening = (each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN)
+            addresses |= {connection.laddr.ip for connection in listening}
     assert addresses == {"127.0.0.1"}
 
 
@@ -169,7 +169,7 @@ def test_what_is_killed_runs_again_within_two_seconds(served, name):
     assert usual_seconds(kill) < 2
 
 
-@pytest.mark.parametrize("fault", VICTIMS)
+@pytest.mark.parametrize("fault", sorted(VICTIMS.keys() - {KILL_LOOPS}))
 @pytest.mark.sample
 def test_each_crash_of_the_simulator_strikes_and_the_service_is_back_afterwards(served, fault):
     def strike() -> float:
