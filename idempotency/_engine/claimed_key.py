@@ -5,7 +5,7 @@ import hmac
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from django.db.models.base import ModelBase, model_unpickle
 
@@ -13,6 +13,9 @@ from idempotency._async import EitherContext
 from idempotency._engine.call_handles import AtMostOnceCall, KeyedCall
 from idempotency.exceptions import DownstreamKeyExpired
 from idempotency.models import IdempotencyKey
+
+if TYPE_CHECKING:  # ``response`` is the spelling of HTTP.
+    from django.http import HttpResponseBase
 
 NOT_PHASED = (
     "This key belongs to no phased request. It was only read from the database, or its view is a plain view, in which each "
@@ -155,9 +158,10 @@ class ClaimedKey(IdempotencyKey, metaclass=_NoModelOfItsOwn):
         for recovery_point in self.phases():
             yield recovery_point
 
-    def response(self) -> Any:
+    def response(self) -> "HttpResponseBase":
         """Return the response that a phase of this run or of an earlier one has stored."""
-        return self.bound_run().result()
+        response: HttpResponseBase = self.bound_run().result()
+        return response
 
     def bound_run(self) -> Phases:
         """Return the run of this instance. Raises RuntimeError if there is none."""

@@ -59,6 +59,8 @@ class ClaimedRequest:
     request_fingerprint: str
     #: Returns the fingerprint of this request, made in the way of a stored one; None if that way is unknown.
     made_alike: Callable[[str], str | None]
+    #: Returns the fingerprint that a plain run of this request has.
+    plain_fingerprint: Callable[[], str]
     retention_hours: int | None
     lease_seconds: int
     #: Why the request cannot be stored: raised by a claim that would store it.
@@ -87,10 +89,9 @@ class _Found:
 
 
 def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, using: str) -> Claim:
-    """Claim the key of a phased view, in autocommit. On CLAIMED the row is locked with the token of this claim. Otherwise
-    nothing was written, except that an expired key may have been retired. The argument ``recovery_points`` has all from which
-    the view can continue: the first and those it declares. Raises ``request.unstorable`` if the claim would store the request,
-    because the key is new or nothing was begun for it."""
+    """Claim the key of a phased view, in autocommit. On CLAIMED the row is locked with the token of this claim. Otherwise at
+    most an expired key was retired. The ``recovery_points`` are those that the running code declares, and the first. Raises
+    ``request.unstorable`` if the claim would store the request, because the key is new or nothing was begun for it."""
     postgresql = vendor(using) == "postgresql"
     in_one = postgresql and request.unstorable is None
     text = statements_for(using)
@@ -124,7 +125,7 @@ def claim_phased(request: ClaimedRequest, recovery_points: tuple[str, ...], *, u
             # A claim clears the mark of a stuck key, and an unfinished key has no response.
             return Claim(Outcome.CLAIMED, _key_of_claim(found, request, parameters, using, finished_at=None))
         # Another claim has inserted or changed the key, and the next attempt reads it; or a plain view holds the key.
-        if key is None and postgresql and (refusal := _refusal_by_holder(parameters, using)):
+        if key is None and postgresql and (refusal := _refusal_by_holder(parameters, request, using)):
             return refusal
     return Claim(Outcome.IN_PROGRESS)
 
@@ -151,7 +152,7 @@ def claim_plain(request: ClaimedRequest, *, using: str, first: First) -> Claim:
         if found.verdict == "same":  # A run of the same request holds the key, and has not committed.
             return Claim(Outcome.IN_PROGRESS)
         if found.verdict == "other":  # Another run holds the key: its holder tells whether the request is the same.
-            return _refusal_by_holder(parameters, using) or Claim(Outcome.IN_PROGRESS)
+            return _refusal_by_holder(parameters, request, using) or Claim(Outcome.IN_PROGRESS)
         if not postgresql:
             found = _look(text.read, parameters, request, using)
         if found.key is None:
@@ -224,7 +225,7 @@ def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, us
         return
     sent = vendor(using) == "postgresql" and connections[using].connection is not None
     if sent and connection_lost(error, using):
-        key.fence = _token_of(parameters)
+        key.fence = uuid.UUID(str(parameters.value["claim_token"]))
         release_later(key, "The result of the claim was lost with the connection.", using=using)
     raise error
 
@@ -245,7 +246,7 @@ def _key_of_claim(found: _Found, request: ClaimedRequest, parameters: Parameters
         request_path=request.request_path,
         request_fingerprint=request.request_fingerprint,
         lease_seconds=request.lease_seconds,
-        claim_token=_token_of(parameters),
+        claim_token=uuid.UUID(str(parameters.value["claim_token"])),
         stuck_at=None,
         stuck_code="",
         stuck_reason="",
@@ -276,17 +277,17 @@ def _refusal(found: _Found, request: ClaimedRequest) -> Claim | None:
     return None
 
 
-def _refusal_by_holder(parameters: Parameters, using: str) -> Claim | None:
-    held, another_request = fetch(HOLDER, parameters, using) or (False, False)
+def _refusal_by_holder(parameters: Parameters, request: ClaimedRequest, using: str) -> Claim | None:
+    locks = lock_parameters(request.scope, request.idempotency_key, request.plain_fingerprint())  # Only plain runs set marks.
+    held, another_request = fetch(HOLDER, Hidden(parameters.value | locks), using) or (False, False)
     return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS) if held else None
 
 
 def _parameters(request: ClaimedRequest, using: str) -> Parameters:
     # The field of the project's user model runs here.
     user_id = IdempotencyKey._meta.get_field("user").get_db_prep_save(request.user_id, connections[using])
-    locks = lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
     return Hidden(
-        locks
+        lock_parameters(request.scope, request.idempotency_key, request.request_fingerprint)
         | dict(zip(statements.REQUEST, _columns_of(request), strict=True))
         | {
             "user_id": user_id,

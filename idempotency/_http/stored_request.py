@@ -72,7 +72,7 @@ def capture(
     for a body that is too large or invalid. If the values of ``keep=`` cannot be stored, ``unstorable`` has the error, which
     names the ``view``: a request that is only answered needs them no more. With ``framework``, the view has parsers of its own,
     as in Django REST framework."""
-    body, content_type = body_to_store(request, framework=framework)
+    body, content_type, by_host = *body_to_store(request, framework=framework), conf.get().FINGERPRINT_HOST
     snapshot, unstorable = _kept(request, options, view)
     user, phased = user_of(request), options.recovery_points is not None
     # An empty body contains no secret, and the completer can run it.
@@ -91,10 +91,9 @@ def capture(
         request_headers=_client_headers(request) | _marks(request, user, content_type) | _given(rest) if phased else {},
         remote_addr=printable(request.META.get("REMOTE_ADDR", ""))[:45],
         # Parts that are not stored must not be guessed from the fingerprint.
-        request_fingerprint=fingerprint(
-            request, body, keyed=is_cut or not options.store_body, by_host=conf.get().FINGERPRINT_HOST
-        ),
+        request_fingerprint=fingerprint(request, body, keyed=is_cut or not options.store_body, by_host=by_host),
         made_alike=partial(made_alike, request=request, body=body),
+        plain_fingerprint=partial(fingerprint, request, body, keyed=True, by_host=by_host),
         retention_hours=options.hours_kept(),
         lease_seconds=options.lease(),
         unstorable=unstorable,

@@ -25,6 +25,7 @@ def request(key: str = "key", *, scope: str = "user:1", fingerprint: str = "v1:o
         remote_addr="127.0.0.1",
         request_fingerprint=fingerprint,
         made_alike=lambda stored: None,
+        plain_fingerprint=lambda: fingerprint,
         retention_hours=72,
         lease_seconds=conf.get().LOCK_TIMEOUT_SECONDS,
     )

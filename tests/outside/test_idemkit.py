@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 from django.db import connection
@@ -24,11 +24,12 @@ from idemkit.conformance import BackendConformance
 from idemkit.core.state import ClaimResult, ClaimResultType, State, StoredRecord
 
 from idempotency import conf
-from idempotency._engine import claims, fence
+from idempotency._engine import claims, fence, rows
 from idempotency._engine.attempts import Wait
 from idempotency._engine.claims import Claim, ClaimedRequest, Outcome
 from idempotency.exceptions import LockLost
 from idempotency.models import STARTED, IdempotencyKey
+from idempotency.phases import ClaimedKey
 
 pytestmark = [pytest.mark.postgres, pytest.mark.django_db(transaction=True)]
 
@@ -68,22 +69,23 @@ class Backend:
         response_body: bytes,
         expires_after_seconds: float,
     ) -> bool:
-        def run(key: IdempotencyKey) -> None:
+        def run(key: ClaimedKey) -> None:
             fence.finish(key, fence.StoredResponse(response_status, response_headers, response_body), using=ALIAS)
             _date_back("expires_at", key, conf.get().RETENTION_HOURS * 3600 - expires_after_seconds)
 
         return await self._fenced(effective_key, claim_token, run)
 
     async def release(self, effective_key: str, claim_token: str) -> bool:
-        def run(key: IdempotencyKey) -> None:
+        def run(key: ClaimedKey) -> None:
+            before = key.history  # It is read from the database now.
             fence.release(key, "released", using=ALIAS)
-            if key.history == IdempotencyKey.objects.get(pk=key.pk).history:
+            if before == IdempotencyKey.objects.get(pk=key.pk).history:
                 raise LockLost  # It is only logged: the app has nothing to do about it.
 
         return await self._fenced(effective_key, claim_token, run)
 
     async def renew(self, effective_key: str, claim_token: str, lease_ttl_seconds: float) -> bool:
-        def run(key: IdempotencyKey) -> None:
+        def run(key: ClaimedKey) -> None:
             fence.renew(key, using=ALIAS)
             _date_back("locked_until", key, LOCK_TIMEOUT_SECONDS - lease_ttl_seconds)
 
@@ -99,7 +101,7 @@ class Backend:
 
         return await self._call(run)
 
-    async def _fenced(self, effective_key: str, claim_token: str, change: Callable[[IdempotencyKey], None]) -> bool:
+    async def _fenced(self, effective_key: str, claim_token: str, change: Callable[[ClaimedKey], None]) -> bool:
         def run() -> bool:
             key = _row(effective_key)
             # The run that was given the token: it knows no other, and was not told how far others have come.
@@ -143,13 +145,15 @@ def _request(effective_key: str, fingerprint: str) -> ClaimedRequest:
         remote_addr="",
         request_fingerprint=fingerprint,
         made_alike=lambda stored: fingerprint,
+        plain_fingerprint=lambda: fingerprint,
         retention_hours=conf.get().RETENTION_HOURS,
         lease_seconds=LOCK_TIMEOUT_SECONDS,
     )
 
 
-def _row(effective_key: str) -> IdempotencyKey:
-    return IdempotencyKey.objects.get(scope=SCOPE, idempotency_key=effective_key)
+def _row(effective_key: str) -> ClaimedKey:
+    pk = IdempotencyKey.objects.values_list("pk", flat=True).get(scope=SCOPE, idempotency_key=effective_key)
+    return cast(ClaimedKey, rows.read(pk, using=ALIAS))
 
 
 def _date_back(column: str, key: IdempotencyKey, seconds: float) -> None:
@@ -168,7 +172,7 @@ def _result(claim: Claim, request: ClaimedRequest) -> ClaimResult:
     return ClaimResult(kinds[claim.outcome], _record(claim.key) if claim.key else _unseen_record(request))
 
 
-def _record(key: IdempotencyKey) -> StoredRecord:
+def _record(key: ClaimedKey) -> StoredRecord:
     claimed_at, finished = key.last_run_at.timestamp(), key.finished_at is not None
     return StoredRecord(
         effective_key=key.idempotency_key,

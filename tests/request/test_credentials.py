@@ -13,7 +13,6 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from pytest_django import Settings
 
 from idempotency.completer import CompletePass, complete_once
-from idempotency.decorators import idempotent
 from idempotency.models import IdempotencyKey
 from idempotency.reaper import reap_once
 from tests.kit.admin import KEYS, person
@@ -132,7 +131,7 @@ def test_a_request_without_its_credential_is_left_to_on_abandon(serve: Serve, se
 
 def test_no_page_shows_the_credential_and_curl_says_what_is_missing(serve: Serve, sender: Sender, settings: Settings) -> None:
     urls = settings.ROOT_URLCONF
-    serve(view=idempotent(Counted()))
+    serve(view=phased(Counted()))
     assert sender.send(f"/view/?api_key={SECRET}").status_code == 201
     settings.ROOT_URLCONF = urls
     key = IdempotencyKey.objects.get()
