@@ -107,16 +107,10 @@ def _protected(view: View, options: Options) -> View:
     if type(getattr(view, "__self__", None)).__module__.startswith("ninja."):
         raise TypeError(f"{view.__self__.view_func.__name__}{OUTSIDE} Use idempotency.contrib.ninja.idempotent.")  # type: ignore[attr-defined]
 
-    def is_of_parent(call: Call) -> bool:
-        """Return whether this is the handler of a parent, and the class of the view has options of its own."""
-        return getattr(made, "idempotency_owner", None) not in (None, type(call.owner))
-
     @wraps(view)
     def protected(*args: Any, **kwargs: Any) -> Any:
         call = Call.of(view, args, kwargs)
         del args, kwargs  # They may be parts of the body; see idempotency._hidden.
-        if is_of_parent(call):
-            return view(*call.args, **call.kwargs)
         if getattr(call.owner, "view_is_async", False) and not iscoroutinefunction(view):
             # Such a dispatch() is a plain function that returns an awaitable.
             return protected_async(*call.args, **call.kwargs)
@@ -127,8 +121,6 @@ def _protected(view: View, options: Options) -> View:
     async def protected_async(*args: Any, **kwargs: Any) -> HttpResponseBase:
         call = Call.of(view, args, kwargs)
         del args, kwargs
-        if is_of_parent(call):
-            return await view(*call.args, **call.kwargs)  # type: ignore[no-any-return]
         if call.request.method in SAFE_METHODS:
             call.request.idempotency_key = None  # type: ignore[attr-defined]
             return await view(*call.args, **call.kwargs)  # type: ignore[no-any-return]

@@ -13,16 +13,13 @@ from idempotency.decorators import idempotent
 
 _UNSAFE = ("post", "put", "patch", "delete")
 
-#: The handlers that ``as_view()`` has protected, each with its class and the handler without protection.
-_protected: dict[Any, tuple[type, Any]] = {}
-
 
 class IdempotentMixin:
     """Protect each unsafe handler of a view or view set, ``@action`` methods included: the first base of your base class.
 
-    ``as_view()``, which a router calls too, decorates the handlers that are not protected yet. A handler that has its own
-    ``@idempotent`` keeps it. The attributes of a subclass also hold for the handlers that it inherits, or
-    calls with ``super()``.
+    The method ``as_view()``, which a router calls too, makes the view of a subclass with protected handlers. The class itself
+    stays as it is, so the attributes of a class hold for the handlers that it inherits or calls with ``super()``, and for no
+    parent or child. A handler that has its own ``@idempotent`` keeps it.
     Raises TypeError or ValueError for invalid options, as ``@idempotent`` does.
     """
 
@@ -33,21 +30,16 @@ class IdempotentMixin:
 
     @classmethod
     def as_view(cls, actions: Mapping[str, str] | None = None, **initkwargs: Any) -> Any:
-        """Protect the handlers of the unsafe methods, and return the view."""
+        """Return the view of a subclass in which the handlers of the unsafe methods are protected."""
+        attributes: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
         for method in _UNSAFE:
             name = method if actions is None else actions.get(method, "")
-            if (inherited := getattr(cls, name, None)) is None:
-                continue
-            owner, handler = _protected.get(inherited, (cls, inherited))
-            if owner is cls:
-                handler = inherited
-            if name not in cls.not_idempotent and not hasattr(handler, "idempotency"):
-                _protected[made := idempotent(**cls.idempotent_options)(handler)] = cls, handler
-                made.idempotency_owner = cls
-                handler = made
-            setattr(cls, name, handler)  # An unprotected one too: a parent may be protected later.
+            handler = getattr(cls, name, None) if name not in cls.not_idempotent else None
+            if handler is not None and not hasattr(handler, "idempotency"):
+                attributes[name] = idempotent(**cls.idempotent_options)(handler)
+        protected: Any = type(cls.__name__, (cls,), attributes)
         more = {} if actions is None else {"actions": actions}
-        return super().as_view(**more, **initkwargs)  # type: ignore[misc]
+        return super(IdempotentMixin, protected).as_view(**more, **initkwargs)  # type: ignore[misc]
 
 
 def render_error(*, status: int, code: str, detail: str, headers: Mapping[str, str], **members: object) -> JsonResponse:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -586,6 +587,57 @@ def test_a_handler_that_a_class_calls_with_super_has_the_options_of_the_class(
     assert client.post("/Parent/", {"name": "one"}).status_code == 400
     answers = [client.post("/Child/", {"name": "one"}, headers=headers) for headers in ({}, {"Idempotency-Key": "1"})]
     assert [answer.status_code for answer in answers] == statuses
+
+
+def counted(handler: Any) -> Any:
+    """Decorate a handler, as a rate limit or a schema does."""
+
+    @wraps(handler)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return handler(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("decorator", [counted, idempotent, idempotent(wait_seconds=3)])
+@pytest.mark.parametrize("routed_first", [True, False])
+def test_a_handler_that_wraps_that_of_a_parent_is_protected(
+    routed_first: bool, decorator: Any, client: APIClient, settings: Settings
+) -> None:
+    class Parent(IdempotentMixin, viewsets.ModelViewSet):
+        queryset = Entry.objects.all()
+        serializer_class = EntrySerializer
+
+    parents = [path("Parent/", Parent.as_view({"post": "create"}))] if routed_first else []
+
+    @method_decorator(decorator, name="create")
+    class Child(Parent):
+        pass
+
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": [*parents, path("Child/", Child.as_view({"post": "create"}))]})
+    answers = [client.post("/Child/", {"name": "one"}, headers=headers) for headers in ({}, *[{"Idempotency-Key": "1"}] * 2)]
+    assert [answer.status_code for answer in answers] == [400, 201, 201]
+    assert Entry.objects.count() == 1
+
+
+def test_of_two_parents_the_one_that_overrides_a_handler_is_called(client: APIClient, settings: Settings) -> None:
+    class Base(IdempotentMixin, viewsets.ModelViewSet):
+        queryset = Entry.objects.all()
+        serializer_class = EntrySerializer
+
+    class Audited(Base):
+        pass
+
+    class Limited(Base):
+        def create(self, request: Any, *args: Any, **kwargs: Any) -> Response:
+            return Response({}, status=402)
+
+    class Both(Audited, Limited):
+        pass
+
+    views = [path(f"{view.__name__}/", view.as_view({"post": "create"})) for view in (Base, Audited, Both)]
+    settings.ROOT_URLCONF = type("Urls", (), {"urlpatterns": views})
+    assert client.post("/Both/", {"name": "one"}, headers={"Idempotency-Key": "1"}).status_code == 402
 
 
 def test_a_handler_keeps_its_own_options(client: APIClient, settings: Settings) -> None:
