@@ -15,6 +15,7 @@ from typing import Any
 
 from django.db import Error, connections
 
+from idempotency import conf
 from idempotency._engine import rows, statements
 from idempotency._engine.advisory_locks import HOLDER, lock_parameters, way_of
 from idempotency._engine.claimed_key import ClaimedKey
@@ -174,6 +175,7 @@ def claim_by_id(pk: int, *, delay_seconds: float, using: str, early: bool = Fals
             "claim_token": token_parameter(uuid.uuid4(), using),
             "delay": delay_seconds,
             "early": early,
+            "least_lease": conf.get().LOCK_TIMEOUT_SECONDS,
             "event": HistoryEvent.CLAIMED,
             "detail": "reaper" if early else "completer",
         }
@@ -230,10 +232,6 @@ def _raise_unless_race(error: Error, key: ClaimedKey, parameters: Parameters, us
     raise error
 
 
-def _token_of(parameters: Parameters) -> uuid.UUID:
-    return token if isinstance(token := parameters.value["claim_token"], uuid.UUID) else uuid.UUID(token)
-
-
 def _key_of_claim(found: _Found, request: ClaimedRequest, parameters: Parameters, using: str, **known: Any) -> ClaimedKey:
     claimed = Hidden(found.claimed or ())
     key = key_of_row(
@@ -278,8 +276,9 @@ def _refusal(found: _Found, request: ClaimedRequest) -> Claim | None:
 
 
 def _refusal_by_holder(parameters: Parameters, request: ClaimedRequest, using: str) -> Claim | None:
-    locks = lock_parameters(request.scope, request.idempotency_key, request.plain_fingerprint())  # Only plain runs set marks.
-    held, another_request = fetch(HOLDER, Hidden(parameters.value | locks), using) or (False, False)
+    # Only plain runs set marks.
+    locks = Hidden(lock_parameters(request.scope, request.idempotency_key, request.plain_fingerprint()))
+    held, another_request = fetch(HOLDER, Hidden(parameters.value | locks.value), using) or (False, False)
     return Claim(Outcome.MISMATCH if another_request else Outcome.IN_PROGRESS) if held else None
 
 

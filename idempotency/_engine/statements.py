@@ -162,7 +162,7 @@ class Statements:
         transaction id. Only PostgreSQL supports INSERT in WITH."""
         # An INSERT would wait for the uncommitted row of a plain view; the advisory lock does not.
         guard = (
-            "WHERE CASE WHEN EXISTS (SELECT 1 FROM met) THEN (SELECT met.claimable FROM met) "
+            "WHERE CASE WHEN EXISTS (SELECT 1 FROM met) THEN (SELECT met.claimable AND NOT met.expired FROM met) "
             f"ELSE pg_try_advisory_xact_lock({KEY_LOCK}) END"  # nosec B608  # see the docstring
         )
         return (
@@ -190,15 +190,17 @@ class Statements:
 
     @cached_property
     def insert_plain(self) -> str:
-        """Claim for a plain view on SQLite. Its single writer needs no advisory lock."""
+        """Claim for a plain view on SQLite, whose single writer needs no advisory lock."""
         insert = self._insert(finished=True, source="WHERE true")
         return f"{insert}ON CONFLICT DO NOTHING RETURNING {self._claimed()}, {_NOTHING_MET}, ''"
 
     @cached_property
     def claim_by_id(self) -> str:
-        """Claim for the completer, which sets the next run, or for ``on_abandon`` in the reaper."""
+        """Claim for the completer, which sets the next run, or for the reaper, with a lease of at least ``least_lease``."""
+        lease = "CASE WHEN k.lease_seconds < %(least_lease)s THEN %(least_lease)s ELSE k.lease_seconds END"
         return (
-            f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, locked_until = {self.lease_end}, "  # nosec B608  # see the docstring
+            f"UPDATE {TABLE} AS k SET claim_token = %(claim_token)s, lease_seconds = {lease}, "  # nosec B608  # see the docstring
+            f"locked_until = {self.dialect.later_by.format(lease, 'second')}, "
             f"last_run_at = {self.now}, {_NEXT_ATTEMPT}, completer_attempts = k.completer_attempts + 1, "
             f"next_run_at = {self.dialect.later.format('%(delay)s')}, {CLEAR_STUCK}, history = {self.history_of_unlocked} "
             f"WHERE k.id = %(id)s AND k.finished_at IS NULL AND k.refused_at IS NULL AND {self.unlocked} AND {_NOT_GIVEN_UP} "
@@ -208,8 +210,7 @@ class Statements:
 
     @cached_property
     def retire(self) -> str:
-        """Rename the scope of an expired key, so that its client can use the key again. The row stays, because a unique
-        foreign key of the project may refer to it."""
+        """Rename the scope of an expired key, so that its client can use the key again. Rows may refer to this one."""
         return (
             f"UPDATE {TABLE} AS k SET scope = '{RETIRED_SCOPE}' || CAST(k.id AS text) "  # nosec B608  # see the docstring
             f"WHERE k.id = %(id)s AND k.scope = %(scope)s AND {self.expired}"

@@ -13,6 +13,7 @@ retries. A release that changes the computation must keep the old one for at lea
 import hashlib
 import hmac
 import json
+import logging
 import re
 import secrets
 from collections.abc import Callable
@@ -34,6 +35,8 @@ from django.utils.encoding import escape_uri_path, force_bytes, force_str
 
 from idempotency._engine.advisory_locks import way_of
 from idempotency._hidden import Hidden
+
+logger = logging.getLogger("idempotency")
 
 #: The version of new fingerprints. A change of the computation needs a new number.
 VERSION = 1
@@ -69,6 +72,10 @@ def made_alike(stored: str, request: HttpRequest, body: Hidden[bytes | None]) ->
     secret is neither SECRET_KEY nor in SECRET_KEY_FALLBACKS."""
     way = way_of(stored)
     if (found := _WAY.fullmatch(way)) is None or (found["secret"] and found["secret"] not in map(_name, _secrets())):
+        logger.warning(
+            "a stored fingerprint cannot be compared, and the client gets 409 key_in_use: it was made by another version, or "
+            "with a secret that is neither SECRET_KEY nor in SECRET_KEY_FALLBACKS"
+        )
         return None
     return _made(way, request, body, by_host=bool(found["host"]))
 

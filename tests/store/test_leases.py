@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from pytest_django import Settings
 
 from idempotency._engine import fence
 from idempotency._engine.claims import Outcome
@@ -67,6 +68,24 @@ def test_the_completer_waits_for_two_and_a_half_leases_and_takes_the_lease_of_th
     taken = claim_as_completer(key)
     assert taken is not None
     assert (taken.lease_seconds, lease_of_row()) == (600, 600)
+
+
+def test_the_completer_raises_a_lease_that_is_too_short_now(settings: Settings) -> None:
+    key = claim(replace(LONG, lease_seconds=30)).key
+    make_older(7200, "created_at", "last_run_at", "locked_until")
+    settings.IDEMPOTENCY = {"LOCK_TIMEOUT_SECONDS": 300}
+    taken = claim_as_completer(key)
+    assert taken is not None
+    assert (taken.lease_seconds, lease_of_row()) == (300, 300)
+
+
+def test_an_expired_refused_key_is_claimed_as_a_new_one() -> None:
+    refused = claim().key
+    fence.refuse(refused, "status 429", using="default")
+    make_older(73 * 3600, "created_at", "last_run_at", "refused_at", "expires_at")
+    again = claim()
+    assert again.outcome is Outcome.CLAIMED
+    assert again.key.pk != refused.pk
 
 
 def test_the_history_names_the_end_of_the_lease() -> None:
