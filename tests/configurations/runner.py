@@ -28,6 +28,11 @@ class Runner(DiscoverRunner):
             call_command("makemigrations", *MIGRATIONS, verbosity=0)
             for connection in connections.all():
                 connection.close()
-                if hasattr(connection, "close_pool"):  # It would keep the name of the database.
+                # A pool would keep the name of the database.
+                if hasattr(connection, "close_pool"):
                     connection.close_pool()
+                if hasattr(connection, "closeall"):  # of django-db-geventpool
+                    connection.closeall()
+                    connection._connection_pools.clear()
+                    connection._pool = None
             return super().setup_databases(**kwargs)

@@ -83,6 +83,7 @@ def abandon(count):
             request_path=f"/two-phases/{number}",
             created_at=ago(hours=73 if number % 10 == 5 else 1),
             last_run_at=ago(minutes=30),
+            lease_seconds=3,  # that of the processes
         )
         for number in range(count)
     )
